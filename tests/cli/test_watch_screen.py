@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.support import watched_runs
+from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
 from trainkit.cli.watch_source import SlurmPoller
@@ -23,6 +24,8 @@ from trainkit.control.cancel import CancelResult
 from trainkit.control.run_registry import register
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 SCREENS = Path(__file__).parent / "screens"
 SIZES = ((80, 24), (200, 50))
@@ -223,3 +226,64 @@ def test_ctrl_c_is_130() -> None:
         await pilot.press("ctrl+c")
 
     assert drive(None, use).return_value == 130
+
+
+def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
+    group = make_group(folder, {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(30)}, "12")
+    register(RunDir(group.path), "small")
+
+    def query(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+        return {job_id: JobInfo(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "30 runs")
+        assert "30 pending" in screen_text(app)
+        await pilot.press("enter")
+        await shows(pilot, "small: 30 runs: 30 pending")
+        heading = next(line for line in screen_text(app).splitlines() if line.startswith("point"))
+        assert heading.split() == ["point", "state", "lr", "best", "reason"]
+        await pilot.press("end")
+        await shows(pilot, "29  pending")
+        await pilot.press("enter")
+        await shows(pilot, "this run has not started yet")
+        await pilot.press("escape")
+        await shows(pilot, "1 active, 0 ended")
+
+    drive(None, use, query)
+
+
+def test_a_run_that_is_not_in_a_list_leads_to_the_list(folder: Path) -> None:
+    run = watched_runs.finished(folder / "runs" / "finished")
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "step 600 of 600")
+        await pilot.press("escape")
+        await shows(pilot, "0 active, 1 ended")
+        await pilot.press("escape")
+        await shows(pilot, "0 active, 1 ended")
+
+    drive(run, use)
+
+
+def test_no_run_yet(folder: Path) -> None:
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "no runs yet: `trainkit submit` starts one")
+        await pilot.press("enter")
+
+    drive(None, use)
+
+
+@pytest.mark.parametrize("name", ["job.json", "plan.json", "config.yaml", "attempts/001/end.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"attempts": 3}', "\x00\xff"])
+def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> None:
+    run = watched_runs.finished(folder / "runs" / "finished")
+    (run.path / name).write_bytes(content.encode("latin-1"))
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        # Either the error, or what the other files say.
+        await wait_for(pilot, lambda: "reading the run" not in screen_text(app), "nothing shows")
+        text = screen_text(app)
+        assert text.startswith("! ") or "step 600 of 600" in text or "INCOMPLETE" in text
+        await pilot.press("q")
+
+    assert drive(run, use).return_value == 0

@@ -61,6 +61,16 @@ class Tmux:
         return self._run("capture-pane", "-p")
 
     @property
+    def screen_with_colours(self) -> str:
+        """The same with the escape sequences of its colours."""
+        return self._run("capture-pane", "-p", "-e")
+
+    def close_window(self) -> None:
+        """Close the window, as by its button; another one keeps the server."""
+        self._run("new-window", "-d")
+        self._run("kill-window", "-t", ":0")
+
+    @property
     def is_alternate(self) -> bool:
         """Whether a program has the whole screen."""
         return self._run("display-message", "-p", "#{alternate_on}").strip() == "1"

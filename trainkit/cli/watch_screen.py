@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -80,10 +80,9 @@ class ReadingScreen(Screen[None]):
     def on_reading(self, message: Reading) -> None:
         """Show what was read; of an error, its text and what was read before."""
         if isinstance(message.result, Exception):
-            seen = (
-                "" if self._read_at is None else f"; shown is what was read at {self._read_at:%H:%M:%S} UTC"
-            )
-            self.problem = f"{_error_text(message.result)}{seen}"
+            self.problem = _error_text(message.result)
+            if self._read_at is not None:
+                self.problem += f"; shown is what was read at {self._read_at:%H:%M:%S} UTC"
         else:
             self.problem, self._read_at = None, datetime.now(timezone.utc)
             self.take(message.result)
@@ -243,13 +242,19 @@ class ListScreen(ReadingScreen):
         yield OptionList(id="runs")
         yield Footer(compact=True)
 
+    def on_screen_suspend(self) -> None:
+        self._repeater.pause()
+
+    def on_screen_resume(self) -> None:
+        self._repeater.resume()
+
     def take(self, result: Any) -> None:
         self._result = result
 
     def show(self) -> None:
         if self._result is None:
             return
-        width = self.app.size.width
+        width = self.app.size.width - 1  # for the scrollbar
         self.listing, problem = self._listing(self._result, width)
         problem = self.problem or problem
         lines = [Text(f"! {problem}", BAD)] if problem else []
@@ -287,7 +292,7 @@ class ListScreen(ReadingScreen):
         elif Path(row.run_dir).is_dir():
             app.open(RunDir(row.run_dir))
         else:
-            self.notify("this run has not started yet: it has no folder")
+            self.notify("this run has not started yet")
 
 
 class TextScreen(ReadingScreen):
@@ -404,34 +409,25 @@ class WatchApp(App[int]):
     def action_interrupt(self) -> None:
         self.exit(EXIT_INTERRUPTED)
 
-    def ended_by_signals(self) -> _EndedBySignals:
-        """A context in which SIGTERM and SIGHUP end the app, which restores the terminal."""
-        return _EndedBySignals(self)
+    @contextlib.contextmanager
+    def ended_by_signals(self) -> Iterator[None]:
+        """A block in which SIGTERM and SIGHUP end the app, which restores the terminal."""
+        before = {
+            number: signal.signal(number, lambda number, frame: self._end(number))
+            for number in (signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def end(self, number: int) -> None:
-        """End the app because of a signal."""
+    def _end(self, number: int) -> None:
         self.signal_number = number
         if number == signal.SIGHUP:
             signal.alarm(HANGUP_S)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.exit, EXIT_OK)
-
-
-class _EndedBySignals:
-    def __init__(self, app: WatchApp) -> None:
-        self._app = app
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._app.end(number)
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, handle)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def joined(lines: list[Text], width: int) -> Text:

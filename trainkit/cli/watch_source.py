@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.control.jobs import QUERY_INTERVAL_S, JobStatus, job_statuses, open_job_ids, query_known_jobs
-from trainkit.errors import TrainkitError
 from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.run_files import EventHistory, RunFiles
 from trainkit.observe.run_view import RunView, read_view
@@ -31,7 +30,7 @@ def utc_clock() -> datetime:
 
 
 class SlurmPoller:
-    """Queries the jobs that were asked for last, at most every `interval_s`, in a thread of its own."""
+    """Queries the jobs that were asked for last, every `interval_s`, in a thread of its own."""
 
     def __init__(
         self,
@@ -51,11 +50,11 @@ class SlurmPoller:
 
     def jobs(self, ids: Sequence[str]) -> Jobs | None:
         """The newest answer about these jobs; None while there is none."""
-        if not ids:
-            return {}
         with self._answers:
-            if set(ids) != set(self._wanted):
-                self._wanted = tuple(ids)
+            self._wanted = tuple(ids)
+            if not ids:
+                return {}
+            if not set(ids) <= set(self._answered):
                 self._changed.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._poll, name="slurm", daemon=True)
@@ -76,6 +75,9 @@ class SlurmPoller:
         while True:
             self._changed.clear()
             wanted, texts = self._wanted, list[str]()
+            if not wanted:
+                self._changed.wait()
+                continue
             jobs = self._query(wanted, texts.append)
             with self._answers:
                 self._jobs, self._answered = jobs, wanted
@@ -116,14 +118,20 @@ class RunsSource:
     def __init__(self, poller: SlurmPoller) -> None:
         self._poller = poller
         self._histories: dict[Path, EventHistory] = {}
+        self._is_answered = True
 
     def read(self) -> tuple[list[RunStatus | GroupStatus], int, str | None]:
         """The runs, the number of older ones, and what keeps them from being complete."""
         from trainkit.cli.status import read_all
         from trainkit.observe.status_text import MAX_ENDED_RUNS
 
-        statuses, num_hidden = read_all(MAX_ENDED_RUNS, self._poller.jobs, self._histories)
-        return statuses, num_hidden, self._poller.problem
+        statuses, num_hidden = read_all(MAX_ENDED_RUNS, self._query, self._histories)
+        return statuses, num_hidden, None if self._is_answered else self._poller.problem
+
+    def _query(self, ids: Sequence[str]) -> Jobs | None:
+        jobs = self._poller.jobs(ids)
+        self._is_answered = jobs is not None
+        return jobs
 
 
 class GroupSource:
@@ -148,7 +156,8 @@ class Repeater:
         self, read: Callable[[], object], show: Callable[[object], object], interval_s: float
     ) -> None:
         self._read, self._show, self._interval_s = read, show, interval_s
-        self._ended = threading.Event()
+        self._ended, self._is_on = threading.Event(), threading.Event()
+        self._is_on.set()
         self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
 
     def start(self) -> None:
@@ -157,13 +166,22 @@ class Repeater:
     def end(self) -> None:
         """Stop after the reading in progress; returns at once."""
         self._ended.set()
+        self._is_on.set()
+
+    def pause(self) -> None:
+        """Read nothing until `resume` is called."""
+        self._is_on.clear()
+
+    def resume(self) -> None:
+        self._is_on.set()
 
     def _run(self) -> None:
         while not self._ended.is_set():
             began_s = time.thread_time()
             try:
                 result: object = self._read()
-            except (OSError, TrainkitError) as error:
+            except Exception as error:  # it is shown; without a reader, the screen would stop silently
                 result = error
             self._show(result)
             self._ended.wait(max(self._interval_s, (time.thread_time() - began_s) / self.MAX_SHARE))
+            self._is_on.wait()

@@ -17,7 +17,7 @@ from trainkit.plan.sweep import short_keys, shown_value
 
 MAX_POINTS = 200
 STATE = 11
-RUN_COLUMNS = (("step", 17), ("loss", 7), ("tokens/s", 11), ("age", 7))
+RUN_COLUMNS = (("step", 15), ("loss", 7), ("tokens/s", 10), ("age", 6))
 MIN_NAME = 20
 
 
@@ -48,7 +48,7 @@ def runs_listing(
     hidden = f", {num_hidden:,} older ones not shown" if num_hidden else ""
     title = f"{num_active} active, {len(statuses) - num_active} ended{hidden}"
     taken = 2 + STATE + sum(width + 2 for _, width in RUN_COLUMNS)
-    name = max(MIN_NAME, width - 2 - taken)
+    name = max(MIN_NAME, width - taken)
     heading = ["run".ljust(name), "state".ljust(STATE), *(head.rjust(size) for head, size in RUN_COLUMNS)]
     rows = [
         Row(status.run_dir, isinstance(status, GroupStatus), _run_line(status, name, cwd))

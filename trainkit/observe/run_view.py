@@ -217,7 +217,7 @@ def sentence(status: RunStatus) -> str:
         "requeueing": "Waiting for its next attempt",
         "died": "Died without recording how it ended",
         "unknown": "Unknown whether it runs",
-        "incomplete": "Never started",
+        "incomplete": "No start is recorded in job.json",
     }
     text = texts.get(status.state, status.state.capitalize())
     return f"{text}{reason}."

@@ -12,9 +12,11 @@ from rich.text import Text
 from trainkit.observe.run_view import NodeRow, Notice, RunView
 from trainkit.observe.text import duration
 
-BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+BLOCKS = "▁▂▃▄▅▆▇█"
+DOT = " · "
 DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
 """Bits of a Braille character by column, from the lowest row to the highest."""
+TO_ASCII = str.maketrans(BLOCKS + "░─…·°", "_.-=+*%#" + "--~| ")
 LABEL = 11
 VALUE = 34
 MIN_NOTICES = 2
@@ -64,7 +66,9 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
     lines += notices_lines(view.notices, size, num_notices)
     lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
     for line in lines:
-        line.truncate(size.width, overflow="ellipsis" if not size.ascii else "crop")
+        line.truncate(size.width, overflow="ellipsis")
+    if size.ascii:
+        lines = [Text(line.plain.translate(TO_ASCII).encode("ascii", "replace").decode()) for line in lines]
     return lines if size.height is None else lines[: size.height]
 
 
@@ -87,7 +91,7 @@ def _title(view: RunView, size: Size) -> Text:
         kind = "GPU" if view.has_gpus else "process"
         nodes = f"{status.num_nodes} {_plural('node', status.num_nodes)}"
         facts.append(f"{nodes} x {status.workers_per_node} {_plural(kind, status.workers_per_node)}")
-    return _spread(left, Text(_dot(size).join(facts), DIM), size.width)
+    return _spread(left, Text(DOT.join(facts), DIM), size.width)
 
 
 def _sentence(view: RunView, size: Size) -> list[Text]:
@@ -108,8 +112,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
         if view.progress is not None:
             width = max(10, min(60, size.width - LABEL - len(text) - 12))
             done = round(view.progress * width)
-            full, empty = ("#", "-") if size.ascii else ("█", "░")
-            bar = Text.assemble((full * done, GOOD), (empty * (width - done), DIM))
+            bar = Text.assemble(("█" * done, GOOD), ("░" * (width - done), DIM))
             text = Text.assemble(bar, f" {view.progress:6.1%}  ", text)
         lines.append(_line("progress", text))
     times = []
@@ -119,7 +122,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
         times.append(f"ETA {duration(view.eta_s)}")
     if view.limit_s is not None:
         times.append(f"time limit in {duration(view.limit_s)}")
-    text = Text(_dot(size).join(times) or "-")
+    text = Text(DOT.join(times) or "-")
     if view.eta_s is not None and view.limit_s is not None:
         short_s = view.eta_s - view.limit_s
         verdict = (
@@ -151,7 +154,7 @@ def _chart(view: RunView, name: str, width: int, size: Size) -> list[Text]:
     points = view.curves[name]
     values = [value for _, value in points]
     low, high = min(values), max(values)
-    title = Text.assemble((CURVE_NAMES[name], TITLE), "  ", _curve_value(view, name, size))
+    title = Text.assemble((CURVE_NAMES[name], TITLE), "  ", _curve_value(view, name))
     steps = Text(f"steps {points[0][0]:,} to {points[-1][0]:,}", DIM)
     rows = chart_rows(points, width - 10, CHART_HEIGHT)
     lines = [_spread(title, steps, width)]
@@ -161,14 +164,14 @@ def _chart(view: RunView, name: str, width: int, size: Size) -> list[Text]:
     return lines
 
 
-def _curve_value(view: RunView, name: str, size: Size) -> Text:
+def _curve_value(view: RunView, name: str) -> Text:
     """The newest value of a curve, with what it is compared with."""
     if name == "loss":
         val_loss = view.status.val_loss
-        val = "" if val_loss is None else f"{_dot(size)}validation {number(val_loss)}"
+        val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
         return Text(number(view.status.loss) + val)
     if name == "tokens_per_s":
-        return _speed(view, size)
+        return _speed(view)
     return Text(number(view.grad_norm if name == "grad_norm" else view.lr))
 
 
@@ -180,32 +183,32 @@ def _numbers(view: RunView, size: Size, has_charts: bool) -> list[Text]:
         is_known = bool(view.curves[name]) or (name == "loss" and view.status.loss is not None)
         if (has_charts and len(view.curves[name]) > 1) or (is_command and not is_known):
             continue
-        value = _curve_value(view, name, size)
+        value = _curve_value(view, name)
         width = size.width - LABEL - max(VALUE, len(value) + 1)
         if len(view.curves[name]) > 1 and width >= 10:
             value.pad_right(max(1, VALUE - len(value)))
             values = resampled(view.curves[name], min(width, MAX_SPARKLINE))
-            value.append(sparkline(values, size.ascii), "cyan")
+            value.append(sparkline(values), "cyan")
         lines.append(_line(label, value))
     if is_command and not view.curves["tokens_per_s"]:
         return lines
-    waits = "" if view.data_wait_share is None else f"{_dot(size)}waits for data {view.data_wait_share:.1%}"
+    waits = "" if view.data_wait_share is None else f"{DOT}waits for data {view.data_wait_share:.1%}"
     mfu = "unknown" if view.mfu is None else f"{view.mfu:.1%}"
-    steps = f"p50 {_seconds(view.step_p50_s)}{_dot(size)}p95 {_seconds(view.step_p95_s)}"
+    steps = f"p50 {_seconds(view.step_p50_s)}{DOT}p95 {_seconds(view.step_p95_s)}"
     return [
         *lines,
-        _line("step", Text(f"{steps}{waits}{_dot(size)}MFU {mfu}")),
+        _line("step", Text(f"{steps}{waits}{DOT}MFU {mfu}")),
         _line("memory", Text(_memory(view))),
-        _line("checkpoint", _checkpoint(view, size)),
+        _line("checkpoint", _checkpoint(view)),
     ]
 
 
-def _speed(view: RunView, size: Size) -> Text:
+def _speed(view: RunView) -> Text:
     now, median = view.status.tokens_per_s, view.median_tokens_per_s
     if now is None or not median:
         return Text(number(now))
     share = now / median
-    return Text.assemble(f"{now:,.0f}{_dot(size)}", (f"{share:.0%} of median", WATCH if share < 0.9 else ""))
+    return Text.assemble(f"{now:,.0f}{DOT}", (f"{share:.0%} of median", WATCH if share < 0.9 else ""))
 
 
 def _memory(view: RunView) -> str:
@@ -216,8 +219,7 @@ def _memory(view: RunView) -> str:
     return f"peak {view.mem_gib_peak:.2f}{total} GiB {unit}"
 
 
-def _checkpoint(view: RunView, size: Size) -> Text:
-    unit = "GPU-hours" if view.has_gpus else "process-hours"
+def _checkpoint(view: RunView) -> Text:
     parts: list[tuple[str, str]] = []
     if view.checkpoint_step is None:
         parts.append(("none yet", ""))
@@ -225,15 +227,23 @@ def _checkpoint(view: RunView, size: Size) -> Text:
         parts.append((f"step {view.checkpoint_step:,}, {duration(view.checkpoint_age_s)} ago", ""))
     if view.steps_at_risk:
         lost = "at risk" if view.status.is_active else "lost"
-        hours = "" if view.hours_at_risk is None else f" = {view.hours_at_risk:,.2f} {unit}"
-        parts.append((f"{view.steps_at_risk:,} {_plural('step', view.steps_at_risk)}{hours} {lost}", WATCH))
+        steps = f"{view.steps_at_risk:,} {_plural('step', view.steps_at_risk)}"
+        parts.append((f"{steps}{_hours(view)} {lost}", WATCH))
     elif view.checkpoint_step is not None:
         parts.append(("nothing at risk", GOOD))
     text = Text()
     for index, (words, style) in enumerate(parts):
-        text.append(_dot(size) if index else "")
+        text.append(DOT if index else "")
         text.append(words, style)
     return text
+
+
+def _hours(view: RunView) -> str:
+    """`` = 3.20 GPU-hours``; in minutes if that is less than 6 of them."""
+    hours, unit = view.hours_at_risk, "GPU" if view.has_gpus else "process"
+    if hours is None:
+        return ""
+    return f" = {hours:,.2f} {unit}-hours" if hours >= 0.1 else f" = {60 * hours:.1f} {unit}-minutes"
 
 
 def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int | None) -> list[Text]:
@@ -254,7 +264,7 @@ def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int 
     heading = "  ".join(["  " + "node".ljust(host), *(name.rjust(width) for name, width in columns), "note"])
     lines.append(Text(heading, DIM))
     for node in shown:
-        lines.append(_node_line(node, host, columns, size))
+        lines.append(_node_line(node, host, columns))
     return lines
 
 
@@ -267,7 +277,7 @@ def _columns(has_gpus: bool, is_wide: bool) -> list[tuple[str, int]]:
     return columns + ([("sampled", 7)] if is_wide else [])
 
 
-def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]], size: Size) -> Text:
+def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]]) -> Text:
     cells = {
         "GPU": _percent(node.gpu_percent),
         "GPU mem": _used(node.gpu_mem_used_gib, node.gpu_mem_total_gib),
@@ -281,7 +291,7 @@ def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]], siz
     }
     style = BAD if node.severity >= 4 else WATCH if node.severity else ""
     mark = "! " if node.severity else "  "
-    name = node.host if len(node.host) <= host else node.host[: host - 1] + ("." if size.ascii else "…")
+    name = node.host if len(node.host) <= host else node.host[: host - 1] + "…"
     row = "  ".join([name.ljust(host), *(cells[column].rjust(width) for column, width in columns)])
     return Text.assemble((mark, style), row, "  ", (", ".join(node.problems), style))
 
@@ -332,13 +342,12 @@ def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | N
     return [sum(values) / len(values) if values else None for values in sums]
 
 
-def sparkline(values: Sequence[float | None], ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float | None]) -> str:
     """Values as blocks of eight heights, from the lowest to the highest; a space where there is none."""
-    blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if value is None else blocks[round((value - low) * scale)] for value in values)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if value is None else BLOCKS[round((value - low) * scale)] for value in values)
 
 
 def chart_rows(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
@@ -382,10 +391,7 @@ def _spread(left: Text, right: Text, width: int) -> Text:
 
 
 def _rule(text: str, size: Size) -> Text:
-    dash = "-" if size.ascii else "─"
-    return Text.assemble(
-        (f"{dash}{dash} ", DIM), (text, TITLE), (" " + dash * max(0, size.width - len(text) - 4), DIM)
-    )
+    return Text.assemble(("── ", DIM), (text, TITLE), (" " + "─" * max(0, size.width - len(text) - 4), DIM))
 
 
 def _wrapped(text: str, width: int, max_lines: int) -> list[Text]:
@@ -398,10 +404,6 @@ def _wrapped(text: str, width: int, max_lines: int) -> list[Text]:
     if len(lines) > max_lines:
         lines[max_lines - 1] = lines[max_lines - 1][: width - 2] + " …"
     return [Text(line) for line in lines[:max_lines]]
-
-
-def _dot(size: Size) -> str:
-    return ", " if size.ascii else " · "
 
 
 def _plural(word: str, count: object) -> str:

@@ -1,0 +1,147 @@
+"""The growing files of a run, read incrementally."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support import watched_runs
+from tests.support.watched_runs import NOW, Watched, ago
+from trainkit.observe import run_files
+from trainkit.observe.run_files import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunFiles
+from trainkit.observe.run_view import read_view
+from trainkit.observe.status import read_status
+from trainkit.rundir import append_jsonl
+
+
+def write_metrics(file: Path, first: int, last: int, attempt: int = 1) -> None:
+    with file.open("a") as stream:
+        for step in range(first, last + 1):
+            record = {"step": step, "attempt": attempt, "loss": 1000.0 - step, "tokens_per_s": float(step)}
+            stream.write(json.dumps(record) + "\n")
+
+
+def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    history = MetricsHistory(file)
+    history.update()
+    assert history.curve("loss") == []
+    write_metrics(file, 1, 3)
+    with file.open("a") as stream:
+        stream.write('{"step": 4, ')
+        stream.flush()
+        history.update()
+        assert [step for step, _ in history.curve("loss")] == [1, 2, 3]
+        stream.write('"loss": 7}\nnonsense\n')
+    history.update()
+    history.update()
+    assert history.curve("loss")[-2:] == [(3, 997.0), (4, 7.0)]
+    assert len(history.recent) == 4
+
+
+def test_steps_that_are_computed_again_replace_the_others(tmp_path: Path) -> None:
+    history = MetricsHistory(tmp_path / "metrics.jsonl")
+    write_metrics(tmp_path / "metrics.jsonl", 1, 10)
+    history.update()
+    write_metrics(tmp_path / "metrics.jsonl", 6, 7, attempt=2)
+    history.update()
+    assert [step for step, _ in history.curve("loss")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_another_file_starts_anew(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    history = MetricsHistory(file)
+    write_metrics(file, 1, 10)
+    history.update()
+    file.unlink()
+    write_metrics(file, 1, 2)
+    history.update()
+    assert len(history.curve("loss")) == 2
+
+
+def test_of_a_large_file_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "SAMPLED_BYTES", 50_000)
+    file = tmp_path / "metrics.jsonl"
+    write_metrics(file, 1, 20_000)
+    history = MetricsHistory(file)
+    history.update()
+    curve = history.curve("loss")
+    assert MAX_POINTS <= len(curve) <= 2 * MAX_POINTS
+    assert curve[0][0] <= 20_000 / MAX_POINTS
+    assert curve[-1] == (20_000, -19_000.0)
+    assert [step for step, _ in curve] == sorted({step for step, _ in curve})
+    assert max(b - a for (a, _), (b, _) in pairwise(curve)) <= 3 * 20_000 / MAX_POINTS
+    assert history.median("tokens_per_s") == pytest.approx(10_000, rel=0.05)
+    write_metrics(file, 20_001, 20_003)
+    history.update()
+    assert history.curve("loss")[-1][0] == 20_003
+
+
+def test_the_points_of_a_curve_are_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    history = MetricsHistory(file)
+    for first in range(1, 5001, 500):
+        write_metrics(file, first, first + 499)
+        history.update()
+    curve = history.curve("loss")
+    assert MAX_POINTS / 2 <= len(curve) <= 2 * MAX_POINTS
+    assert curve[-1][0] == 5000
+    assert len(history.recent) == run_files.RECENT_RECORDS
+
+
+def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
+    made = Watched(tmp_path / "run").job()
+    made.event(90, "evaluated", step=1, val_loss=3.0).event(80, "evaluated", step=2, val_loss=2.5)
+    history = EventHistory(made.run.events_file)
+    history.update()
+    assert (history.first_val_loss, history.val_loss) == (3.0, 2.5)
+    made.saved(2, 70).event(60, "evaluated", step=3, val_loss=2.25)
+    history.update()
+    assert (history.first_val_loss, history.val_loss) == (3.0, 2.25)
+    assert history.saved is not None
+    assert (history.saved["step"], history.save_began) == (2, ago(74))
+    assert history.first(1, "started")["time"] == ago(1400)
+
+
+def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Watched(tmp_path / "run").job().health(20)
+    files, opened = HealthFiles(made.run.path / "health"), []
+    newest_sample = run_files.newest_sample
+
+    def counted(file: Path) -> object:
+        opened.append(file.stem)
+        return newest_sample(file)
+
+    monkeypatch.setattr(run_files, "newest_sample", counted)
+    files.update()
+    files.update()
+    assert sorted(opened) == ["node001", "node002"]
+    append_jsonl(made.run.health_file("node002"), {"time": ago(1), "attempt": 1, "cpu_percent": 50.0})
+    with made.run.health_file("node002").open("a") as stream:
+        stream.write('{"cut off')
+    files.update()
+    assert opened[2:] == ["node002"]
+    assert files.newest["node002"]["cpu_percent"] == 50.0
+
+
+def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
+    """At one refresh every 2 s, 5 % of a core are 100 ms; most of it is for the terminal."""
+    run = watched_runs.large(tmp_path / "large")
+    files = RunFiles(run)
+    spent = []
+    for step in range(641, 661):
+        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": 2.0, "time": ago(1)})
+        for node in range(26):  # those that write a sample within 2 s
+            sample = json.loads(run.health_file(f"node{node + 1:03d}").read_text().splitlines()[-1])
+            append_jsonl(run.health_file(f"node{node + 1:03d}"), sample)
+        began_s = time.process_time()
+        files.update()
+        view = read_view(files, read_status(run, True, NOW, None, files.events), NOW)
+        spent.append(time.process_time() - began_s)
+    assert view.status.step == 660
+    assert len(view.nodes) == 128
+    assert sorted(spent)[len(spent) // 2] < 0.05

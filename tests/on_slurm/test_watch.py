@@ -1,0 +1,57 @@
+"""`trainkit watch` in a terminal on the login node: a run of two hosts that is preempted meanwhile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import TRAINKIT, Login, settings, wait_for
+from tests.support.tmux import Tmux, needs_tmux
+from trainkit.rundir import read_jsonl
+
+ENDLESS = settings(
+    *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),
+    *("train.steps=1000000", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null"),
+    *("precision.dtype=fp32", "logging.tensorboard=false", "logging.health_every_s=1"),
+)
+PREEMPTING = ("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null")
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=60)
+def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> None:
+    run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--partition", "low", *ENDLESS)
+    wait_for(lambda: sum(1 for _ in read_jsonl(run.metrics_file)) >= 3, "the first steps")
+    hosts = login.cluster.hosts[:2]
+    wait_for(lambda: all(run.health_file(host).exists() for host in hosts), "a sample of each host")
+    environ = {**login.cluster.environ, **login.env}
+    with Tmux(tmp_path, 80, 24, login.folder, environ) as terminal:
+        terminal.type([*TRAINKIT, "watch", str(run.path), "--interval", "0.5"])
+        first = int(terminal.wait_for(r"^progress .* step (\d[\d,]*) of 1,000,000$")[1].replace(",", ""))
+        job_id = login.job_id(run)
+        assert re.search(
+            rf"^small +RUNNING +attempt 1 · job {job_id} · 2 nodes x 1 process$", terminal.screen, re.M
+        )
+        terminal.wait_for(r"^time +ran for \S+ · ETA \S+ · time limit in \S+: \S+ too short$")
+        assert re.search(r"^── nodes: 2, no problems", terminal.screen, re.M)
+        for host in hosts:
+            terminal.wait_for(rf"^  {host} +\d+%")
+        wait_for(lambda: step_on(terminal.screen) > first, "another step on the screen")
+        terminal.resize(200, 50)
+        terminal.wait_for(r"^loss .* steps \d+ to [\d,]+ +grad norm .* steps \d+ to [\d,]+$")
+        login.run([*PREEMPTING, "--wrap=sleep 1"], check=True)
+        terminal.wait_for(r"^small +REQUEUEING", timeout_s=120)
+        terminal.wait_for(r"attempt 1 stopped: saved after SIGTERM at a preemption; resumes \(restart 1\)")
+        terminal.wait_for(r"^checkpoint step [\d,]+, \S+ ago · nothing at risk$")
+        terminal.wait_for(r"^small +RUNNING +attempt 2 ", timeout_s=120)
+        terminal.keys("q")
+        terminal.wait_for(r"^\$$")
+    login.trainkit("cancel", str(run.path), "--now")
+
+
+def step_on(screen: str) -> int:
+    """The step that a screen shows."""
+    found = re.search(r"^progress .* step (\d[\d,]*) of", screen, re.MULTILINE)
+    return 0 if found is None else int(found[1].replace(",", ""))
