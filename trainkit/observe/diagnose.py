@@ -252,9 +252,12 @@ class _Case:
 
     def _from_logs(self, own: Match | None) -> Match | None:
         """A cause in the output of the first failing rank; of all ranks if the first one is in doubt."""
-        is_in_doubt = self.first is None or own is None or own.signature.role == "cascade"
-        num_logs = MAX_LOGS if is_in_doubt else 1
-        texts = list(islice(self._rank_logs(), num_logs))
+        if self.first is None or own is None or own.signature.role == "cascade":
+            texts = list(islice(self._rank_logs(), MAX_LOGS))
+        else:
+            alike = {other.log_rank for other in self.records if other.text.find(own.signature)}
+            logs = islice(self._rank_logs(), MAX_LOGS)
+            texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
             # What a rank printed before it aborted says more than that it did.
@@ -291,6 +294,7 @@ class _Case:
         values |= {
             "subject": _subject(rank, host),
             **({"num_hosts": str(len(hosts))} if hosts else {}),
+            **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
             "message": clean(str(record.get("message") or "")),
             "reason": clean(str(self.end.get("reason") or "")),
             **({} if rank is None else {"rank": str(rank)}),
@@ -307,7 +311,7 @@ class _Case:
             host = self.files.host_of(rank) if hosts else host  # all on one host
         advice = [text for text in (fill(template, values) for template in signature.advice) if text]
         hint = str(record.get("hint") or "")
-        if hint and hint not in advice:
+        if hint and match.text.kind == "record" and hint not in advice:
             advice.insert(0, hint)
         confidence = "likely" if match.text.kind == "log" else signature.confidence
         evidence = [match.evidence]
@@ -332,6 +336,8 @@ class _Case:
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
             return rank, match.groups.get("host") or self.files.host_of(rank), step
+        if match.text.kind == "slurm" and not match.signature.is_of_a_rank:
+            return None, None, step
         if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
         own = None if self.first is None else self.first.rank
