@@ -188,7 +188,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["name"] == "disk-full"
     done = CliRunner().invoke(cli, ["diagnose", str(tmp_path)], standalone_mode=False)
     begin = "attempt 1 failed: Disk full\nrank 1 on node01 could not write: a disk is full\n"
-    assert done.stdout.startswith(f"{begin}first: rank 1 on node01\n")
+    assert done.stdout.startswith(f"{begin}first failure: rank 1 on node01\n")
     with pytest.raises(UsageError, match="has no attempt 2"):
         CliRunner().invoke(
             cli, ["diagnose", str(tmp_path), "--attempt", "2"], standalone_mode=False, catch_exceptions=False
