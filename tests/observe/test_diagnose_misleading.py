@@ -42,6 +42,14 @@ def test_what_killed_a_rank_is_not_in_its_own_output(tmp_path: Path) -> None:
     assert found.name == "killed"
 
 
+def test_a_rank_that_fails_while_it_stops_is_not_why_it_stopped(tmp_path: Path) -> None:
+    run = failed(tmp_path, TRACEBACK + OOM, "CUDA out of memory", "OutOfMemoryError")
+    end = {"state": "failed", "cause": "preempted", "reason": "rank 0 failed after SIGTERM", "verdict": None}
+    write_json(run.attempt(1).end_file, end)
+    found = newest(run)
+    assert (found.name, found.rank) == ("preempted", None)
+
+
 def test_the_failure_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
     run = failed(tmp_path, OOM, "CUDA out of memory", "OutOfMemoryError")
     second = run.attempt(2)

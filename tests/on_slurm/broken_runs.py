@@ -238,11 +238,25 @@ def host_powered_off(login: Login) -> RunDir:
 
 @broken("node-failure", host=1)
 def first_host_powered_off(login: Login) -> RunDir:
-    """The supervisor dies with it."""
+    """The supervisor dies with it; the next start of the job records the end."""
     run = running(login)
     login.cluster.kill_host(1)
-    wait_for(lambda: login.status(run)["state"] not in ("running", "starting"), "the end", TIMEOUT_S, 1)
+    return end_of(login, run)
+
+
+@broken("interrupted")
+def first_host_just_powered_off(login: Login) -> RunDir:
+    """The supervisor has died with it, and the job waits to start again."""
+    run = running(login)
+    login.cluster.kill_host(1)
+    wait_for(lambda: _is_requeued(login, run), "Slurm to requeue the job", TIMEOUT_S, 0.3)
+    login.run(["scontrol", "hold", login.job_id(run)], check=True)
     return run
+
+
+def _is_requeued(login: Login, run: RunDir) -> bool:
+    job = login.cluster.job(login.job_id(run))
+    return job["JobState"] == "PENDING" and job["Restarts"] == "1"
 
 
 @broken("node-failure", host=2)
@@ -559,14 +573,20 @@ def resumed_with_another_model(login: Login) -> RunDir:
 
 
 @broken("shape-mismatch")
-def resumed_after_the_model_changed(login: Login) -> RunDir:
-    """`trainkit resume --as` with another width."""
-    first = training(login, *settings("train.steps=3", "train.global_batch_size=32"))
-    login.finish(first)
-    more = settings("train.steps=6", "model.dim=96")
-    done = login.trainkit("resume", str(first.path), "--as", str(login.folder / "wider"), *more)
-    assert done.returncode == 0, done.stderr
-    return end_of(login, RunDir(login.folder / "wider"))
+def checkpoint_of_another_model(login: Login) -> RunDir:
+    """A script whose model changed since its checkpoint was saved."""
+    code = GROUP + "torch.save(torch.nn.Linear(4, 16).state_dict(), f'{rank}.pt')\ndist.barrier()\n"
+    return failed_command(login, code + "torch.nn.Linear(4, 8).load_state_dict(torch.load(f'{rank}.pt'))")
+
+
+@broken("shared-memory", 1, 2)
+def shared_memory_full(login: Login) -> RunDir:
+    """A loader process passes its batches through a /dev/shm of 64 KiB on the second host."""
+    code = GROUP + "from torch.utils.data import DataLoader\ndata = [torch.zeros(1 << 20)] * 8\n"
+    code += "for batch in DataLoader(data, num_workers=1): dist.barrier()"
+    small, large = (["mount", "-o", f"remount,size={size}", "/dev/shm"] for size in ("64k", "1g"))
+    with changed_host(login, 2, small, large):
+        return failed_command(login, code)
 
 
 @broken("bad-config")
@@ -673,6 +693,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cluster.restore()
         finally:
             cluster.down()
+    if options.record:
+        broken_runs.README.write_text(broken_runs.table())
     if options.keep is None:
         shutil.rmtree(keep)
     print(f"{len(chosen) - wrong} of {len(chosen)} right")

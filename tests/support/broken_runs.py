@@ -1,7 +1,8 @@
 """Runs that fail for real on this machine, each for a reason of its own, and their folders as one file each.
 
 `python -m tests.support.broken_runs NAME…` makes runs (all of them without NAME) and records them in
-tests/observe/broken_runs, with the names of this machine and its folders replaced.
+tests/observe/broken_runs, with the names of this machine and its folders replaced. `--table` writes only the
+table of all recorded runs there.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,30 @@ class Broken:
     env: dict[str, str] = field(default_factory=dict)
     launcher: bool = False
     """Whether torchrun starts the ranks."""
+    package: str | None = None
+    """A package that the script needs and that the tests do not install."""
 
 
 def expect(name: str | None, rank: int | None = 1, confidence: str = "certain") -> dict[str, Any]:
     return {"name": name, "rank": rank, "host": HOST, "confidence": confidence}
 
 
+GATED = """\
+if rank != 1: signal.pause()
+import http.server, threading
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to this model is restricted")
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+from huggingface_hub import hf_hub_download
+hf_hub_download("organization/model", "config.json")
+"""
+"""The client of the Hugging Face Hub, against a server that answers as the Hub does for a gated model."""
 WAIT = "if rank != 1: signal.pause()\n"
 TRAINER = ("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=16")
 TRAINER += ("train.log_every=1", "train.eval_every=null", "device=cpu", "logging.tensorboard=false")
@@ -100,6 +120,12 @@ BROKEN = {
         "import argparse\nparser = argparse.ArgumentParser()\n"
         "parser.add_argument('--lr')\nparser.parse_args()",
         arguments=("--learning-rate", "3"),
+    ),
+    "hf-gated": Broken(expect("hf-login"), GATED),
+    "wandb-no-key": Broken(
+        expect("wandb-login"),
+        WAIT + "os.environ['HOME'] = os.getcwd()\nimport wandb\nwandb.init(project='x')",
+        package="wandb",
     ),
     "exit-code": Broken(expect("exit-code", 1, "likely"), WAIT + "print('giving up'); sys.exit(5)"),
     "caught-oom": Broken(
@@ -171,7 +197,10 @@ def make(name: str, folder: Path) -> Path:
     else:
         argv += [part for setting in TRAINER for part in ("--set", setting)]
     env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    env |= {"PYTHONPATH": str(Path(__file__).parents[2]), **broken.env}
+    if broken.package is not None and find_spec(broken.package) is None:
+        raise SystemExit(f"{name} needs {broken.package}: install it below DIR, and set PYTHONPATH=DIR")
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), **broken.env}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     env["GLOO_SOCKET_IFNAME"] = "lo"
     with (folder / "submit.log").open("wb") as log:
@@ -279,8 +308,49 @@ def unpack(content: dict[str, Any], run: Path) -> None:
         (run / name).write_text(text)
 
 
+README = FOLDER / "README.md"
+INTRODUCTION = """\
+# Broken runs
+
+The files of failed runs, each with what `trainkit diagnose` has to say;
+`tests/observe/test_diagnose.py` compares.
+
+`python -m tests.support.broken_runs [NAME…]` makes those of one host again, and
+`python -m tests.on_slurm.broken_runs --record [NAME…]` those of the test cluster. What needs a GPU is built
+around an error that a real tool printed, with its source. Without a rank, all fail alike, or none does.
+
+| run | cause | first | made |
+|---|---|---|---|
+"""
+
+
+def is_real(content: Mapping[str, Any]) -> bool:
+    """Whether a run failed for real, or its error was printed by a real tool."""
+    return content["about"].startswith("Recorded") or str(content.get("source")).startswith("https://")
+
+
+def table() -> str:
+    """The table of all recorded runs."""
+    rows = []
+    for path in sorted(FOLDER.glob("*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        expected = content["expect"]
+        cause = expected["name"] or expected.get("state", "unknown")
+        first = expected.get("host") or ""
+        if expected.get("rank") is not None:
+            first = f"rank {expected['rank']} on {first}"
+        made = content["about"].removeprefix("Recorded from a real run by tests/support/broken_runs.py.")
+        made = made.replace("Recorded by tests/on_slurm/broken_runs.py.", "On the test cluster.")
+        made = " ".join(made.split()) or "On one host."
+        if str(content.get("source")).startswith("https://"):
+            made = f"Around [an error of the real tool]({content['source']})."
+        rows.append(f"| {path.stem} | {cause} | {first} | {made} |\n")
+    return INTRODUCTION + "".join(rows)
+
+
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for chosen in sys.argv[1:] or BROKEN:
-        print(chosen, flush=True)
-        record(chosen)
+    if sys.argv[1:] != ["--table"]:
+        for chosen in sys.argv[1:] or BROKEN:
+            print(chosen, flush=True)
+            record(chosen)
+    README.write_text(table())

@@ -101,10 +101,11 @@ def close_dead_attempts(
         dead = attempt.run.attempt(entry["attempt"])
         if dead.number < attempt.number and entry["job_id"] in job_ids and not dead.end_file.exists():
             host = str(entry.get("node") or "")
-            failure = first_rank_failure(dead) or dead_host_failure(host, last_log_write(dead))
-            outcome = Outcome(failure=failure)
             previous = [one for number, one in previous_attempts(attempt) if number < dead.number]
             lost_host = host if host and is_down(host) else None
+            # A lost host also explains the errors of ranks on other hosts.
+            failure = first_rank_failure(dead) if lost_host is None else None
+            outcome = Outcome(failure=failure or dead_host_failure(host, last_log_write(dead)))
             decision = _decide_dead(dead, lost_host, previous, policy)
             write_end(dead, outcome, decision)
             refusal = (outcome, decision) if decision.action == "failed" else None

@@ -33,6 +33,8 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
         config = read_effective(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     except (OSError, TrainkitError):
         return values
+    if not plan.get("command"):
+        values["trainer_config"] = quote(str(run.config_file))
     return values | _config_values(config, plan)
 
 
@@ -50,7 +52,7 @@ def _plan(attempt: AttemptDir) -> dict[str, Any]:
 def _plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
     values = {}
     if isinstance(plan.get("command"), list):
-        values["command"] = " ".join(map(str, plan["command"]))
+        values["command"] = " ".join(quote(str(word)) for word in plan["command"])
     elif isinstance(plan.get("batch"), dict):
         values |= _batch_values(plan["batch"])
     if plan.get("launcher") and plan.get("command"):

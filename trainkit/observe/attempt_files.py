@@ -11,6 +11,7 @@ from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.rundir import AttemptDir, read_end, read_json
 from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
@@ -33,7 +34,9 @@ class AttemptFiles:
     def slurm_text(self) -> Iterator[Text]:
         if self.slurm_job is not None:
             job = self.slurm_job
-            line = f"{job.slurm_state or job.state.value.upper()} {job.reason}".strip()
+            # squeue calls a job that it has requeued PENDING.
+            state = "REQUEUED" if job.state is JobState.REQUEUED else job.slurm_state
+            line = f"{state or job.state.value.upper()} {job.reason}".strip()
             yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
 
     def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:

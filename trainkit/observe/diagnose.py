@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
-from trainkit.observe.launcher_output import WATCHDOG, describe_signal, exception_of, root_causes
+from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
+from trainkit.observe.launcher_output import describe_signal, exception_of, root_causes
 from trainkit.observe.run_text import (
     Evidence,
     Match,
     Text,
     clean,
-    json_line,
     num_lines_of_message,
     record_text,
 )
@@ -252,9 +252,12 @@ class _Case:
 
     def _from_logs(self, own: Match | None) -> Match | None:
         """A cause in the output of the first failing rank; of all ranks if the first one is in doubt."""
-        is_in_doubt = self.first is None or own is None or own.signature.role == "cascade"
-        num_logs = MAX_LOGS if is_in_doubt else 1
-        texts = list(islice(self._rank_logs(), num_logs))
+        if self.first is None or own is None or own.signature.role == "cascade":
+            texts = list(islice(self._rank_logs(), MAX_LOGS))
+        else:
+            alike = {other.log_rank for other in self.records if other.text.find(own.signature)}
+            logs = islice(self._rank_logs(), MAX_LOGS)
+            texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
             # What a rank printed before it aborted says more than that it did.
@@ -280,7 +283,7 @@ class _Case:
     def _found(self, match: Match) -> Diagnosis:
         signature, first = match.signature, self.first
         is_request = match.text.kind == "end"
-        rank, host, step = None, match.text.host, self.end.get("step")
+        rank, host, step = None, match.groups.get("host"), self.end.get("step")
         if not is_request:
             rank, host, step = self._place(match)
         values = run_values(self.run, self.attempt) | dict(match.groups)
@@ -291,23 +294,22 @@ class _Case:
         values |= {
             "subject": _subject(rank, host),
             **({"num_hosts": str(len(hosts))} if hosts else {}),
+            **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
             "message": clean(str(record.get("message") or "")),
             "reason": clean(str(self.end.get("reason") or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else {"host": host}),
             **({} if step is None else {"step": str(step)}),
         }
-        more: list[Evidence] = []
-        for add in (self._hang_values, self._rank_list_values, self._collective_values, self._host_values):
-            added, lines = add(match, values)
-            values |= added
-            more += lines
+        added, more = hang_values(self.files, match, rank)
+        values |= added | missing_rank_values(self.files, match) | self._host_values(match)
+        values |= collective_values(self.files, match, self._rank_logs(), self.signatures)
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
             host = self.files.host_of(rank) if hosts else host  # all on one host
         advice = [text for text in (fill(template, values) for template in signature.advice) if text]
         hint = str(record.get("hint") or "")
-        if hint and hint not in advice:
+        if hint and match.text.kind == "record" and hint not in advice:
             advice.insert(0, hint)
         confidence = "likely" if match.text.kind == "log" else signature.confidence
         evidence = [match.evidence]
@@ -332,6 +334,8 @@ class _Case:
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
             return rank, match.groups.get("host") or self.files.host_of(rank), step
+        if match.text.kind == "slurm" and not match.signature.is_of_a_rank:
+            return None, None, step
         if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
         own = None if self.first is None else self.first.rank
@@ -340,84 +344,12 @@ class _Case:
             host = match.groups["host"]
         return own, str(host) if host else match.text.host, step
 
-    def _hang_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
-        """Which ranks wait, and where, according to the reports of a hang."""
-        waiting, lines = [], []
-        if match.signature.name != "hang":
-            return {}, []
-        for path in sorted(self.attempt.hangs_dir.glob("rank-*.json"))[:MAX_LOGS]:
-            try:
-                report = read_json(path)
-                rank, phase, stack = int(report["rank"]), str(report["phase"]), list(report["stack"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # cut off by a crash
-            if str(rank) != values.get("rank"):
-                waiting.append(rank)
-            if not stack:
-                continue  # that of a COMMAND
-            text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {stack[0]}")
-            lines.append(Evidence(self.files.shown(path), json_line(path, "stack"), text))
-        added = {} if "nobody" in match.groups or not waiting else {"waiting": _ranks(waiting)}
-        return added | ({"hangs_dir": str(self.attempt.hangs_dir)} if lines else {}), lines
-
-    def _rank_list_values(
-        self, match: Match, values: Mapping[str, str]
-    ) -> tuple[dict[str, str], list[Evidence]]:
-        """The hosts of the ranks that a message lists as missing."""
-        ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
-        if "joined" in match.groups:
-            ranks = self._ranks_not_joined(int(match.groups["joined"]))
-        if not ranks:
-            return {}, []
-        hosts = dict.fromkeys(filter(None, map(self.files.host_of, ranks)))
-        added = {"missing_ranks": _ranks(ranks), "missing_rank": str(ranks[0]), "suspect_rank": str(ranks[0])}
-        return (added | {"missing_hosts": ", ".join(hosts)} if hosts else added), []
-
-    def _ranks_not_joined(self, num_joined: int) -> list[int]:
-        """The ranks that did not reach the store of rank 0, if that is known."""
-        others = list(range(1, self.files.world_size()))
-        if num_joined == 1:
-            return others
-        silent = [rank for rank in others if not self._has_output(rank)]
-        return silent if len(silent) == len(others) + 1 - num_joined else []
-
-    def _has_output(self, rank: int) -> bool:
-        log = self.attempt.rank_log(rank)
-        return log.is_file() and log.stat().st_size > 0
-
-    def _collective_values(
-        self, match: Match, values: Mapping[str, str]
-    ) -> tuple[dict[str, str], list[Evidence]]:
-        """The rank that did not take part in the collective that timed out."""
-        if match.signature.name != "collective-timeout":
-            return {}, []
-        timed_out: dict[int, int] = {}
-        waited: set[int] = set()
-        cascades = [signature for signature in self.signatures if signature.role == "cascade"]
-        for text in self._rank_logs():
-            for line in text.lines:
-                for found in WATCHDOG.finditer(line):
-                    timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
-            if text.rank is not None and any(text.find(signature) for signature in cascades):
-                waited.add(text.rank)
-        waited |= timed_out.keys()
-        silent = [rank for rank in range(self.files.world_size()) if rank not in waited]
-        if 0 < len(silent) <= len(waited):
-            why = f"{_ranks(silent)} reported no time-out: the other ranks waited there"
-            return {"suspect": why, "suspect_rank": str(silent[0])}, []
-        behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
-        if timed_out and len(behind) < len(timed_out):
-            why = f"{_ranks(behind)} had started fewer collectives than the others"
-            return {"suspect": why, "suspect_rank": str(behind[0])}, []
-        return {}, []
-
-    def _host_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
+    def _host_values(self, match: Match) -> dict[str, str]:
         """The hosts whose ranks reported this cause, if the run has others."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
-        known = set(self.files.hosts())
-        if hosts and None not in hosts and hosts < known:
-            return {"some_hosts": ", ".join(sorted(map(str, hosts)))}, []
-        return {}, []
+        if hosts and None not in hosts and hosts < set(self.files.hosts()):
+            return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
+        return {}
 
     def _unknown(self) -> Diagnosis:
         first = self.first
@@ -489,8 +421,3 @@ def earlier_failures(run: RunDir, before: int) -> list[str]:
 def _subject(rank: int | None, host: object) -> str:
     where = f" on {host}" if host else ""
     return f"rank {rank}{where}" if rank is not None else f"the job{where}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -54,6 +54,12 @@ class Signature:
     origin: str
     is_shipped: bool = False
 
+    @property
+    def is_of_a_rank(self) -> bool:
+        """Whether a rank has failed, and not the job as a whole."""
+        names = {name for cause in self.causes for name in placeholders(cause)}
+        return not names.isdisjoint({"subject", "rank"})
+
 
 def user_files(cwd: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[Path, str]]:
     """The signature files of the project and of the user that exist, each with its name in messages."""

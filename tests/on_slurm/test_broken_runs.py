@@ -1,0 +1,24 @@
+"""Some of the broken runs are made again on the cluster, and `trainkit diagnose` names their causes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.broken_runs import BROKEN, diagnosed, make
+from tools.slurm_cluster.cluster import Cluster
+
+QUICK = (
+    *("cancel-now", "scancel-by-hand", "rank-killed", "command-rank-killed", "exception-on-one-rank"),
+    *("torchrun-import", "port-taken", "import-on-one-host", "data-on-one-host", "interface-missing"),
+)
+
+
+@pytest.mark.slow(seconds=10)
+@pytest.mark.parametrize("name", random.Random(18).sample(QUICK, 4))
+def test_the_cause_and_the_first_rank(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    login, run = make(name, cluster, tmp_path)
+    found = diagnosed(login, run, BROKEN[name].attempt)
+    assert BROKEN[name].is_right(found, cluster.hosts), found
