@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,15 +34,15 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_jsonl(path: Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, Any]]:
     """Yield the records of a file; skips lines cut off by a crash. A missing file has no records.
 
     With `words`, only the records whose lines contain one of them as a JSON string, as a key or value: most
-    of the time goes into parsing lines.
+    of the time goes into parsing lines. With `every`, only the lines 1, 1 + `every`, and so on.
     """
     with _opened(path) as stream:
         if stream is not None:
-            yield from _parsed(stream, words)
+            yield from _parsed(islice(stream, 0, None, every), words)
 
 
 READ_BYTES = 16_384

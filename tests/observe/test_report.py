@@ -9,10 +9,11 @@ from benchmarks.report import write_run
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe import goodput
+from trainkit.observe import report as report_module
 from trainkit.observe.charts import line_chart, nice_ticks
 from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_attempts, read_curves
 from trainkit.observe.page import duration
-from trainkit.observe.report import percentages, read_report, render_report
+from trainkit.observe.report import percentages, read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.rundir import RunDir, append_jsonl, read_jsonl, write_json
 
@@ -192,6 +193,17 @@ def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
         write_run(run, count)
         sizes.append(len(render_report(report_of(run))))
     assert sizes[1] < 1.1 * sizes[0] < 500_000
+
+
+def test_of_many_samples_of_nodes_a_share_is_read(run, monkeypatch):
+    (run.path / "health").mkdir()
+    for host in ("a", "b"):
+        for number in range(100):
+            append_jsonl(run.health_file(host), {"cpu_percent": float(number), "job_mem_gib": 1.0})
+    assert [node.num_samples for node in read_nodes(run)] == [100, 100]
+    monkeypatch.setattr(report_module, "HEALTH_BYTES", run.health_file("a").stat().st_size)
+    first, _ = read_nodes(run)
+    assert (first.num_samples, first.cpu_mean_percent) == (50, 49.0)
 
 
 class Page(HTMLParser):
