@@ -249,7 +249,7 @@ def _hours(view: RunView) -> str:
 def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int | None) -> list[Text]:
     """A heading and a row per node, the first `count` of them."""
     if not nodes:
-        return [_rule("nodes: no samples yet", size)]
+        return [_rule("nodes: no samples", size)]
     num_bad = sum(node.severity > 0 for node in nodes)
     total = f"{len(nodes)}" if expected in (None, len(nodes)) else f"{len(nodes)} of {expected}"
     shown = nodes[:count]
