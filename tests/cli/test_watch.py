@@ -45,18 +45,9 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     """A COMMAND that runs on this machine until the test ends it."""
     (tmp_path / "trains.py").write_text(TRAINS)
     pattern = r"logging.pattern='iter (?P<step>\d+): loss (?P<loss>\S+)'"
-    options = [
-        "--backend",
-        "local",
-        "--set",
-        "device=cpu",
-        "--set",
-        pattern,
-        "--name",
-        "mine",
-        "--nodes",
-        "1",
-    ]
+    settings = ("device=cpu", "logging.health_every_s=null", pattern)
+    options = ["--backend", "local", "--name", "mine", "--nodes", "1"]
+    options += [word for setting in settings for word in ("--set", setting)]
     command = ["--", "python", "trains.py", str(tmp_path)]
     argv = [*TRAINKIT, "submit", *options, "--gpus-per-node", "1", "--json", *command]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
