@@ -350,7 +350,7 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def chart_rows(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """A line through at most `2 * width` values in `height` rows of 2 x 4 dots a character, the highest first."""
+    """A line through up to `2 * width` values in `height` rows of 2 x 4 dots a character, highest first."""
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (4 * height - 1) / (high - low) if high > low else 0.0
