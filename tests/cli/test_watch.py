@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,18 +45,9 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     """A COMMAND that runs on this machine until the test ends it."""
     (tmp_path / "trains.py").write_text(TRAINS)
     pattern = r"logging.pattern='iter (?P<step>\d+): loss (?P<loss>\S+)'"
-    options = [
-        "--backend",
-        "local",
-        "--set",
-        "device=cpu",
-        "--set",
-        pattern,
-        "--name",
-        "mine",
-        "--nodes",
-        "1",
-    ]
+    settings = ("device=cpu", "logging.health_every_s=null", pattern)
+    options = ["--backend", "local", "--name", "mine", "--nodes", "1"]
+    options += [word for setting in settings for word in ("--set", setting)]
     command = ["--", "python", "trains.py", str(tmp_path)]
     argv = [*TRAINKIT, "submit", *options, "--gpus-per-node", "1", "--json", *command]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
@@ -121,11 +112,11 @@ def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, heigh
     with Tmux(tmp_path, width, height, tmp_path) as terminal:
         terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
         terminal.wait_for(r"^progress +step [1-9]")
-        seen = normalized(terminal.screen)
         file = SCREENS / f"live-{width}x{height}.txt"
         if os.environ.get("REWRITE_SCREENS"):
-            file.write_text(seen)
-        assert head_of(seen) == head_of(file.read_text())
+            file.write_text(normalized(terminal.screen))
+        expected = file.read_text()
+        assert terminal.settled(expected, head_of) == head_of(expected)
         before = terminal.wait_for(r"step (\d+)")[1]
         terminal.wait_for(rf"^progress +step (?!{before}$)\d+")  # it moves
         terminal.resize(100, 30)
@@ -143,8 +134,8 @@ def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, heigh
 
 
 def head_of(screen: str) -> list[str]:
-    """The lines of a screen up to the last lines of the log, of which there may be few yet."""
-    lines = screen.splitlines()
+    """The normalized lines of a screen up to the last lines of the log, of which there may be few yet."""
+    lines = normalized(screen).splitlines()
     end = next((index for index, line in enumerate(lines) if line.startswith("── last")), len(lines))
     return [*lines[:end], lines[-1]]
 
@@ -212,3 +203,24 @@ def test_no_color(run: RunDir, tmp_path: Path) -> None:
             terminal.wait_for(r"^\$$")
             terminal.type(["clear"])
             terminal.wait_for(r"\A\$\n")
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize("make", [watched_runs.finished, watched_runs.failed], ids=lambda make: make.__name__)
+def test_a_run_that_is_over_in_a_terminal(make: Callable[[Path], RunDir], tmp_path: Path) -> None:
+    """The same screens as with the pilot, except for the age of a run that was made by hand."""
+    name = make.__name__
+    make(tmp_path / "runs" / name)
+    with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
+        terminal.type([*TRAINKIT, "watch", name])
+        for width, height in ((80, 24), (200, 50)):
+            terminal.resize(width, height)
+            expected = (SCREENS / f"{name}-{width}x{height}.txt").read_text()
+            assert terminal.settled(expected, normalized) == normalized(expected)
+        terminal.keys("d")
+        terminal.wait_for("nothing failed" if name == "finished" else "^attempt 2 failed: .*memory")
+        terminal.keys("Escape", "Escape")
+        terminal.wait_for(r"^0 active, 1 ended$")
+        terminal.keys("q")
+        terminal.wait_for(r"^\$$")

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,13 @@ class Tmux:
             )
             time.sleep(0.05)
         return found
+
+    def settled(self, expected: str, view: Callable[[str], object], timeout_s: float = 10.0) -> object:
+        """The view of the window once it is that of `expected`; at the time limit, whatever it is."""
+        deadline_s = time.monotonic() + timeout_s
+        while (seen := view(self.screen)) != view(expected) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return seen
 
 
 def normalized(screen: str) -> str:

@@ -21,7 +21,7 @@ LABEL = 11
 VALUE = 34
 MIN_NOTICES = 2
 WIDE, TALL = 120, 40
-CHART_HEIGHT = 5
+CHART_HEIGHT, CHART_LABEL = 5, 9
 MAX_SPARKLINE = 100
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {
@@ -152,15 +152,16 @@ def _charts(view: RunView, size: Size) -> list[Text]:
 
 def _chart(view: RunView, name: str, width: int, size: Size) -> list[Text]:
     points = view.curves[name]
-    values = [value for _, value in points]
-    low, high = min(values), max(values)
+    values = resampled(points, 2 * (width - CHART_LABEL - 1))
+    known = [value for value in values if value is not None]
+    low, high = min(known), max(known)
     title = Text.assemble((CURVE_NAMES[name], TITLE), "  ", _curve_value(view, name))
     steps = Text(f"steps {points[0][0]:,} to {points[-1][0]:,}", DIM)
-    rows = chart_rows(points, width - 10, CHART_HEIGHT)
+    rows = chart_rows(values, width - CHART_LABEL - 1, CHART_HEIGHT)
     lines = [_spread(title, steps, width)]
     for index, row in enumerate(rows):
         label = number(high) if index == 0 else number(low) if index == len(rows) - 1 else ""
-        lines.append(Text.assemble((f"{label:>9} ", DIM), (row, "cyan")))
+        lines.append(Text.assemble((f"{label:>{CHART_LABEL}} ", DIM), (row, "cyan")))
     return lines
 
 
@@ -249,15 +250,13 @@ def _hours(view: RunView) -> str:
 def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int | None) -> list[Text]:
     """A heading and a row per node, the first `count` of them."""
     if not nodes:
-        return [_rule("nodes: no samples yet", size)]
+        return [_rule("nodes: no samples", size)]
     num_bad = sum(node.severity > 0 for node in nodes)
-    total = f"{len(nodes)}" if expected in (None, len(nodes)) else f"{len(nodes)} of {expected}"
+    total = f"{len(nodes)} of {expected}" if expected and expected > len(nodes) else f"{len(nodes)}"
     shown = nodes[:count]
     rest = "" if len(shown) == len(nodes) else f", {len(nodes) - len(shown)} more: press n"
     problems = f"{num_bad} with problems" if num_bad else "no problems"
-    lines = [
-        _rule(f"nodes: {total}, {problems}{rest}" if size.height else f"nodes: {total}, {problems}", size)
-    ]
+    lines = [_rule(f"nodes: {total}, {problems}{rest}", size)]
     has_gpus = any(node.num_gpus for node in nodes)
     host = max(4, min(24 if size.is_wide else 12, max(len(node.host) for node in shown)))
     columns = _columns(has_gpus, size.is_wide)
@@ -300,7 +299,7 @@ def notices_lines(notices: Sequence[Notice], size: Size, count: int) -> list[Tex
     """A heading and the first `count` warnings."""
     if not notices:
         return [_rule("warnings: none", size)]
-    more = "" if count >= len(notices) or size.height is None else f", {len(notices) - count} more: press w"
+    more = "" if count >= len(notices) else f", {len(notices) - count} more: press w"
     lines = [_rule(f"warnings: {len(notices)}{more}", size)]
     return lines + [notice_line(notice) for notice in notices[:count]]
 
@@ -350,9 +349,8 @@ def sparkline(values: Sequence[float | None]) -> str:
     return "".join(" " if value is None else BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def chart_rows(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
-    """A line through the points in `height` rows of `width` characters of 2 x 4 dots, the highest first."""
-    values = resampled(points, 2 * width)
+def chart_rows(values: Sequence[float | None], width: int, height: int) -> list[str]:
+    """A line through up to `2 * width` values in `height` rows of 2 x 4 dots a character, highest first."""
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (4 * height - 1) / (high - low) if high > low else 0.0
