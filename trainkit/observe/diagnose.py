@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
-from trainkit.observe.launcher_output import describe_signal, exception_of, root_causes
+from trainkit.observe.launcher_output import RootCause, describe_signal, exception_of, root_causes
 from trainkit.observe.run_text import (
     Evidence,
     Match,
@@ -169,7 +169,7 @@ class _Case:
         roots = [(root, text) for text in self._rank_logs() for root in root_causes(text)]
         if not roots:
             return first
-        root, text = min(roots, key=lambda item: item[0].time)
+        root, text = min(roots, key=lambda item: (self._only_noticed(*item), item[0].time))
         known = self.files.hosts()
         host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
         host = host or (first.host if text.rank == first.rank else root.host)
@@ -190,6 +190,16 @@ class _Case:
         line = text.part(index, 1, "record")
         shown = clean(f"{record['type']}: {record['message']}")
         return _First(record, replace(line, lines=[shown], rank=root.rank, host=host), text.rank)
+
+    def _only_noticed(self, root: RootCause, text: Text) -> bool:
+        """Whether a rank only reports that another one is gone: torchrun's times are whole seconds."""
+        raised = exception_of(text, root.rank) if root.code > 0 else None
+        if raised is None:
+            return False
+        index, kind, message = raised
+        line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")])
+        match = self._best([line])
+        return match is not None and match.signature.role == "cascade"
 
     def _of_verdict(self, verdict: Mapping[str, Any]) -> _First:
         same = ("rank", "time", "type")
