@@ -181,6 +181,15 @@ def test_a_running_attempt_has_no_failure(tmp_path: Path) -> None:
     assert diagnose(run.attempt(1), load_signatures(), alive=False).name is None
 
 
+def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    job = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    found = diagnose(run.attempt(1), load_signatures(), alive=True, slurm_job=job)
+    assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
+    assert "`sacct -j 7 --duplicates" in found.advice[0]
+
+
 def test_the_command(tmp_path: Path) -> None:
     unpack(yaml.safe_load((FOLDER / "disk-full.yaml").read_text()), tmp_path)
     (tmp_path / "config.yaml").write_text("name: x\n")

@@ -29,6 +29,7 @@ from trainkit.observe.run_text import (
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
 from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 MAX_EVIDENCE = 6
 MAX_START = 200
@@ -391,7 +392,8 @@ class _Case:
         end, first = len(text.lines), None if self.first is None else self.first.text
         if first is not None and first.file == text.file and first.first_line and text.first_line:
             index = first.first_line - text.first_line
-            end = index + num_lines_of_message(text.lines[index:])
+            if 0 <= index < end:
+                end = index + num_lines_of_message(text.lines[index:])
         return [text.evidence(index) for index in range(max(0, end - TAIL_LINES), end)]
 
     def _nothing(self, cause: str) -> Diagnosis:
@@ -413,8 +415,10 @@ class _Case:
         )
 
     def _is_over(self) -> bool:
-        is_terminal = self.slurm_job is not None and self.slurm_job.is_terminal
-        return self.alive is False or is_terminal
+        job = self.slurm_job
+        # A job that waits to start again has an attempt that was interrupted.
+        has_ended = job is not None and (job.is_terminal or job.state is JobState.REQUEUED)
+        return self.alive is False or has_ended
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:
