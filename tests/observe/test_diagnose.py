@@ -11,6 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, README, is_real, make, table, unpack
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
@@ -72,6 +73,8 @@ def test_the_set_covers_the_causes_and_none_is_wrong_with_confidence(tmp_path: P
 def test_the_table_of_the_broken_runs() -> None:
     """`python -m tests.support.broken_runs --table` writes it."""
     assert README.read_text() == table()
+    assert not BROKEN.keys() & on_slurm.BROKEN.keys()
+    assert BROKEN.keys() | on_slurm.BROKEN.keys() <= set(RECORDED)
 
 
 @pytest.mark.slow(seconds=40)
@@ -90,9 +93,9 @@ def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
     _, found = diagnosis_of("nccl-timeout", tmp_path / "timeout")
     assert found.cause.endswith("rank 6 reported no time-out: the other ranks waited there")
     assert found.advice[0].endswith("--rank 6` shows what rank 6 did instead")
-    _, found = diagnosis_of("ranks-missing", tmp_path / "missing")
-    assert "rank 5, 6, 7" in found.evidence[0].text
-    assert found.cause == "ranks 5, 6, 7 on node02 did not connect to rank 0 in time"
+    _, found = diagnosis_of("rank-late", tmp_path / "late")
+    assert found.cause == "rank 1 on node02 did not connect to rank 0 in time"
+    assert any("--rank 1` shows what rank 1 did instead" in item for item in found.advice)
 
 
 def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
@@ -176,6 +179,15 @@ def test_a_running_attempt_has_no_failure(tmp_path: Path) -> None:
     assert diagnose(run.attempt(1), load_signatures(), alive=True).state == "nothing failed"
     assert diagnose(run.attempt(1), load_signatures(), alive=None).state == "unknown"
     assert diagnose(run.attempt(1), load_signatures(), alive=False).name is None
+
+
+def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    job = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    found = diagnose(run.attempt(1), load_signatures(), alive=True, slurm_job=job)
+    assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
+    assert "`sacct -j 7 --duplicates" in found.advice[0]
 
 
 def test_the_command(tmp_path: Path) -> None:

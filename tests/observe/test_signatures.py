@@ -61,7 +61,7 @@ def test_the_first_cause_that_can_be_filled_in_is_shown(tmp_path: Path) -> None:
 
 def test_the_example_of_the_docs_works(tmp_path: Path) -> None:
     docs = DOCS.read_text()
-    blocks = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
+    blocks = re.findall(r"```text\n(.*?)```", docs, re.DOTALL)
     text = next(block for block in blocks if "pattern:" in block)
     files = own_signatures(tmp_path, text)
     run = failed(tmp_path / "run", b"", "FlexNet Licensing error:-5,357", "RuntimeError")

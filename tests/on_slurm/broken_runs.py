@@ -527,7 +527,7 @@ def collective_timeout(login: Login) -> RunDir:
 
 
 @broken("disk-full", 0, 1)
-def disk_full(login: Login) -> RunDir:
+def checkpoint_on_a_full_disk(login: Login) -> RunDir:
     """The disk of the run folder has no space for a checkpoint."""
     with shared_small_disk(login.cluster, login.folder / "disk", "8m") as disk:
         run = training(login, "--run-dir", str(disk / "run"), num_steps=40)
@@ -544,7 +544,7 @@ def disk_full(login: Login) -> RunDir:
 
 
 @broken("read-only", 0, 1)
-def checkpoints_read_only(login: Login) -> RunDir:
+def checkpoint_on_a_read_only_disk(login: Login) -> RunDir:
     """The file system of the checkpoints becomes read-only, as after an error of the disk."""
     run = training(login, num_steps=60)
     survival.wait_for_steps(run, 1, 3)
@@ -579,14 +579,27 @@ def checkpoint_of_another_model(login: Login) -> RunDir:
     return failed_command(login, code + "torch.nn.Linear(4, 8).load_state_dict(torch.load(f'{rank}.pt'))")
 
 
+SMALL_SHM = ["mount", "-o", "remount,size=64k", "/dev/shm"]
+LARGE_SHM = ["mount", "-o", "remount,size=1g", "/dev/shm"]
+
+
 @broken("shared-memory", 1, 2)
 def shared_memory_full(login: Login) -> RunDir:
+    """The /dev/shm of the second host is too small when the ranks start."""
+    with changed_host(login, 2, SMALL_SHM, LARGE_SHM):
+        return failed_command(login, "signal.pause()")
+
+
+@broken("shared-memory", 1, 2)
+def shared_memory_of_a_loader(login: Login) -> RunDir:
     """A loader process passes its batches through a /dev/shm of 64 KiB on the second host."""
-    code = GROUP + "from torch.utils.data import DataLoader\ndata = [torch.zeros(1 << 20)] * 8\n"
-    code += "for batch in DataLoader(data, num_workers=1): dist.barrier()"
-    small, large = (["mount", "-o", f"remount,size={size}", "/dev/shm"] for size in ("64k", "1g"))
-    with changed_host(login, 2, small, large):
+    code = GROUP + f"import subprocess\nif rank == 1: subprocess.run({SMALL_SHM}, check=True)\n"
+    code += "from torch.utils.data import DataLoader\ndata = [torch.zeros(1 << 20)] * 8\n"
+    code += "if __name__ == '__main__':\n  for batch in DataLoader(data, num_workers=1): dist.barrier()"
+    try:
         return failed_command(login, code)
+    finally:
+        login.cluster.run(LARGE_SHM, host=2)
 
 
 @broken("bad-config")

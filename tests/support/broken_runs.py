@@ -48,6 +48,8 @@ class Broken:
     env: dict[str, str] = field(default_factory=dict)
     launcher: bool = False
     """Whether torchrun starts the ranks."""
+    about: str = ""
+    """How it is broken, where the code does not show it."""
     package: str | None = None
     """A package that the script needs and that the tests do not install."""
 
@@ -84,6 +86,7 @@ BROKEN = {
     "quota": Broken(
         expect("quota"),
         WAIT + "raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/scratch/user/model.pt')",
+        about="A rank raises the error of a quota itself.",
     ),
     "memory-limit": Broken(
         expect("host-oom"),
@@ -113,7 +116,9 @@ BROKEN = {
         GROUP + WAIT + "torch.nn.Linear(4, 8).load_state_dict(torch.nn.Linear(4, 16).state_dict())",
     ),
     "loss-is-nan": Broken(
-        expect("diverged"), WAIT + "raise FloatingPointError(f'loss is {float(\"nan\")} at step 12')"
+        expect("diverged"),
+        WAIT + "raise FloatingPointError(f'loss is {float(\"nan\")} at step 12')",
+        about="A rank raises the error itself.",
     ),
     "bad-arguments": Broken(
         expect("bad-config", None, "likely"),
@@ -121,10 +126,15 @@ BROKEN = {
         "parser.add_argument('--lr')\nparser.parse_args()",
         arguments=("--learning-rate", "3"),
     ),
-    "hf-gated": Broken(expect("hf-login"), GATED),
+    "hf-gated": Broken(
+        expect("hf-login"),
+        GATED,
+        about="The client of the Hub, against a server that answers as the Hub does for a gated model.",
+    ),
     "wandb-no-key": Broken(
         expect("wandb-login"),
         WAIT + "os.environ['HOME'] = os.getcwd()\nimport wandb\nwandb.init(project='x')",
+        about="The client of Weights & Biases without a key.",
         package="wandb",
     ),
     "exit-code": Broken(expect("exit-code", 1, "likely"), WAIT + "print('giving up'); sys.exit(5)"),
@@ -139,6 +149,7 @@ BROKEN = {
         GROUP + "dist.init_process_group('gloo')\ndist.barrier()\n"
         "if rank == 1: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1"
         " has a total capacity of 79.11 GiB of which 1.03 GiB is free.')\ndist.barrier()",
+        about="A rank raises the error of a GPU itself.",
         launcher=True,
     ),
     "torchrun-killed": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGKILL)", launcher=True),
@@ -253,7 +264,7 @@ def record(name: str) -> None:
     """Make a run and write its folder as one YAML file."""
     with tempfile.TemporaryDirectory() as temporary:
         files = recorded_files(make(name, Path(temporary)), lambda text: neutral(text, temporary))
-    about = "Recorded from a real run by tests/support/broken_runs.py."
+    about = f"Recorded from a real run by tests/support/broken_runs.py. {BROKEN[name].about}".strip()
     write(name, {"about": about, "expect": BROKEN[name].expect, "files": files})
 
 
@@ -339,9 +350,11 @@ def table() -> str:
         first = expected.get("host") or ""
         if expected.get("rank") is not None:
             first = f"rank {expected['rank']} on {first}"
-        made = content["about"].removeprefix("Recorded from a real run by tests/support/broken_runs.py.")
+        made = content["about"].replace(
+            "Recorded from a real run by tests/support/broken_runs.py.", "On one host."
+        )
         made = made.replace("Recorded by tests/on_slurm/broken_runs.py.", "On the test cluster.")
-        made = " ".join(made.split()) or "On one host."
+        made = " ".join(made.split())
         if str(content.get("source")).startswith("https://"):
             made = f"Around [an error of the real tool]({content['source']})."
         rows.append(f"| {path.stem} | {cause} | {first} | {made} |\n")

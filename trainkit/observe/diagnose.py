@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
-from trainkit.observe.launcher_output import describe_signal, exception_of, root_causes
+from trainkit.observe.launcher_output import RootCause, describe_signal, exception_of, root_causes
 from trainkit.observe.run_text import (
     Evidence,
     Match,
@@ -29,6 +29,7 @@ from trainkit.observe.run_text import (
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
 from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 MAX_EVIDENCE = 6
 MAX_START = 200
@@ -169,7 +170,7 @@ class _Case:
         roots = [(root, text) for text in self._rank_logs() for root in root_causes(text)]
         if not roots:
             return first
-        root, text = min(roots, key=lambda item: item[0].time)
+        root, text = min(roots, key=lambda item: (self._only_noticed(*item), item[0].time))
         known = self.files.hosts()
         host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
         host = host or (first.host if text.rank == first.rank else root.host)
@@ -190,6 +191,16 @@ class _Case:
         line = text.part(index, 1, "record")
         shown = clean(f"{record['type']}: {record['message']}")
         return _First(record, replace(line, lines=[shown], rank=root.rank, host=host), text.rank)
+
+    def _only_noticed(self, root: RootCause, text: Text) -> bool:
+        """Whether a rank only reports that another one is gone: torchrun's times are whole seconds."""
+        raised = exception_of(text, root.rank) if root.code > 0 else None
+        if raised is None:
+            return False
+        index, kind, message = raised
+        line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")])
+        match = self._best([line])
+        return match is not None and match.signature.role == "cascade"
 
     def _of_verdict(self, verdict: Mapping[str, Any]) -> _First:
         same = ("rank", "time", "type")
@@ -381,7 +392,8 @@ class _Case:
         end, first = len(text.lines), None if self.first is None else self.first.text
         if first is not None and first.file == text.file and first.first_line and text.first_line:
             index = first.first_line - text.first_line
-            end = index + num_lines_of_message(text.lines[index:])
+            if 0 <= index < end:
+                end = index + num_lines_of_message(text.lines[index:])
         return [text.evidence(index) for index in range(max(0, end - TAIL_LINES), end)]
 
     def _nothing(self, cause: str) -> Diagnosis:
@@ -403,8 +415,10 @@ class _Case:
         )
 
     def _is_over(self) -> bool:
-        is_terminal = self.slurm_job is not None and self.slurm_job.is_terminal
-        return self.alive is False or is_terminal
+        job = self.slurm_job
+        # A job that waits to start again has an attempt that was interrupted.
+        has_ended = job is not None and (job.is_terminal or job.state is JobState.REQUEUED)
+        return self.alive is False or has_ended
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:
