@@ -122,7 +122,7 @@ def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path)
     ):
         found = failures(checks(login, "--quick", "--nodes", "3", code=1))
     assert set(found) == {(login.cluster.hosts[1], "clock")}
-    assert "00 s ahead of the clocks of other nodes" in found[login.cluster.hosts[1], "clock"]
+    assert "00 s ahead of the other clocks" in found[login.cluster.hosts[1], "clock"]
 
 
 def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
