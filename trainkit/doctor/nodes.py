@@ -157,15 +157,21 @@ class NodesStep:
         with contextlib.suppress(BrokenPipeError):
             self._proc.stdin.close()
 
-    def problem(self, waited_s: float) -> str:
-        """Why tasks have reported nothing after this time, as srun says it if it has ended."""
+    def problem(self, hosts: Sequence[str], waited_s: float) -> str:
+        """Why these hosts have not reported after this time, as srun says it; all, if none are given."""
+        has_ended = True
         try:
             self._proc.wait(1.0)
         except subprocess.TimeoutExpired:
-            return f"no answer after {waited_s:g} s"
+            has_ended = False
         for reader in self._readers:
             reader.join(1.0)
         said = [line.strip() for line in self._errors if line.strip()]
+        of_hosts = [line for line in said if any(host in line for host in hosts)]
+        if of_hosts:
+            return of_hosts[0]
+        if not has_ended:
+            return f"no answer after {waited_s:g} s"
         return said[-1] if said else f"srun ended with exit code {self._proc.returncode}"
 
 
@@ -202,13 +208,13 @@ def _reported(
     if len(results) == num_nodes:
         return Check("nodes", "ok", f"{num_nodes} of {num_nodes} nodes reported: {','.join(names)}")
     if not results:
-        value = f"{num_nodes} of {num_nodes} nodes did not report: {step.problem(waited_s)}"
+        value = f"{num_nodes} of {num_nodes} nodes did not report: {step.problem((), waited_s)}"
         hint = "`sinfo` shows whether nodes are free; --partition and --account choose others"
         return Check("nodes", "failure", value, hint)
     missing = sorted({*results[0]["facts"]["peers"], results[0]["facts"]["host"]} - set(names))
     value = f"{num_nodes - len(results)} of {num_nodes} nodes did not report ({','.join(missing)})"
     hint = "see that the Python environment and the code are on a filesystem of all nodes"
-    return Check("nodes", "failure", f"{value}: {step.problem(waited_s)}", hint)
+    return Check("nodes", "failure", f"{value}: {step.problem(missing, waited_s)}", hint)
 
 
 def can_measure(checks: Sequence[Mapping[str, Any]]) -> bool:
