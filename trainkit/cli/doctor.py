@@ -167,27 +167,29 @@ def _line(check: Check) -> str:
 
 
 def _echo_nodes(checks: Sequence[Check]) -> None:
-    """Print what is well once for all nodes, and what is not for each."""
+    """Print what is the same on all nodes once, and what is not well on some of them for each."""
     num_nodes = len({check.host for check in checks})
+    groups: dict[tuple[str, str, str], list[Check]] = {}
+    for check in sorted(checks, key=lambda item: item.state == "ok"):
+        groups.setdefault((check.name, check.state, check.hint), []).append(check)
     for name in dict.fromkeys(check.name for check in checks):
-        same = [check for check in checks if check.name == name]
-        well = [check for check in same if check.state == "ok"]
-        for check in same:
-            if check.state != "ok":
-                click.echo(_line(check))
-        values = dict.fromkeys(check.value for check in well)
-        merged = next(iter(values), None) if len(values) == 1 else _range(list(values))
-        if len(well) == 1:
-            click.echo(_line(well[0]))
-        elif merged is not None:
-            nodes = f"all {num_nodes}" if len(well) == num_nodes else f"{len(well)} of {num_nodes}"
-            click.echo(_line(replace(well[0], host=None, value=f"{merged} on {nodes} nodes")))
-        elif len(values) <= MAX_VALUES:
-            for check in well:
-                click.echo(_line(check))
-        elif well:
-            others = f"; {len(well) - 1} other nodes are ok, with other values"
-            click.echo(_line(replace(well[0], value=f"{well[0].value}{others}")))
+        for (of_name, state, _), same in groups.items():
+            if of_name == name:
+                _echo_group(same, num_nodes, is_ok=state == "ok")
+
+
+def _echo_group(checks: Sequence[Check], num_nodes: int, *, is_ok: bool) -> None:
+    """Print the checks of several nodes that differ in their values at most."""
+    merged = _range([check.value for check in checks])
+    if len(checks) > 1 and merged is not None and (is_ok or len(checks) == num_nodes):
+        nodes = f"all {num_nodes}" if len(checks) == num_nodes else f"{len(checks)} of {num_nodes}"
+        click.echo(_line(replace(checks[0], host=None, value=f"{merged} on {nodes} nodes")))
+    elif is_ok and len(checks) > MAX_VALUES:
+        others = f"{len(checks) - 1} other nodes are ok, with other values"
+        click.echo(_line(replace(checks[0], value=f"{checks[0].value}; {others}")))
+    else:
+        for check in checks:
+            click.echo(_line(check))
 
 
 def _range(values: Sequence[str]) -> str | None:

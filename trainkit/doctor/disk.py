@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -50,9 +51,11 @@ def check_folder(request: Request) -> Iterator[Check]:
     try:
         existing = nearest_folder(request.folder)
         found = os.statvfs(existing)
-        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=existing) as name:
+        # Named after the shared file, whose host removes what a killed task has left.
+        prefix = PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
             yield _free_space(existing, found)
-            if request.shared is not None:
+            if request.shared is not None and request.shared[1] != own_host():
                 yield _is_shared(*request.shared)
             yield _write_speed(Path(name), request.quick)
             yield _renames(Path(name))
@@ -75,7 +78,10 @@ def _unwritable(folder: Path, error: OSError) -> Check:
 
 @contextlib.contextmanager
 def shared_file(folder: Path) -> Iterator[tuple[str, str] | Check]:
-    """A file below the run folder for `Request.shared`, removed at the end; the failure if it cannot be."""
+    """A file below the run folder for `Request.shared`, or why there can be none.
+
+    It is removed at the end, with what the tasks of nodes have left.
+    """
     existing = folder
     try:
         existing = nearest_folder(folder)
@@ -92,6 +98,8 @@ def shared_file(folder: Path) -> Iterator[tuple[str, str] | Check]:
         yield name, own_host()
     finally:
         Path(name).unlink(missing_ok=True)
+        for left in existing.glob(f"{Path(name).name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_shared(name: str, host: str) -> Check:

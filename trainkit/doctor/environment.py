@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trainkit import __version__
 from trainkit.doctor.check import Check, Request
 from trainkit.doctor.gpus import has_driver
 from trainkit.plan.gpus import cuda_torch_hint
@@ -113,6 +114,11 @@ def check_python(request: Request) -> Check:
     if found["trainkit"] is None:
         hint = f"`{request.python[0]} -m pip install trainkit` installs it"
         return Check("Python", "failure", f"{value} has no trainkit", hint)
+    installed = found["versions"].get("trainkit", __version__)
+    if installed != __version__:
+        hint = "install the same version there, or use the `trainkit` of that environment"
+        text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
+        return Check("Python", "failure", text, hint)
     if version > PYTHONS[1]:
         return Check("Python", "warning", value, f"not tested; tested are {oldest} to {newest}")
     return Check("Python", "ok", value)

@@ -67,7 +67,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 class NodesStep:
     """The step of `step_argv` while it runs."""
 
-    def __init__(self, argv: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         # A Ctrl-C in the terminal ends the step through `__exit__`: srun alone would ask for a second one.
         self._proc = subprocess.Popen(
             argv,
@@ -80,7 +80,6 @@ class NodesStep:
             start_new_session=True,
         )
         self._errors: list[str] = []
-        self._timeout_s = timeout_s
         self._step = ""
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         assert self._proc.stderr is not None
@@ -187,7 +186,7 @@ def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Ite
             yield shared
         else:
             request = replace(request, shared=shared)
-        with NodesStep(step_argv(loaded, request, timeout_s), timeout_s) as step:
+        with NodesStep(step_argv(loaded, request, timeout_s)) as step:
             results = step.read("facts", num_nodes, timeout_s, wait_s)
             for result in sorted(results, key=lambda item: str(item["facts"]["host"])):
                 yield from (Check(**check) for check in result["checks"])
