@@ -65,7 +65,10 @@ ALLOWED = {
         *("submit", "bench.layouts"),  # `--layout` is spelled as there
     },
     # Checks machines before there is a run.
-    "doctor": {"errors", "config", "cluster", "plan", "slurm", "job.node", "job.rank_env"},
+    "doctor": {
+        *("errors", "rundir", "config", "cluster", "plan", "slurm"),
+        *("job.node", "job.rank_env", "job.processes", "submit.interpreters"),
+    },
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
         *("errors", "rundir", "manifest", "tables", "config", "plan", "slurm"),

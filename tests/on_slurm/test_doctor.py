@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.on_slurm.login import Login
+from tests.on_slurm.login import TRAINKIT, Login, wait_for
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
 from tests.support.programs import missing
 from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.hosts import signal_slurmd
 
 pytestmark = pytest.mark.slow
 FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
@@ -122,7 +124,7 @@ def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path)
     ):
         found = failures(checks(login, "--quick", "--nodes", "3", code=1))
     assert set(found) == {(login.cluster.hosts[1], "clock")}
-    assert "00 s ahead of the clocks of other nodes" in found[login.cluster.hosts[1], "clock"]
+    assert "00 s ahead of the other clocks" in found[login.cluster.hosts[1], "clock"]
 
 
 def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
@@ -165,4 +167,48 @@ def test_host_without_the_environment_is_missed(login: Login) -> None:
         found = checks(login, "--quick", "--nodes", "2", code=1)
     finally:
         login.cluster.run(["umount", "--lazy", sys.prefix], host=2, check=True)
-    assert failures(found)[None, "nodes"].startswith("1 of 2 nodes did not report: ")
+    two = login.cluster.hosts[1]
+    text = failures(found)[None, "nodes"]
+    assert text.startswith(f"1 of 2 nodes did not report ({two}): ")
+    assert "execve" in text
+
+
+def test_run_folder_that_is_not_shared_is_found(login: Login, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    login.cluster.run(["mount", "-t", "tmpfs", "tmpfs", str(runs)], host=2, check=True)
+    try:
+        found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
+    finally:
+        login.cluster.run(["umount", "--lazy", str(runs)], host=2, check=True)
+    two = login.cluster.hosts[1]
+    assert set(found) == {(two, "shared")}
+    assert found[two, "shared"].startswith(f"{runs} is not shared: a file of ")
+    assert found[two, "shared"].endswith(f" is not visible on {two}")
+    assert list(runs.iterdir()) == []
+
+
+def test_node_that_does_not_answer_is_named(login: Login) -> None:
+    signal_slurmd(login.cluster.state, 2, signal.SIGSTOP)
+    try:
+        found = checks(login, "--quick", "--nodes", "2", code=1)
+    finally:
+        signal_slurmd(login.cluster.state, 2, signal.SIGCONT)
+    assert login.cluster.hosts[1] in failures(found)[None, "nodes"]
+    login.wait_until_idle()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_doctor_leaves_no_step_and_no_file(
+    login: Login, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    options = ("--nodes", "2", "--set", "device=cpu", "--run-dir", str(runs))
+    doctor = login.start([*TRAINKIT, "doctor", *options])
+    wait_for(lambda: list(runs.iterdir()) and login.jobs(), "the step")
+    doctor.send_signal(number)
+    doctor.communicate(timeout=60)
+    assert doctor.returncode == code
+    login.wait_until_idle()
+    assert list(runs.iterdir()) == []

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import signal
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +19,7 @@ import click
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
     ConfigRequest,
+    choose_config,
     config_argument,
     json_option,
     set_option,
@@ -27,9 +32,13 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.doctor.node import Check, Request
+    from trainkit.doctor.check import Check
 
 TIMEOUT_S = 600.0
+NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w./-])")
+"""A number that is no part of a version, a path or a name."""
+MAX_VALUES = 3
+"""Nodes whose values are listed, if they differ in more than numbers."""
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
 
 
@@ -75,49 +84,79 @@ def command(
     10 minutes for them. Each line says what was found and what to do. The exit code is 1 if there is a
     failure; warnings do not count.
     """
-    from trainkit.doctor.node import Request
-
     if nodes is None and "SLURM_JOB_ID" in os.environ:
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
-    loaded = ConfigRequest(config or "shell", None, overrides, flags).load()
-    request = Request(run_dir.absolute(), loaded.config.launch.network, (), port, quick)
+    loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
     found: list[Check] = []
-    for of_nodes, group in groupby(_checks(request, loaded, nodes), key=lambda check: check.host is not None):
-        if of_nodes:  # they arrive together
-            checks = list(group)
-            found += checks
-            if not as_json:
-                _echo_nodes(checks)
-            continue
-        for check in group:
-            found.append(check)
-            if not as_json:
-                click.echo(_line(check))
+    with _stopping_by_exit(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:
+        for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
+            if of_nodes:  # they arrive together
+                of_all = list(group)
+                found += of_all
+                if not as_json:
+                    _echo_nodes(of_all)
+                continue
+            for check in group:
+                found.append(check)
+                if not as_json:
+                    click.echo(_line(check))
     counts = {state: sum(check.state == state for check in found) for state in MARKS}
     if as_json:
         click.echo(json.dumps({"checks": [check.to_dict() for check in found], **counts}, ensure_ascii=False))
     else:
-        click.echo(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failure']} failures", err=True)
+        warnings, failures = (_plural(counts[state], state) for state in ("warning", "failure"))
+        click.echo(f"{counts['ok']} ok, {warnings}, {failures}", err=True)
     return EXIT_FAILED if counts["failure"] else EXIT_OK
 
 
-def _checks(request: Request, loaded: LoadedConfig, nodes: int | None) -> Iterator[Check]:
-    from trainkit.cluster.discovery import has_slurm
-    from trainkit.doctor.node import check_node
-    from trainkit.doctor.nodes import check_nodes, local_bandwidth, slurm_checks, step_argv
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
+
+@contextmanager
+def _stopping_by_exit() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind, which ends the step and removes the probes."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _checks(
+    loaded: LoadedConfig, folder: Path, nodes: int | None, port: int | None, quick: bool
+) -> Generator[Check, None, None]:
+    from trainkit.cluster.discovery import has_slurm
+    from trainkit.doctor.check import Request
+    from trainkit.doctor.interpreter import with_interpreter
+    from trainkit.doctor.node import check_node
+    from trainkit.doctor.nodes import can_measure, check_nodes, local_bandwidth
+    from trainkit.doctor.slurm_settings import slurm_checks
+
+    launch, on_cluster = loaded.config.launch, has_slurm()
+    on_slurm = nodes is not None or (on_cluster and launch.backend != "local")
+    request = Request(folder, launch.network, (), port, quick)
+    request, checks = with_interpreter(request, loaded, Path.cwd(), on_slurm=on_slurm)
+    yield from checks
     if nodes is None:
-        yield from check_node(request)
-        if not request.quick:
+        found = []
+        for check in check_node(request):
+            found.append(check.to_dict())
+            yield check
+        if not quick and can_measure(found):
             yield from local_bandwidth(request)
     else:
         from trainkit.slurm.client import require_controller
 
         require_controller()
-        argv = step_argv(loaded, request, TIMEOUT_S)
-        yield from check_nodes(argv, nodes, TIMEOUT_S, measures=not request.quick)
-    if has_slurm():
+        yield from check_nodes(loaded, request, TIMEOUT_S)
+    if on_cluster:
         yield from slurm_checks()
 
 
@@ -128,17 +167,39 @@ def _line(check: Check) -> str:
 
 
 def _echo_nodes(checks: Sequence[Check]) -> None:
-    """Print what is well once for all nodes, and what is not for each."""
+    """Print what is the same on all nodes once, and what is not well on some of them for each."""
     num_nodes = len({check.host for check in checks})
+    groups: dict[tuple[str, str, str], list[Check]] = {}
+    for check in sorted(checks, key=lambda item: item.state == "ok"):
+        groups.setdefault((check.name, check.state, check.hint), []).append(check)
     for name in dict.fromkeys(check.name for check in checks):
-        same = [check for check in checks if check.name == name]
-        well = [check for check in same if check.state == "ok"]
-        for check in same:
-            if check.state != "ok":
-                click.echo(_line(check))
-        if len(well) == 1 or (well and len({check.value for check in well}) > 1):
-            others = f"; {len(well) - 1} other nodes are ok" if len(well) > 1 else ""
-            click.echo(_line(replace(well[0], value=f"{well[0].value}{others}")))
-        elif well:
-            nodes = f"all {num_nodes}" if len(well) == num_nodes else f"{len(well)} of {num_nodes}"
-            click.echo(_line(replace(well[0], host=None, value=f"{well[0].value} on {nodes} nodes")))
+        for (of_name, state, _), same in groups.items():
+            if of_name == name:
+                _echo_group(same, num_nodes, is_ok=state == "ok")
+
+
+def _echo_group(checks: Sequence[Check], num_nodes: int, *, is_ok: bool) -> None:
+    """Print the checks of several nodes that differ in their values at most."""
+    merged = _range([check.value for check in checks])
+    if len(checks) > 1 and merged is not None and (is_ok or len(checks) == num_nodes):
+        nodes = f"all {num_nodes}" if len(checks) == num_nodes else f"{len(checks)} of {num_nodes}"
+        click.echo(_line(replace(checks[0], host=None, value=f"{merged} on {nodes} nodes")))
+    elif is_ok and len(checks) > MAX_VALUES:
+        others = f"{len(checks) - 1} other nodes are ok, with other values"
+        click.echo(_line(replace(checks[0], value=f"{checks[0].value}; {others}")))
+    else:
+        for check in checks:
+            click.echo(_line(check))
+
+
+def _range(values: Sequence[str]) -> str | None:
+    """Texts that differ only in numbers as one with their ranges; None if they differ in more."""
+    if len({NUMBER.sub("#", value) for value in values}) != 1:
+        return None
+    columns = zip(*(NUMBER.findall(value) for value in values), strict=True)
+    ranges = []
+    for column in columns:
+        least, *_, most = sorted((*column, *column), key=lambda text: float(text.replace(",", "")))
+        ranges.append(least if least == most else f"{least} to {most}")
+    numbers = iter(ranges)
+    return NUMBER.sub(lambda _: next(numbers), values[0])

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.submit.array_spec import ArraySpec
 
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
 
@@ -222,7 +221,7 @@ def one_node_config_options(function: Function) -> Function:
     return _request_options(function, shape, chooses_backend=False)
 
 
-def _choose_config() -> str:
+def choose_config() -> str:
     """Return the default config of a command without CONFIG, and print it to stderr."""
     from trainkit.resources import default_config
 
@@ -256,7 +255,7 @@ def _request_options(
         if backend is not None:
             flags["launch.backend"] = (f"--backend {backend}", backend)
         if config is None and (unless is None or others[unless] is None):
-            config = _choose_config()
+            config = choose_config()
         request = None if config is None else ConfigRequest(config, profile, overrides, flags)
         return function(request=request, **others)
 

@@ -6,14 +6,18 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
-TIMEOUT_S = 180.0
+MARK = "trainkit-bandwidth:"
+"""Before the result of rank 0: NCCL_DEBUG prints to the standard output, too."""
+TIMEOUT_S, POLL_S = 180.0, 0.05
 NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 
@@ -74,46 +78,74 @@ def link_gbit_s(interface: str | None) -> dict[str, float]:
     return found
 
 
-def run_ranks(layout: Layout, host: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Run the ranks of one host.
+def run_ranks(
+    layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str] = (sys.executable,)
+) -> dict[str, Any]:
+    """Run the ranks of one host with an interpreter.
 
     Returns what rank 0 measured, ``{}`` on the other hosts, and ``{"error": sentence}`` when a rank failed.
     """
     node = layout.hosts.index(host)
     first = sum(layout.num_ranks[:node])
-    procs = []
-    for local_rank in range(layout.num_ranks[node]):
-        variables = {
-            **environ,
-            LAYOUT_VARIABLE: layout.to_json(),
-            "RANK": str(first + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "OMP_NUM_THREADS": "1",
-        }
-        procs.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "trainkit.trainer.bandwidth"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=variables,
-            )
-        )
-    deadline_s, outputs = time.monotonic() + TIMEOUT_S, []
-    try:
-        for rank, proc in enumerate(procs, first):
-            out, errors = proc.communicate(timeout=max(1.0, deadline_s - time.monotonic()))
-            if proc.returncode:
-                last = ([line for line in errors.splitlines() if line.strip()] or ["it crashed"])[-1]
-                return {"error": f"rank {rank} on {host}: {last.strip()}"}
-            outputs.append(out)
-    except subprocess.TimeoutExpired:
-        return {"error": f"the ranks on {host} took longer than {TIMEOUT_S:.0f} s"}
-    finally:
-        for proc in procs:
-            if proc.poll() is None:
-                proc.kill()
-                proc.wait()
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1]) if first == 0 else {}
-    return found
+    with ExitStack() as files:
+        ranks = []
+        try:
+            for local_rank in range(layout.num_ranks[node]):
+                # Files, not pipes: a rank whose pipe nobody reads would stop.
+                out, errors = (files.enter_context(_output_file()) for _ in range(2))
+                variables = {
+                    **environ,
+                    LAYOUT_VARIABLE: layout.to_json(),
+                    "RANK": str(first + local_rank),
+                    "LOCAL_RANK": str(local_rank),
+                    "OMP_NUM_THREADS": "1",
+                }
+                argv = [*python, "-m", "trainkit.trainer.bandwidth"]
+                proc = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=variables
+                )
+                ranks.append((proc, out, errors))
+            failed = _wait([proc for proc, _, _ in ranks])
+        except OSError as error:
+            return {"error": f"{python[0]} does not run on {host}: {error.strerror or error}"}
+        except subprocess.TimeoutExpired:
+            return {"error": f"the ranks on {host} took longer than {TIMEOUT_S:.0f} s"}
+        finally:
+            for proc, _, _ in ranks:
+                if proc.poll() is None:
+                    proc.kill()
+                    proc.wait()
+        if failed is not None:
+            said = [line for line in _lines(ranks[failed][2]) if line.strip()] or ["it crashed"]
+            return {"error": f"rank {first + failed} on {host}: {said[-1].strip()}"}
+        if first > 0:
+            return {}
+        line = next((line for line in _lines(ranks[0][1]) if line.startswith(MARK)), None)
+        if line is None:
+            return {"error": f"rank 0 on {host} ended without a result"}
+        found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+        return found
+
+
+def _output_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", errors="replace")
+
+
+def _wait(procs: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all have ended, or one has failed: its index. Raises TimeoutExpired."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        codes = [proc.poll() for proc in procs]
+        for index, code in enumerate(codes):
+            if code:
+                return index
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline_s:
+            raise subprocess.TimeoutExpired("ranks", TIMEOUT_S)
+        time.sleep(POLL_S)
+
+
+def _lines(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().splitlines()

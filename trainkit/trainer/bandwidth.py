@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 
-from trainkit.doctor.bandwidth import LAYOUT_VARIABLE, Layout, ring_rounds
+from trainkit.doctor.bandwidth import LAYOUT_VARIABLE, MARK, Layout, ring_rounds
 
 START_TIMEOUT_S = 60.0
 SIZE_MIB = {"gloo": 32, "nccl": 256}
@@ -92,7 +92,7 @@ def main() -> int:
             "all_reduce_gbit_s": reduced,
             "links": found,
         }
-        print(json.dumps(result), flush=True)
+        print(f"\n{MARK} {json.dumps(result)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

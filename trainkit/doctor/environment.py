@@ -1,0 +1,207 @@
+"""The Python environment of the ranks: its interpreter, packages, torch, and the code that they import."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainkit import __version__
+from trainkit.doctor.check import Check, Request
+from trainkit.doctor.gpus import has_driver
+from trainkit.plan.gpus import cuda_torch_hint
+from trainkit.plan.torch_release import release_problem
+
+PYTHONS = ((3, 10), (3, 13))
+"""The oldest and newest Python that are tested."""
+TIMEOUT_S = 120.0
+COMPARED = (
+    *("trainkit", "torch", "torchao", "numpy", "transformers", "tokenizers", "datasets", "pyarrow"),
+    *("safetensors", "peft", "accelerate", "deepspeed", "lightning", "submitit", "pydantic"),
+)
+"""Packages whose versions must be the same on all nodes."""
+IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Variables of `launch.env` that decide what an interpreter imports."""
+MARK = "trainkit-doctor:"
+"""Before the result: what is imported may print, too."""
+_PACKAGES = """
+import importlib.util, json, platform, sys
+from importlib import metadata
+versions = {}
+for name in sys.argv[2:]:
+    try:
+        versions[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+spec = importlib.util.find_spec("trainkit")
+folders = [] if spec is None else list(spec.submodule_search_locations or ())
+print(sys.argv[1], json.dumps({
+    "python": platform.python_version(), "program": sys.executable, "versions": versions,
+    "trainkit": folders[0] if folders else None,
+}))
+"""
+_TORCH = """
+import json, sys, torch
+nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+print(sys.argv[1], json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
+    "nccl": None if nccl is None else ".".join(map(str, nccl)),
+    "distributed": torch.distributed.is_available(),
+}))
+"""
+"""In a process of its own: torch takes seconds to import, and a broken one may crash."""
+MAX_FILES = 2_000
+"""Files of code that are read to compare nodes."""
+_NO_CODE = frozenset({"runs", "node_modules", "site-packages", "__pycache__"})
+
+
+class NoAnswer(Exception):
+    """An interpreter that does not run, or cannot import."""
+
+
+def _ask(request: Request, script: str, *args: str) -> Mapping[str, Any]:
+    """What a script prints in the environment of the ranks; raises NoAnswer."""
+    found = _answer(request.python, request.env, script, args)
+    if isinstance(found, str):
+        raise NoAnswer(found)
+    return found
+
+
+@lru_cache
+def _answer(
+    python: tuple[str, ...], env: tuple[tuple[str, str], ...], script: str, args: tuple[str, ...]
+) -> Mapping[str, Any] | str:
+    """What a script prints, or why it does not; cached, since torch takes seconds to import."""
+    try:
+        done = subprocess.run(
+            [*python, "-c", script, MARK, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env={**os.environ, **dict(env)},
+        )
+    except subprocess.TimeoutExpired:
+        return f"{python[0]} took longer than {TIMEOUT_S:.0f} s"
+    except OSError as error:
+        return f"{python[0]} does not run: {error.strerror or error}"
+    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
+    if done.returncode or line is None:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return (lines or [f"{python[0]} ended with exit code {done.returncode}"])[-1]
+    found: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
+    return found
+
+
+def check_python(request: Request) -> Check:
+    """The interpreter of the ranks, and its version against those that are tested."""
+    try:
+        found = _ask(request, _PACKAGES, *COMPARED)
+    except NoAnswer as error:
+        hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
+        return Check("Python", "failure", str(error), hint)
+    version = tuple(map(int, found["python"].split(".")[:2]))
+    value = f"{found['python']} ({found['program']})"
+    oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
+    if version < PYTHONS[0]:
+        return Check("Python", "failure", value, f"use Python {oldest} to {newest}")
+    if found["trainkit"] is None:
+        hint = f"`{request.python[0]} -m pip install trainkit` installs it"
+        return Check("Python", "failure", f"{value} has no trainkit", hint)
+    installed = found["versions"].get("trainkit", __version__)
+    if installed != __version__:
+        hint = "install the same version there, or use the `trainkit` of that environment"
+        text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
+        return Check("Python", "failure", text, hint)
+    if version > PYTHONS[1]:
+        return Check("Python", "warning", value, f"not tested; tested are {oldest} to {newest}")
+    return Check("Python", "ok", value)
+
+
+def check_torch(request: Request) -> Iterator[Check]:
+    """The release of torch, and whether it can use the GPUs."""
+    try:
+        found = _ask(request, _TORCH)
+    except NoAnswer as error:
+        hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
+        if "took longer" in str(error):
+            hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
+        yield Check("torch", "failure", str(error), hint)
+        return
+    value = f"{found['version']}, CUDA {found['cuda'] or 'none'}, NCCL {found['nccl'] or 'none'}"
+    problem = release_problem(found["version"])
+    if problem is not None:
+        yield Check("torch", "failure", value, problem[1])
+    elif not found["distributed"]:
+        yield Check("torch", "failure", f"{value}: built without torch.distributed", "install another torch")
+    elif has_driver() and found["cuda"] is None:
+        hint = cuda_torch_hint(request.python[0])
+        yield Check("torch", "failure", f"{value}: built without CUDA", hint)
+    elif has_driver() and not found["gpus"]:
+        hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
+        yield Check("torch", "failure", f"{value}: sees no GPU", hint)
+    else:
+        yield Check("torch", "ok", value)
+
+
+def versions(request: Request) -> dict[str, str]:
+    """What must be the same on all nodes: Python, packages, trainkit's code, and the ranks' own code.
+
+    An interpreter or torch that does not run is left out, which `check_python` and `check_torch` report.
+    """
+    values = {}
+    try:
+        found = _ask(request, _PACKAGES, *COMPARED)
+        values = {"Python": found["python"], **found["versions"]}
+        if found["trainkit"] is not None:
+            package = Path(found["trainkit"])
+            values["trainkit's code"] = f"{digest(sorted(package.rglob('*.py')))} in {package}"
+        if not request.quick:
+            torch = _ask(request, _TORCH)
+            values["CUDA of torch"], values["NCCL"] = (str(torch[key] or "none") for key in ("cuda", "nccl"))
+    except NoAnswer:
+        pass  # what is known is compared
+    if request.code is not None:
+        files = code_files(request.code)
+        values["your code"] = f"{digest(files)} in {request.code}" if files else f"missing in {request.code}"
+    return values
+
+
+def code_files(folder: Path) -> list[Path]:
+    """The Python files of a folder and those below it, without environments, runs and hidden folders.
+
+    The first `MAX_FILES` by their paths, the same on every node.
+    """
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _NO_CODE
+            and not name.startswith(".")
+            and not Path(parent, name, "pyvenv.cfg").exists()
+        )
+        found += (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+        if len(found) > MAX_FILES:
+            break
+    return found[:MAX_FILES]
+
+
+def digest(files: Iterable[Path]) -> str:
+    """A digest of the paths and contents of files."""
+    content = hashlib.sha256()
+    for path in files:
+        content.update(f"{path}\0".encode(errors="surrogateescape"))
+        try:
+            content.update(path.read_bytes())
+        except OSError as error:  # differs from a node that can read it
+            content.update(str(error.errno).encode())
+    return content.hexdigest()[:12]
