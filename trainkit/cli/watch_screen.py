@@ -197,15 +197,19 @@ class RunScreen(ReadingScreen):
     @work(thread=True)
     def _act(self, act: Callable[[], str]) -> None:
         try:
-            self.notify(act())
+            self._notify_plain(act())
         except (OSError, TrainkitError) as error:
             hint = getattr(error, "hint", "")
-            self.notify(_error_text(error) + (f"; {hint}" if hint else ""), severity="error", timeout=15)
+            text = _error_text(error) + (f"; {hint}" if hint else "")
+            self.notify(text, severity="error", timeout=15, markup=False)
+
+    def _notify_plain(self, text: str) -> None:
+        self.notify(text, markup=False)
 
     def _cancel(self) -> str:
         from trainkit.control.cancel import cancel_run
 
-        return cancel_run(self.run_dir, now=False, wait=False, warn=self.notify).message
+        return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
         from trainkit.submit.start import requeue_run

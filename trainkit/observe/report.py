@@ -206,7 +206,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
     found = []
     for file in files:
         samples = list(read_jsonl(file, every=every))
-        gpus = [gpu for sample in samples for gpu in sample.get("gpus") or []]
+        gpus = [gpu for sample in samples for gpu in sample.get("gpus") or [] if isinstance(gpu, dict)]
         found.append(
             NodeUse(
                 host=file.stem,

@@ -371,7 +371,7 @@ def _problems(
         name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
         found.append((severity, f"{name}: {text}"))
     used, total = sample.get("mem_used_gib"), sample.get("mem_total_gib")
-    if used is not None and total and used > FULL * total:
+    if is_number(used) and is_number(total) and used > FULL * total > 0:
         found.append((LIMITED, f"memory {used / total:.0%} full"))
     return found
 
