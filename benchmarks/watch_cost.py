@@ -1,7 +1,7 @@
 """What `trainkit watch` costs: its share of one core while a large run writes metrics and samples.
 
-python -m benchmarks.watch_cost                                   # 1,024 ranks on 128 nodes, and on 256
-python -m benchmarks.watch_cost --nodes 16 --seconds 10 --records 1000
+    python -m benchmarks.watch_cost                                   # 1,024 ranks on 128 nodes, and on 256
+    python -m benchmarks.watch_cost --nodes 16 --seconds 10 --records 1000
 
 Starts the command in a terminal of 200 x 50 characters and reads its CPU time from /proc, after the first
 screen. Exits with 1 if it takes more than 5 % of a core.

@@ -202,7 +202,7 @@ def test_a_folder_that_is_deleted(folder: Path) -> None:
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
         shutil.rmtree(run.path)
-        await shows(pilot, "cannot be read: No such file or directory")
+        await shows(pilot, "cannot be read: No such")  # the end of a long line is cut
         await shows(pilot, "step 600 of 600")
 
     drive(run, use, size=(120, 30))
@@ -283,11 +283,12 @@ def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> Non
     run = watched_runs.finished(folder / "runs" / "finished")
     (run.path / name).write_bytes(content.encode("latin-1"))
 
+    def is_shown(text: str) -> bool:
+        """Whether it has either the error, or what the other files say."""
+        return text.startswith("! ") or "step 600 of 600" in text or "INCOMPLETE" in text
+
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        # Either the error, or what the other files say.
-        await wait_for(pilot, lambda: "reading the run" not in screen_text(app), "nothing shows")
-        text = screen_text(app)
-        assert text.startswith("! ") or "step 600 of 600" in text or "INCOMPLETE" in text
+        await wait_for(pilot, lambda: is_shown(screen_text(app)), "nothing shows")
         await pilot.press("q")
 
     assert drive(run, use).return_value == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli.status import _read_all
+from trainkit.cli.status import read_all
 from trainkit.control import run_registry
 from trainkit.control.run_registry import Start, find_run, index_file, known_runs, record_over, register
 from trainkit.errors import UsageError
@@ -149,13 +149,16 @@ def test_only_folders_that_may_be_meant_are_read(tmp_path, read_folders, text, e
 
 
 def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
+    def statuses_of(max_ended):
+        return read_all(max_ended, lambda ids: None, {})
+
     runs = make_many(tmp_path / "elsewhere")
     for run in runs:
         run.attempt(1).create()
         if run is not runs[1]:
             write_json(run.attempt(1).end_file, {"state": "finished", "action": "finished"})
     for _ in range(2):
-        statuses, num_hidden = _read_all(15)
+        statuses, num_hidden = statuses_of(15)
         names = [status.name for status in statuses]
         assert names == [*(f"run-{number}" for number in range(29, 14, -1)), "run-1"]
         assert num_hidden == 14
@@ -166,9 +169,9 @@ def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
         index_file(), {"time": "2026-01-01T00:00:00.500Z", "name": "run-5", "path": str(runs[5].path)}
     )
     record_over([Start(runs[5].path, "run-5", "2026-01-01T00:00:05.000Z")])
-    assert [status.name for status in _read_all(15)[0]][-2:] == ["run-1", "run-5"]
-    assert next(status.name for status in _read_all(None)[0]) == "run-29"
-    assert len(_read_all(None)[0]) == len(known_runs()) == 30
+    assert [status.name for status in statuses_of(15)[0]][-2:] == ["run-1", "run-5"]
+    assert next(status.name for status in statuses_of(None)[0]) == "run-29"
+    assert len(statuses_of(None)[0]) == len(known_runs()) == 30
 
 
 def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):

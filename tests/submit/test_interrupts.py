@@ -71,7 +71,8 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     (tmp_path / "layout").mkdir()
     run = RunDir(tmp_path / "layout")
     write_json(run.job_file, {"backend": "local", "name": "layout", "cwd": str(tmp_path), "attempts": []})
-    bench = Bench(tmp_path, "local", "cpu", BenchLength(20, 5), (BenchRun("dp=1", "layout", {}, 1, 1, []),))
+    item = BenchRun("layout", {"layout": "dp=1"}, 1, {}, 1, 1, [])
+    bench = Bench(tmp_path, "layouts", "local", "cpu", BenchLength(20, 5), 1, ("layout",), (item,))
     steps = []
 
     def start(index: int, item: BenchRun) -> RunDir:

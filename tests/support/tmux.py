@@ -29,7 +29,11 @@ class Tmux:
         shell = ["env", "PS1=$ ", "bash", "--norc", "--noprofile"]
         size = ["-x", str(width), "-y", str(height)]
         self._run("new-session", "-d", *size, "-c", str(cwd), shlex.join(shell), environ=environ)
-        self.wait_for(r"^\$$")
+        try:
+            self.wait_for(r"^\$$")
+        except AssertionError:
+            self._run("kill-server")
+            raise
 
     def __enter__(self) -> Tmux:
         return self

@@ -184,9 +184,9 @@ def settings(
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
     cannot run are listed with the reason, and the others run.
 
-    On this machine the points run one after another, and Ctrl-C ends the current one. On Slurm they are one
-    array of jobs of one size; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing
-    was measured.
+    On this machine the points run one after another, and Ctrl-C ends the current one. On Slurm they are an
+    array of jobs of one size; --follow writes the summary, and so does --collect DIR later. Exits with 1 if
+    nothing was measured.
     """
     from trainkit.cli.bench_start import BenchOptions, bench_settings, summarize_folder
 

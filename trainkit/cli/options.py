@@ -297,8 +297,8 @@ SLURM_FLAGS = {
 
 def slurm_options(function: Function) -> Function:
     """The options of the Slurm job; `slurm_flags` removes their values from the command's arguments."""
-    text = "Run the code in place instead of from a copy."
-    return job_options(click.option("--no-snapshot", is_flag=True, help=text)(function))
+    help_text = "Run the code in place instead of from a copy."
+    return job_options(click.option("--no-snapshot", is_flag=True, help=help_text)(function))
 
 
 def job_options(function: Function) -> Function:
@@ -480,9 +480,8 @@ def group_options(function: Function) -> Function:
     def wrapper(sweeps: tuple[str, ...], array: str | None, **others: Any) -> Any:
         return function(group=GroupRequest(sweeps, array), **others)
 
-    decorated: Any = sweep_option(
-        "One run per value, and per combination of several --sweep, as one Slurm array."
-    )(wrapper)
+    help_text = "One run per value, and per combination of several --sweep, as one Slurm array."
+    decorated: Any = sweep_option(help_text)(wrapper)
     return click.option(  # type: ignore[no-any-return]
         "--array",
         metavar="SPEC",

@@ -31,7 +31,7 @@ from trainkit.observe.view_text import BAD, DIM, TITLE, Size, nodes_lines, notic
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 
-LOG_LINES = 500
+LOG_LINES = 200
 HANGUP_S = 5
 """After SIGHUP the terminal may be gone: the process then ends without restoring it."""
 
@@ -310,6 +310,7 @@ class TextScreen(ReadingScreen):
     def __init__(self, read: Callable[[], object], interval_s: float, at_end: bool = False) -> None:
         super().__init__(read, interval_s)
         self._lines: list[Text] = [Text("reading…", DIM)]
+        self._shown: Text | None = None
         self._at_end = at_end
 
     def compose(self) -> ComposeResult:
@@ -324,7 +325,11 @@ class TextScreen(ReadingScreen):
         scroll = self.query_one("#scroll", VerticalScroll)
         was_at_end = self._at_end and scroll.is_vertical_scroll_end
         lines = [] if self.problem is None else [Text(f"! {self.problem}", BAD)]
-        self.query_one("#text", Static).update(Text("\n").join(lines + self._lines))
+        text = Text("\n").join(lines + self._lines)
+        if text == self._shown:
+            return
+        self._shown = text
+        self.query_one("#text", Static).update(text)
         if was_at_end:
             scroll.scroll_end(animate=False)
 

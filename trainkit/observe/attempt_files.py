@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
-from trainkit.rundir import AttemptDir, read_end, read_json
+from trainkit.rundir import AttemptDir, read_end, read_json, read_jsonl_reversed
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
+MAX_SAMPLES = 1000
+"""How many of the last health samples may belong to later attempts."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
@@ -54,6 +57,17 @@ class AttemptFiles:
         yield from self.slurm_text()
         yield from self.logs("srun", [self.attempt.supervisor_log, self.attempt.batch_host_log])
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
+
+    def memory_in_use(self, host: str | None) -> str | None:
+        """The memory of a host in the last health sample of this attempt, as ``61.2 of 64.0 GiB``."""
+        if host is None:
+            return None
+        try:
+            samples = islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES)
+            sample = next(one for one in samples if one.get("attempt") == self.attempt.number)
+            return f"{float(sample['mem_used_gib']):.1f} of {float(sample['mem_total_gib']):.1f} GiB"
+        except (OSError, StopIteration, KeyError, TypeError, ValueError):
+            return None  # no sample, or one of another form
 
     def world_size(self) -> int:
         return sum(self._node_sizes())
