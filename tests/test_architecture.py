@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "observe": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm"),
-        *("job.record", "cluster.units"),
+        *("jsonl", "job.record", "cluster.units"),
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
@@ -71,7 +71,7 @@ ALLOWED = {
     },
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
-        *("errors", "rundir", "manifest", "tables", "config", "plan", "slurm"),
+        *("errors", "jsonl", "rundir", "manifest", "tables", "config", "plan", "slurm"),
         *("job", "control", "submit", "observe"),
     },
     # Sends what a run has written. It is named in argv by the job, never imported.

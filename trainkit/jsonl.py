@@ -105,9 +105,19 @@ def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, 
     for line in lines:
         if words and not wanted.search(line):
             continue
-        try:
-            record = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError:
-            continue
-        if isinstance(record, dict):
+        record = parse_record(line)
+        if record is not None:
             yield record
+
+
+DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+"""Reads NaN and Infinity, which are not JSON, as null."""
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if it is not one."""
+    try:
+        record = DECODER.decode(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

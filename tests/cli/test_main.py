@@ -72,6 +72,7 @@ def test_every_command_has_help_with_examples(name, capsys):
             "--nodes is two, which is not a whole number",
             "for example: --nodes 2",
         ),
+        (["watch", "--interval", "x"], "--interval is x, which is not a number", "for example: --interval 2"),
         (["qqq"], "there is no command 'qqq'", "`trainkit --help` lists the commands"),
         (["status", "--jsn"], "there is no option --jsn", "did you mean --json?"),
         (["logs"], "missing argument 'RUN'", "see `trainkit logs --help`"),

@@ -57,6 +57,13 @@ def test_what_was_typed_wrong(args: list[str], message: str, capsys: pytest.Capt
     assert message in json.loads(capsys.readouterr().out)["error"]
 
 
+def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = place / "mine" / "report.html"
+    page.mkdir()
+    assert main(["report", "mine"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {page} cannot be written: Is a directory")
+
+
 def test_a_point_of_a_sweep_has_a_report_of_its_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "mine/1", "--compare", "mine/0"]) == 0
     assert capsys.readouterr().out == f"{place / 'mine' / '1' / 'report.html'}\n"

@@ -152,7 +152,11 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
     from trainkit.errors import UsageError
 
     run = watched_runs.failed(folder / "runs" / "failed")
-    answers: list[object] = [({"attempt": 3, "job_id": "4712"}, True), UsageError("4711 is already pending")]
+    answers: list[object] = [
+        ({"attempt": 3, "job_id": "4712"}, True),
+        UsageError("4711 is already pending"),
+        UsageError("runs/[/b] cannot be read"),  # no markup
+    ]
 
     def requeue(run: RunDir) -> object:
         answer = answers.pop(0)
@@ -164,7 +168,7 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
-        for text in ("started attempt 3 as 4712", "4711 is already pending"):
+        for text in ("started attempt 3 as 4712", "4711 is already pending", "runs/[/b] cannot be read"):
             await pilot.press("r")
             await pilot.press("y")
             await shows(pilot, text)
@@ -198,7 +202,8 @@ def test_a_folder_that_is_deleted(folder: Path) -> None:
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
         shutil.rmtree(run.path)
-        await shows(pilot, "cannot be read: No such")  # the end of a long line is cut
+        await shows(pilot, "shown is what was read at")
+        assert "No such file or directory" in " ".join(screen_text(app).split())
         await shows(pilot, "step 600 of 600")
 
     drive(run, use, size=(120, 30))

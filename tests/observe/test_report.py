@@ -109,6 +109,16 @@ def test_all_allocated_time_has_a_category(run):
     assert round(sum(report.percent.values()), 6) == 100.0
 
 
+@pytest.mark.parametrize(
+    ("state", "beginning"),
+    [("finished", " finished at step 4 of 4"), ("cancelled", " was cancelled at step 4 of 4")],
+)
+def test_the_verdict_is_a_sentence(run, state, beginning):
+    write_json(run.attempt(2).end_file, {"state": state, "action": "stopped", "reason": ""})
+    report = report_of(run)
+    assert report.verdict.removeprefix(report.status.name).startswith(beginning)
+
+
 def test_a_step_computed_twice_is_drawn_once(run):
     report = report_of(run)
     assert {number: [x for x, _ in points] for number, points in report.curves["loss"].items()} == {

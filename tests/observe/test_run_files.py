@@ -107,6 +107,19 @@ def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
     assert history.first(1, "started")["time"] == ago(1400)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [{"event": []}, {"event": "checkpoint_begin", "step": [1]}, {"event": "started", "attempt": {}}],
+)
+def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) -> None:
+    made = Watched(tmp_path / "run").job().event(90, "evaluated", step=1, val_loss=3.0)
+    with made.run.events_file.open("a") as stream:
+        stream.write(json.dumps(damaged) + "\n")
+    history = EventHistory(made.run.events_file)
+    history.update()
+    assert history.recent[-1]["event"] == "evaluated"
+
+
 def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Watched(tmp_path / "run").job().health(20)
     files, opened = HealthFiles(made.run.path / "health"), []

@@ -98,6 +98,23 @@ def test_a_slow_rank_shows_without_samples_of_its_node(tmp_path: Path) -> None:
     assert view.notices[0].text.startswith("rank 7 on node002 was slow from step 5 (data)")
 
 
+def test_damaged_samples_and_ends_show_as_unknown(tmp_path: Path) -> None:
+    run = watched_runs.failed(tmp_path / "run")
+    for file in (run.path / "health").iterdir():
+        with file.open("a") as stream:
+            stream.write(
+                '{"attempt": 2, "gpus": "x", "mem_used_gib": "1", "mem_total_gib": [], "cpu_percent": {}}\n'
+            )
+    write_json(run.attempt(2).end_file, {"state": "failed", "verdict": -1})
+    view = view_of(run)
+    assert [(node.cpu_percent, node.mem_used_gib, node.num_gpus) for node in view.nodes] == [
+        (None, None, 0)
+    ] * len(view.nodes)
+    assert view.nodes
+    assert view.failure is None
+    assert view_lines(view, Size(80))
+
+
 def test_samples_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     made = Watched(tmp_path / "run", attempts=2, nodes=1).job().metrics(1, 10).health()
     (made.run.path / "health" / "node009.jsonl").write_text(f'{{"time": "{ago(1)}", "attempt": 1}}\n')

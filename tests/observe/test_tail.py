@@ -1,5 +1,6 @@
 import pytest
 
+from trainkit.jsonl import parse_record
 from trainkit.observe.follow import LogTail, last_lines, last_records
 
 
@@ -31,6 +32,21 @@ def test_last_lines(tmp_path, text, count, expected):
     path = tmp_path / "log"
     path.write_bytes(text)
     assert last_lines(path, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"loss": NaN, "step": 1}', {"loss": None, "step": 1}),
+        (b'{"loss": -Infinity}', {"loss": None}),
+        (b'{"loss": 1', None),
+        (b"[1]", None),
+        (b"\xff\x00", None),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_a_record_is_a_json_object(line, expected):
+    assert parse_record(line) == expected
 
 
 def test_last_records_pass_over_what_a_crash_cut_off(tmp_path):

@@ -52,7 +52,7 @@ SECTIONS = {
         "check": "Validate a config and report all its problems.",
         "plan": "List the parallel layouts that fit, with memory and a recommendation.",
         "drill": "Fire drill: interrupt short runs and compare their losses.",
-        "bench": "Benchmark a config on several layouts.",
+        "bench": "Benchmark a config on several layouts or with several settings.",
         "doctor": "Check this machine or the nodes of a cluster: can a job run there?",
         "env": "Print the rank environment that a process started here would get.",
     },
@@ -228,7 +228,7 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid integer")
+NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid (?P<type>integer|float)")
 
 
 def _from_click(error: click.ClickException) -> TrainkitError:
@@ -242,7 +242,8 @@ def _from_click(error: click.ClickException) -> TrainkitError:
         isinstance(error, click.BadParameter) and (found := NOT_A_NUMBER.match(error.message)) and error.param
     ):
         option = max(error.param.opts, key=len)
-        message = f"{option} is {found['value']}, which is not a whole number"
+        kind = "a whole number" if found["type"] == "integer" else "a number"
+        message = f"{option} is {found['value']}, which is not {kind}"
         hint = f"for example: {option} 2"
     elif isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"see `{error.ctx.command_path} --help`"

@@ -12,7 +12,7 @@ import click
 from trainkit.cli.completion import complete_run
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench
@@ -112,7 +112,13 @@ def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int
     from trainkit.rundir import write_atomic
 
     file = folder / REPORT_FILE
-    write_atomic(file, page)
+    try:
+        write_atomic(file, page)
+    except OSError as error:
+        raise TrainkitError(
+            f"{file} cannot be written: {error.strerror or error}",
+            hint="free disk space, or copy the folder to where you may write and name the copy",
+        ) from error
     if as_json:
         click.echo(json.dumps({"report": str(file), **value}, ensure_ascii=False))
     else:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -32,6 +33,7 @@ from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 
 LOG_LINES = 200
+MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
 """After SIGHUP the terminal may be gone: the process then ends without restoring it."""
 
@@ -137,7 +139,7 @@ class RunScreen(ReadingScreen):
 
     def show(self) -> None:
         width, height = self.app.size.width, self.app.size.height - 1
-        lines = [] if self.problem is None else [Text(f"! {self.problem}", BAD)]
+        lines = problem_lines(self.problem, width)
         if self.view is not None:
             lines += view_lines(self.view, Size(width, height - len(lines)))
         if lines:
@@ -197,15 +199,19 @@ class RunScreen(ReadingScreen):
     @work(thread=True)
     def _act(self, act: Callable[[], str]) -> None:
         try:
-            self.notify(act())
+            self._notify_plain(act())
         except (OSError, TrainkitError) as error:
             hint = getattr(error, "hint", "")
-            self.notify(_error_text(error) + (f"; {hint}" if hint else ""), severity="error", timeout=15)
+            text = _error_text(error) + (f"; {hint}" if hint else "")
+            self.notify(text, severity="error", timeout=15, markup=False)
+
+    def _notify_plain(self, text: str) -> None:
+        self.notify(text, markup=False)
 
     def _cancel(self) -> str:
         from trainkit.control.cancel import cancel_run
 
-        return cancel_run(self.run_dir, now=False, wait=False, warn=self.notify).message
+        return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
         from trainkit.submit.start import requeue_run
@@ -256,8 +262,7 @@ class ListScreen(ReadingScreen):
             return
         width = self.app.size.width - 1  # for the scrollbar
         self.listing, problem = self._listing(self._result, width)
-        problem = self.problem or problem
-        lines = [Text(f"! {problem}", BAD)] if problem else []
+        lines = problem_lines(self.problem or problem, width)
         lines += [Text(self.listing.title, TITLE), Text(), self.listing.heading]
         if not self.listing.rows:
             lines.append(Text("no runs yet: `trainkit submit` starts one"))
@@ -433,6 +438,13 @@ class WatchApp(App[int]):
             signal.alarm(HANGUP_S)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.exit, EXIT_OK)
+
+
+def problem_lines(problem: str | None, width: int) -> list[Text]:
+    """What keeps the screen from being complete, in a few lines; none without a problem."""
+    if problem is None:
+        return []
+    return [Text(line, BAD) for line in wrap(f"! {problem}", max(1, width))[:MAX_PROBLEM_LINES]]
 
 
 def joined(lines: list[Text], width: int) -> Text:

@@ -187,7 +187,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
         return _ensure_created(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
-        raise UsageError(f"{text} does not contain a run", hint="`trainkit status` lists the runs")
+        raise UsageError(f"{text} does not contain a run", hint=_folder_hint(Path(text)))
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
         return _run_of_point(_newest(head, groups, to_change).group, int(tail))
@@ -204,6 +204,14 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if is_job_id(text) and "_" in text:
         return _run_of_point(newest.group, int(text.partition("_")[2]))
     return newest.group
+
+
+def _folder_hint(folder: Path) -> str:
+    """What to name instead of a folder without a run, such as that of a bench."""
+    runs = sorted(path.parent for path in folder.glob("*/attempts") if RunDir(path.parent).exists())
+    if not runs:
+        return "`trainkit status` lists the runs"
+    return f"choose one of the {len(runs):,} runs in it, for example {quote(str(runs[0]))}"
 
 
 def _matching_name(name: str) -> list[KnownRun]:

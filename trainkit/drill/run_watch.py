@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from trainkit.control.jobs import liveness_probe, slurm_job
 from trainkit.drill.loss_curve import points_of
 from trainkit.job.record import is_slurm, newest_entry
+from trainkit.jsonl import parse_record
 from trainkit.manifest import partials, published
 from trainkit.observe.follow import LogTail, is_over
 from trainkit.rundir import RunDir, read_end
@@ -125,10 +125,7 @@ class RunWatch:
 def _records(tail: LogTail) -> list[dict[str, Any]]:
     found = []
     for line in tail.read():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # cut off by a crash
-        if isinstance(record, dict):
+        record = parse_record(line.encode())
+        if record is not None:
             found.append(record)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from trainkit.jsonl import DECODER, parse_record
 from trainkit.rundir import parse_time
 
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s")
@@ -390,14 +390,9 @@ def _buckets(path: Path, part: Part) -> Iterator[list[dict[str, Any]]]:
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """The records of some lines; parses them at once, which is faster, unless one was cut off by a crash."""
     try:
-        values = json.loads(b"[" + b",".join(lines) + b"]")
+        values = DECODER.decode((b"[" + b",".join(lines) + b"]").decode())
     except ValueError:
-        values = []
-        for line in lines:
-            try:
-                values.append(json.loads(line))
-            except ValueError:
-                continue
+        values = [parse_record(line) for line in lines]
     return [value for value in values if isinstance(value, dict) and isinstance(value.get("step"), int)]
 
 

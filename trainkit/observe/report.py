@@ -206,7 +206,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
     found = []
     for file in files:
         samples = list(read_jsonl(file, every=every))
-        gpus = [gpu for sample in samples for gpu in sample.get("gpus") or []]
+        gpus = [gpu for sample in samples for gpu in sample.get("gpus") or [] if isinstance(gpu, dict)]
         found.append(
             NodeUse(
                 host=file.stem,
@@ -321,6 +321,10 @@ def _changed(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str
     ]
 
 
+ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"cancelled": "was cancelled"}
+"""State of a run that has ended -> the verb of the verdict."""
+
+
 def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
     step = "at an unknown step" if status.step is None else f"at step {status.step:,}"
     total = "" if status.total_steps is None or status.step is None else f" of {status.total_steps:,}"
@@ -331,7 +335,8 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
         if goodput is None
         else f"{goodput:.0%} of the allocated time went into steps that count"
     )
-    return f"{status.name} is {status.state} {step}{total}{tries}{why}; {useful}."
+    state = ENDED.get(status.state, f"is {status.state}")
+    return f"{status.name} {state} {step}{total}{tries}{why}; {useful}."
 
 
 def _advice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
+from trainkit.jsonl import parse_record
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
 from trainkit.rundir import RunDir
 
@@ -57,18 +57,9 @@ class JsonlTail:
                 if not line.endswith(b"\n"):
                     return
                 self.position += len(line)
-                record = parsed(line)
+                record = parse_record(line)
                 if record is not None:
                     yield record
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if it is not one."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 class EventHistory:
@@ -105,6 +96,8 @@ class EventHistory:
 
     def _add(self, event: dict[str, Any]) -> None:
         name = event.get("event")
+        if not isinstance(name, str) or not all(_is_count(event.get(key)) for key in ("attempt", "step")):
+            return  # damaged
         self.recent.append(event)
         self._firsts.setdefault((event.get("attempt"), name), event)
         if isinstance(event.get("total_steps"), int):
@@ -117,7 +110,7 @@ class EventHistory:
             self._for_restarts.append(event)
             self._restarts = None
         if name == "evaluated":
-            self.val_loss = event.get("val_loss")
+            self.val_loss = event["val_loss"] if is_number(event.get("val_loss")) else None
             if self.first_val_loss is None:
                 self.first_val_loss = self.val_loss
         elif name == "checkpoint_begin":
@@ -139,6 +132,10 @@ class EventHistory:
     def first(self, attempt: int | None, name: str) -> Mapping[str, Any]:
         """The first event of this name of an attempt; empty without one."""
         return self._firsts.get((attempt, name), {})
+
+
+def _is_count(value: object) -> bool:
+    return value is None or isinstance(value, int)
 
 
 class MetricsHistory:
@@ -178,7 +175,7 @@ class MetricsHistory:
                     stream.readline()
                 line = stream.readline()
                 lines += len(line)
-                record = parsed(line)
+                record = parse_record(line)
                 if record is not None:
                     self._add(record, True)
             stream.seek(end)
@@ -251,7 +248,7 @@ def newest_sample(file: Path) -> dict[str, Any] | None:
     with file.open("rb") as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SAMPLE_BYTES))
         lines = stream.read().split(b"\n")[:-1]
-    return next((record for record in map(parsed, reversed(lines)) if record is not None), None)
+    return next((record for record in map(parse_record, reversed(lines)) if record is not None), None)
 
 
 class RunFiles:

@@ -330,18 +330,18 @@ def _node_row(
         found.append((UNUSUAL, f"GPUs {gpu_percent:.0f} % busy, usual {usual_percent:.0f} %"))
     found.sort(key=lambda item: -item[0])
     slowest = max(slow, key=lambda event: float(event.get("ratio") or 0.0), default=None)
-    fullest = max(gpus, key=lambda gpu: float(gpu.get("mem_used_gib") or 0.0), default={})
+    fullest = max(gpus, key=lambda gpu: _number(gpu, "mem_used_gib") or 0.0, default={})
     return NodeRow(
         host=host,
         age_s=age_s,
-        cpu_percent=sample.get("cpu_percent"),
-        mem_used_gib=sample.get("mem_used_gib"),
-        mem_total_gib=sample.get("mem_total_gib"),
-        job_mem_gib=sample.get("job_mem_gib"),
+        cpu_percent=_number(sample, "cpu_percent"),
+        mem_used_gib=_number(sample, "mem_used_gib"),
+        mem_total_gib=_number(sample, "mem_total_gib"),
+        job_mem_gib=_number(sample, "job_mem_gib"),
         num_gpus=len(gpus),
         gpu_percent=gpu_percent,
-        gpu_mem_used_gib=fullest.get("mem_used_gib"),
-        gpu_mem_total_gib=fullest.get("mem_total_gib"),
+        gpu_mem_used_gib=_number(fullest, "mem_used_gib"),
+        gpu_mem_total_gib=_number(fullest, "mem_total_gib"),
         temperature_c=max(_values(gpus, "temperature_c"), default=None),
         power_w=sum(_values(gpus, "power_w")) if _values(gpus, "power_w") else None,
         net_mib_s=_sum(sample, "net_rx_mib_s", "net_tx_mib_s"),
@@ -370,7 +370,7 @@ def _problems(
     for (severity, text), indices in by_problem.items():
         name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
         found.append((severity, f"{name}: {text}"))
-    used, total = sample.get("mem_used_gib"), sample.get("mem_total_gib")
+    used, total = _number(sample, "mem_used_gib"), _number(sample, "mem_total_gib")
     if used is not None and total and used > FULL * total:
         found.append((LIMITED, f"memory {used / total:.0%} full"))
     return found
@@ -383,12 +383,17 @@ def _gpu_problems(gpu: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
     limits = [reason for reason in gpu.get("throttle") or [] if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
-    elif (gpu.get("temperature_c") or 0) >= HOTTEST_C:
+    elif (_number(gpu, "temperature_c") or 0.0) >= HOTTEST_C:
         yield LIMITED, f"{HOTTEST_C} °C or more"
 
 
 def _gpus(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [gpu for gpu in sample.get("gpus") or [] if isinstance(gpu, dict)]
+
+
+def _number(sample: Mapping[str, Any], key: str) -> float | None:
+    value = sample.get(key)
+    return value if is_number(value) else None
 
 
 def _values(gpus: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -151,7 +151,7 @@ def read_status(
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.get("submitted_at"), now),
         last_event=events[-1] if events else None,
-        verdict=end.get("verdict"),
+        verdict=end["verdict"] if isinstance(end.get("verdict"), dict) else None,
         restarts=history.restarts,
         checkpoint=newest_checkpoint(run),
         warnings=[

@@ -5,7 +5,6 @@ A sweep can have thousands of runs, so what is read of each is bounded: records 
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections import Counter
@@ -17,6 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
+from trainkit.jsonl import parse_record
 from trainkit.manifest import published
 from trainkit.observe.charts import Chart, Line, Strip, are_numbers, dot_chart, line_chart, strip_chart
 from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
@@ -263,11 +263,8 @@ def sample_records(path: Path) -> list[dict[str, Any]]:
 def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     found = []
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        record = parse_record(line)
+        if record is not None and isinstance(record.get("step"), int):
             found.append(record)
     return found
 

@@ -28,7 +28,7 @@ class ProgressWatch:
         self._is_stalled = False
 
     def poll(self) -> None:
-        """Notification what has changed. Raises OSError."""
+        """Report what has changed. Raises OSError."""
         silent_s = self._output.poll()
         if silent_s is None:
             return
