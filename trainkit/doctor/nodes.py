@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -166,7 +167,7 @@ class NodesStep:
         for reader in self._readers:
             reader.join(1.0)
         said = [line.strip() for line in self._errors if line.strip()]
-        of_hosts = [line for line in said if any(host in line for host in hosts)]
+        of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
             # "node2: task 1: Exited with exit code 2" follows its reason, which may not name the host.
             reasons = [line for line in (*of_hosts, *said) if ": task " not in line]
