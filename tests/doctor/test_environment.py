@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 
 import pytest
 
+from trainkit import __version__
 from trainkit.cli.main import main
 from trainkit.doctor import environment
 from trainkit.doctor.check import Request
@@ -79,3 +81,18 @@ def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest
     (check,) = environment.check_torch(Request(tmp_path))
     assert check.state == "failure"
     assert "libcudnn.so.9" in check.value
+
+
+def test_code_is_compared_only_without_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    found = environment.versions(Request(tmp_path, quick=True, code=tmp_path))
+    assert found["your code"].endswith(f" in {tmp_path}")
+    assert found["Python"] == platform.python_version()
+    assert "your code" not in environment.versions(Request(tmp_path, quick=True))
+
+
+def test_other_trainkit_of_an_interpreter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "__version__", "99.0")
+    check = environment.check_python(Request(tmp_path))
+    assert check.state == "failure"
+    assert check.value.endswith(f" has trainkit {__version__}, and this is trainkit 99.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -166,9 +167,11 @@ class NodesStep:
         for reader in self._readers:
             reader.join(1.0)
         said = [line.strip() for line in self._errors if line.strip()]
-        of_hosts = [line for line in said if any(host in line for host in hosts)]
+        of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
-            return of_hosts[0]
+            # "node2: task 1: Exited with exit code 2" follows its reason, which may not name the host.
+            reasons = [line for line in (*of_hosts, *said) if ": task " not in line]
+            return (reasons or of_hosts)[0]
         if not has_ended:
             return f"no answer after {waited_s:g} s"
         return said[-1] if said else f"srun ended with exit code {self._proc.returncode}"
