@@ -71,22 +71,34 @@ def read_jsonl_reversed(path: Path, words: Sequence[str] = ()) -> Iterator[dict[
 
 
 class JsonlTail:
-    """Reads the records that are appended to a file after the tail was made; the file may not exist yet."""
+    """Reads the records that are appended to a file; the file may not exist yet."""
 
-    def __init__(self, path: Path, words: Sequence[str] = ()) -> None:
-        self._path, self._words, self._rest = path, words, b""
-        self._position = path.stat().st_size if path.is_file() else 0
+    def __init__(self, path: Path, words: Sequence[str] = (), *, from_start: bool = False) -> None:
+        """`words` as in `read_jsonl`; records that are there already are read only with `from_start`."""
+        self.path, self._words = path, words
+        self.position = 0 if from_start else self.size()
 
-    def read(self) -> list[dict[str, Any]]:
-        """The records since the last read; `words` as in `read_jsonl`. Raises OSError."""
-        with _opened(self._path) as stream:
+    def size(self) -> int:
+        """The size of the file; 0 without one."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records since the last read; leaves an unterminated last line for the next. Raises OSError."""
+        return _parsed(self._lines(), self._words)
+
+    def _lines(self) -> Iterator[bytes]:
+        with _opened(self.path) as stream:
             if stream is None:
-                return []
-            stream.seek(self._position)
-            data = stream.read()
-        self._position += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return list(_parsed(lines, self._words))
+                return
+            stream.seek(self.position)
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    return
+                self.position += len(line)
+                yield line
 
 
 @contextmanager

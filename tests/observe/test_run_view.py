@@ -103,7 +103,7 @@ def test_damaged_samples_and_ends_show_as_unknown(tmp_path: Path) -> None:
     for file in (run.path / "health").iterdir():
         with file.open("a") as stream:
             stream.write(
-                '{"attempt": 2, "gpus": "x", "mem_used_gib": "1", "mem_total_gib": [], "cpu_percent": {}}\n'
+                '{"attempt": 2, "gpus": 3, "mem_used_gib": "1", "mem_total_gib": [], "cpu_percent": {}}\n'
             )
     write_json(run.attempt(2).end_file, {"state": "failed", "verdict": -1})
     view = view_of(run)

@@ -25,6 +25,7 @@ from trainkit.observe.goodput import (
     seconds,
 )
 from trainkit.observe.page import duration, read_config, read_object, render_page
+from trainkit.observe.run_files import gpus_of
 from trainkit.observe.status import RunStatus
 from trainkit.rundir import RunDir, read_jsonl
 
@@ -206,7 +207,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
     found = []
     for file in files:
         samples = list(read_jsonl(file, every=every))
-        gpus = [gpu for sample in samples for gpu in sample.get("gpus") or [] if isinstance(gpu, dict)]
+        gpus = [gpu for sample in samples for gpu in gpus_of(sample)]
         found.append(
             NodeUse(
                 host=file.stem,
@@ -422,10 +423,10 @@ def _last_time(run: RunDir, events: list[dict[str, Any]]) -> float | None:
     return max((time for time in times if time is not None), default=None)
 
 
-def _mean(samples: list[dict[str, Any]], key: str) -> float | None:
+def _mean(samples: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [sample[key] for sample in samples if isinstance(sample.get(key), (int, float))]
     return sum(values) / len(values) if values else None
 
 
-def _peak(samples: list[dict[str, Any]], key: str) -> float | None:
+def _peak(samples: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return max((s[key] for s in samples if isinstance(s.get(key), (int, float))), default=None)

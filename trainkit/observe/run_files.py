@@ -6,12 +6,12 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
-from trainkit.jsonl import parse_record
+from trainkit.jsonl import JsonlTail, parse_record
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
 from trainkit.rundir import RunDir
 
@@ -33,40 +33,11 @@ SAMPLE_BYTES = 16_384
 """The end of a health file that contains its newest sample."""
 
 
-class JsonlTail:
-    """The records appended to a JSONL file since the last read; the file may not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.position = 0
-
-    def size(self) -> int:
-        """The size of the file; 0 without one."""
-        try:
-            return self.path.stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """New records; skips damaged lines, and leaves an unterminated last one for the next read."""
-        if not self.path.is_file():
-            return  # reading a pipe might never end
-        with self.path.open("rb") as stream:
-            stream.seek(self.position)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    return
-                self.position += len(line)
-                record = parse_record(line)
-                if record is not None:
-                    yield record
-
-
 class EventHistory:
     """What the status of a run needs of all of its events."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = JsonlTail(path)
+        self._tail = JsonlTail(path, from_start=True)
         self._clear()
 
     def _clear(self) -> None:
@@ -142,7 +113,7 @@ class MetricsHistory:
     """The newest records of metrics.jsonl, and evenly spaced ones of the whole run."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = JsonlTail(path)
+        self._tail = JsonlTail(path, from_start=True)
         self._clear()
 
     def _clear(self) -> None:
@@ -249,6 +220,12 @@ def newest_sample(file: Path) -> dict[str, Any] | None:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SAMPLE_BYTES))
         lines = stream.read().split(b"\n")[:-1]
     return next((record for record in map(parse_record, reversed(lines)) if record is not None), None)
+
+
+def gpus_of(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The GPUs in a health sample."""
+    gpus = sample.get("gpus")
+    return [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
 
 
 class RunFiles:

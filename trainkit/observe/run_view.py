@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.cluster.units import time_limit_s
 from trainkit.observe.follow import last_lines
-from trainkit.observe.run_files import CURVES, RunFiles, is_number
+from trainkit.observe.run_files import CURVES, RunFiles, gpus_of, is_number
 from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path
@@ -292,7 +292,7 @@ def node_rows(
     for event in status.slowdowns:
         if event.get("rank") is not None:
             slow.setdefault(event.get("host"), []).append(event)
-    busy = [share for share in (_mean(_gpus(sample), "util_percent") for sample in shown.values()) if share]
+    busy = [share for share in (_mean(gpus_of(sample), "util_percent") for sample in shown.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
     silent_s = SILENT_SAMPLES * float(every_s) if is_number(every_s) else None
     silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
@@ -320,7 +320,7 @@ def _node_row(
     usual_percent: float | None,
     silent_s: float | None,
 ) -> NodeRow:
-    gpus = _gpus(sample)
+    gpus = gpus_of(sample)
     age_s = seconds_between(sample.get("time"), now)
     gpu_percent = _mean(gpus, "util_percent")
     found = _problems(sample, gpus, slow)
@@ -385,10 +385,6 @@ def _gpu_problems(gpu: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
         yield LIMITED, f"throttled ({', '.join(limits)})"
     elif (_number(gpu, "temperature_c") or 0.0) >= HOTTEST_C:
         yield LIMITED, f"{HOTTEST_C} °C or more"
-
-
-def _gpus(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [gpu for gpu in sample.get("gpus") or [] if isinstance(gpu, dict)]
 
 
 def _number(sample: Mapping[str, Any], key: str) -> float | None:
