@@ -15,9 +15,12 @@ run, attempt = os.environ["TRAINKIT_JOB_RUN_DIR"], int(os.environ["TRAINKIT_JOB_
 asked = []
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda n, f: asked.append(n))
-is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-if attempt == 1 and is_last:
-    event = {"event": "slow_rank", "attempt": 1, "rank": int(os.environ["RANK"]), "ratio": 2.0}
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+open(f"{run}/listens-{rank}", "w").close()
+if attempt == 1 and rank == world_size - 1:
+    while not all(os.path.exists(f"{run}/listens-{other}") for other in range(world_size)):
+        time.sleep(0.02)
+    event = {"event": "slow_rank", "attempt": 1, "rank": rank, "ratio": 2.0}
     event |= {"host": socket.gethostname(), "since_step": 1200, "phase": "compute"}
     with open(run + "/events.jsonl", "a") as f:
         f.write(json.dumps(event) + "\\n")
@@ -26,7 +29,7 @@ while attempt == 1 and not asked:
     time.sleep(0.02)
 sys.exit(75 if attempt == 1 else 0)
 """
-"""Says that its last rank is slow, and saves when it is asked to; its second attempt finishes."""
+"""When all ranks listen, the last one says that it is slow. They save when asked to; attempt 2 finishes."""
 
 
 @pytest.mark.slow(seconds=45)
