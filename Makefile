@@ -20,7 +20,7 @@ demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 test: venv-test ## Style, types, all unit tests, and one real run of each kind (6 minutes).
 	@$(MAKE) --no-print-directory --jobs 2 lint test-smoke
 
-test-all: test test-rest ## All tests (20 minutes).
+test-all: test test-rest ## All tests (47 minutes).
 
 test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
