@@ -70,7 +70,7 @@ class Seen:
     @property
     def line(self) -> str:
         """The run in one line."""
-        told = "; ".join(
+        seen = "; ".join(
             f"{event['event']} at step {event['step']}"
             + ("" if event.get("rank") is None else f": rank {event['rank']} on {event['host']}")
             + f" ({event['phase']}, x{event['ratio']})"
@@ -83,7 +83,7 @@ class Seen:
         if self.step_ms_after is not None:
             times += f", then {self.step_ms_after:.0f}"
         verdict = self.problem or "as it must be"
-        return f"{self.layout}, {slowed}, {times}, load {self.load:.1f}: {told or 'no event'}: {verdict}"
+        return f"{self.layout}, {slowed}, {times}, load {self.load:.1f}: {seen or 'no event'}: {verdict}"
 
 
 def start(login: Login, layout: str, num_steps: int, num_layers: int = 4) -> RunDir:
