@@ -100,6 +100,29 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, number: signal.Signals) 
     assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if mentions(file, folder)]
 
 
+AT_FORK = """
+import os, signal, sys
+# Runs first of the hooks, so that the handler runs in one of the next: Python drops an exception there.
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), {number}))
+import logging
+from trainkit.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interruption_while_a_rank_is_started(tmp_path: Path, number: signal.Signals) -> None:
+    run, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    train(run, OPTIONS)
+    add_job(run)
+    argv = [sys.executable, "-c", AT_FORK.format(number=int(number)), "replay", str(run), "--step", "6"]
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == (130 if number == signal.SIGINT else 143), done.stderr
+    assert not list(temporary.glob("trainkit-replay-*"))
+
+
 def mentions(file: Path, folder: Path) -> bool:
     """Whether the command line of a process names a folder."""
     try:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -84,12 +82,14 @@ def command(
     10 minutes for them. Each line says what was found and what to do. The exit code is 1 if there is a
     failure; warnings do not count.
     """
+    from trainkit.job.signals import exit_on_stop
+
     if nodes is None and "SLURM_JOB_ID" in os.environ:
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
     found: list[Check] = []
-    with _stopping_by_exit(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:
+    with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
             if of_nodes:  # they arrive together
                 of_all = list(group)
@@ -112,21 +112,6 @@ def command(
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-@contextmanager
-def _stopping_by_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind, which ends the step and removes the probes."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _checks(

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -129,20 +128,16 @@ def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None,
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
     """Compute on this machine in a throw-away folder, and compare."""
+    from trainkit.job.signals import exit_on_stop
     from trainkit.replay.run_replay import run_replay
 
-    with _throw_away_folder(keep) as folder:
+    with exit_on_stop(), _throw_away_folder(keep) as folder:
         return _report(what, run_replay(what, folder), as_json)
 
 
 @contextmanager
 def _throw_away_folder(keep: bool) -> Iterator[Path]:
-    """A temporary folder, removed at the end of the block, also when this process is asked to end."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    """A temporary folder, removed at the end of the block."""
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix="trainkit-replay-"))
@@ -159,8 +154,6 @@ def _throw_away_folder(keep: bool) -> Iterator[Path]:
             click.echo(f"kept {folder}", err=True)
         elif folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:

@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
@@ -99,6 +100,38 @@ def _restore_in_child() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
     _unblock_after_fork()
+
+
+@contextmanager
+def exit_on_stop() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise SystemExit in the block, so that what it has started is ended."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(signal_exit_code(number))
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_held() -> Iterator[Callable[[], None]]:
+    """Hold signals back while a child with a `preexec_fn` is started; yields what it must call.
+
+    Python drops an exception that a signal handler raises inside a fork, and with it the request to stop.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        yield release
+    finally:
+        release()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

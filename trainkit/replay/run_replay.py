@@ -20,7 +20,7 @@ from trainkit.job.node.worker_env import worker_argv, worker_environ
 from trainkit.job.processes import dies_with
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.record import create_job, read_job
-from trainkit.job.signals import describe_exit
+from trainkit.job.signals import describe_exit, signals_held
 from trainkit.manifest import published
 from trainkit.plan.launch import LaunchPlan
 from trainkit.replay.plan_replay import ReplayPlan
@@ -139,7 +139,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
             )
-            with attempt.rank_log(rank).open("ab") as log:
+            with attempt.rank_log(rank).open("ab") as log, signals_held() as release:
                 procs.append(
                     subprocess.Popen(
                         worker_argv(plan, env, attempt.run),
@@ -147,7 +147,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        preexec_fn=dies_with(os.getpid(), signal.SIGKILL),
+                        preexec_fn=dies_with(os.getpid(), signal.SIGKILL, release),
                     )
                 )
         _wait(procs, attempt)
