@@ -207,6 +207,64 @@ def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
     assert "`sacct -j 7 --duplicates" in found.advice[0]
 
 
+def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
+    """Events of attempt 1 as (second, name, values)."""
+    with run.events_file.open("a") as stream:
+        for second, name, values in events:
+            record = {"time": f"2026-01-01T00:00:{second}.000Z", "attempt": 1, "event": name, **values}
+            stream.write(json.dumps(record) + "\n")
+
+
+def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"")
+    record = {"rank": 0, "host": HOST, "type": "exit", "message": "ended with exit code 1"}
+    write_json(run.attempt(1).end_file, {"state": "failed", "verdict": {**record, "time": TEN}})
+    write_json(run.attempt(1).rank_error(0), {**record, "time": TEN})
+    add_events(run, ("20", "signal", {"signal": "SIGTERM"}))
+    assert newest(run).name == "exit-code"
+    with run.events_file.open("ab") as stream:
+        stream.write(b'{"time": "2026-01-01T00:00:09.000Z", "attempt": 1, "ev\n[1]\n\xff\n')
+    add_events(run, ("09", "signal", {"signal": "SIGUSR2"}))
+    found = newest(run)
+    assert (found.name, found.confidence, found.rank) == ("stop-signal", "likely", 0)
+    assert found.evidence[0].place == "events.jsonl:5"
+    cause = f"the job received SIGUSR2, after which rank 0 on {HOST} failed: ended with exit code 1"
+    assert found.cause == cause
+    assert "  5: 00:00:09  signal  signal=SIGUSR2" in diagnosis_text(found)
+
+
+TEN = "2026-01-01T00:00:10.000Z"
+
+
+def test_a_save_that_the_end_cut_off(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    add_events(run, ("01", "checkpoint_begin", {"step": 40}), ("02", "checkpoint_commit", {"step": 40}))
+    assert newest(run).advice == [f"`trainkit resume {tmp_path}` starts again: there is no checkpoint"]
+    add_events(run, ("03", "checkpoint_begin", {"step": 50}))
+    found = newest(run)
+    assert (found.name, found.confidence) == (None, "unknown")
+    assert found.advice[0] == "step 50 was being saved, since 00:00:03 UTC"
+    assert [item.line for item in found.events] == [2, 3], "a completed save is one line"
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "preempted", "time": TEN})
+    unsaved = "the save of step 50 began at 00:00:03 UTC and was not completed: "
+    (run.attempt(1).config_file).write_text("name: x\nrequeue: {grace_s: 20}\n")
+    assert f"{unsaved}raise requeue.grace_s (now 20 s) if it needs more time" in newest(run).advice
+
+
+def test_a_slow_rank_is_named_with_the_time_limit(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    slow = {"rank": 3, "host": "n2", "since_step": 7, "phase": "compute", "own_s": 0.2, "usual_s": 0.1}
+    add_events(run, ("01", "slow_rank", slow))
+    write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
+    line = "rank 3 on n2 was slow since step 7 (compute): 200 ms a step, the other ranks 100 ms; "
+    assert any(item.startswith(f"{line}`trainkit doctor --nodes 2`") for item in newest(run).advice)
+    add_events(run, ("02", "slow_rank_over", {"rank": 3, "host": "n2"}))
+    assert not any("slow" in item for item in newest(run).advice)
+
+
 def test_the_command(tmp_path: Path) -> None:
     unpack(yaml.safe_load((FOLDER / "disk-full.yaml").read_text()), tmp_path)
     (tmp_path / "config.yaml").write_text("name: x\n")

@@ -84,7 +84,7 @@ def test_an_attempt_without_files(tmp_path: Path) -> None:
     run.attempt(1).create()
     found = newest(run)
     assert (found.state, found.name, found.confidence) == ("failed", None, "unknown")
-    assert "without recording how the attempt ended" in found.cause
+    assert "it recorded no end" in found.cause
 
 
 @pytest.mark.parametrize("seed", range(3))

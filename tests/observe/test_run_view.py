@@ -11,7 +11,7 @@ import pytest
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
 from trainkit.observe.run_files import RunFiles
-from trainkit.observe.run_view import RunView, percentile, read_view
+from trainkit.observe.run_view import RunView, event_text, percentile, read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, chart_rows, number, resampled, sparkline, view_lines
 from trainkit.rundir import RunDir, write_json
@@ -217,3 +217,8 @@ def test_percentile() -> None:
     values = [float(value) for value in range(1, 101)]
     assert (percentile(values, 0.5), percentile(values, 0.95), percentile([], 0.5)) == (51, 96, None)
     assert percentile([4.0], 0.95) == 4
+
+
+def test_a_save_that_failed_says_why() -> None:
+    event = {"event": "checkpoint_failed", "step": 5, "error": "No space left on device"}
+    assert event_text(event) == "checkpoint of step 5 failed: No space left on device"

@@ -68,6 +68,8 @@ def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
     wait_for(lambda: steps_of(run)[-1][0] == 2, "a step of attempt 2")
     assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
     assert login.wait_for_end(run, 2)["state"] == "cancelled"
+    end = login.wait_for_end(run, 1)
+    assert end["reason"].startswith("saved after SIGUSR2"), f"Slurm ended attempt 1 in another way: {end}"
     shown, _ = reader.communicate(timeout=240)
     assert shown == log_of(run, attempt=1) + log_of(run, attempt=2)
     resumed = login.trainkit("resume", str(run.path))

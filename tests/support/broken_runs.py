@@ -74,6 +74,13 @@ from huggingface_hub import hf_hub_download
 hf_hub_download("organization/model", "config.json")
 """
 """The client of the Hugging Face Hub, against a server that answers as the Hub does for a gated model."""
+SUPERVISOR = """\
+import json
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
+with open(os.environ["TRAINKIT_JOB_RUN_DIR"] + "/job.json") as file:
+    supervisor = json.load(file)["attempts"][-1]["pid"]
+time.sleep(1)
+"""
 WAIT = "if rank != 1: signal.pause()\n"
 TRAINER = ("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=16")
 TRAINER += ("train.log_every=1", "train.eval_every=null", "device=cpu", "logging.tensorboard=false")
@@ -171,6 +178,14 @@ BROKEN = {
             *("--set", "checkpoint.every_steps=null"),
         ),
     ),
+    "fails-when-stopped": Broken(
+        expect("stop-signal", None, "likely"),
+        SUPERVISOR + "if rank == 1: os.kill(supervisor, signal.SIGTERM)\nsignal.pause()",
+    ),
+    "supervisor-killed": Broken(
+        {"name": None, "rank": None, "host": None, "confidence": "unknown"},
+        SUPERVISOR + "if rank == 1: os.kill(supervisor, signal.SIGKILL)\nsignal.pause()",
+    ),
     "finished": Broken(
         {"name": None, "state": "nothing failed"}, "print('CUDA out of memory, but not here')"
     ),
@@ -257,7 +272,7 @@ KEPT = (
     "attempts/*/rendezvous.json",
     "attempts/*/errors/*.json",
 )
-KEPT += ("attempts/*/hangs/*.json", "attempts/*/logs/*.log", "attempts/*/config.yaml")
+KEPT += ("events.jsonl", "attempts/*/hangs/*.json", "attempts/*/logs/*.log", "attempts/*/config.yaml")
 
 
 def record(name: str) -> None:

@@ -2,7 +2,7 @@
 
 Only reads the run folder. What trainkit recorded counts most: the verdict in end.json, which names the first
 failing rank, and the records of ranks. Logs are searched where these leave the cause open: a rank that was
-killed, or that reports the end of another one.
+killed, or that reports the end of another one. The events before the failure come last.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
 from trainkit.observe.advice import run_values
+from trainkit.observe.attempt_events import AttemptEvents
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
 from trainkit.observe.launcher_output import RootCause, describe_signal, exception_of, root_causes
@@ -61,6 +63,8 @@ class Diagnosis:
     advice: list[str]
     tail: list[Evidence] = field(default_factory=list)
     """For an unknown cause, the last lines of the first failing rank."""
+    events: list[Evidence] = field(default_factory=list)
+    """For an unknown cause, or one that an event names, the last events before the failure."""
     earlier: list[str] = field(default_factory=list)
     """The failures of earlier attempts, one line each."""
 
@@ -124,6 +128,10 @@ class _Case:
         self.end = self.files.end
         self.records = self._records()
         self.first = self._first()
+
+    @cached_property
+    def events(self) -> AttemptEvents:
+        return AttemptEvents(self.attempt, None if self.first is None else self.first.record.get("time"))
 
     def diagnosis(self) -> Diagnosis:
         if self.end.get("state") == "finished":
@@ -239,6 +247,7 @@ class _Case:
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.was_killed):
             found = self._from_logs(own)
+        found = found or self._best(self.events.texts(), ("cause",))
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
@@ -314,6 +323,7 @@ class _Case:
         }
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
+        values |= self.events.values()
         memory = self.files.memory_in_use(host)
         values |= {} if memory is None else {"memory_in_use": memory}
         values |= collective_values(self.files, match, self._rank_logs(), self.signatures)
@@ -338,6 +348,7 @@ class _Case:
             step=step if isinstance(step, int) else None,
             evidence=(evidence + more)[:MAX_EVIDENCE],
             advice=advice,
+            events=self.events.shown() if match.text.kind == "event" else [],
         )
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
@@ -373,8 +384,11 @@ class _Case:
             text = None
         tail = [] if text is None else self._tail(text)
         if first is None:
-            reason = self.end.get("reason") or "the supervisor exited without recording how the attempt ended"
-            return self._make(cause=f"no known cause was found: {clean(str(reason))}", tail=tail)
+            gone = "the supervisor was killed or its host went down: it recorded no end"
+            reason = clean(str(self.end.get("reason") or gone))
+            advice = [] if self.end else self._resume_advice()
+            cause = f"no known cause was found: {reason}"
+            return self._make(cause=cause, tail=tail, events=self.events.shown(), advice=advice)
         record = first.record
         host = record.get("host") or (None if rank is None else self.files.host_of(rank))
         hint = str(record.get("hint") or "")
@@ -387,7 +401,17 @@ class _Case:
             evidence=[first.text.evidence(0)],
             advice=[hint] if hint else [],
             tail=tail,
+            events=self.events.shown(),
         )
+
+    def _resume_advice(self) -> list[str]:
+        values = run_values(self.run, self.attempt)
+        templates = (
+            "step {unsaved_step} was being saved, since {save_began}",
+            "`trainkit resume {run}` continues from step {newest_step}",
+            "`trainkit resume {run}` starts again: there is {no_checkpoint}",
+        )
+        return [text for one in templates if (text := fill(one, values | self.events.values()))]
 
     def _tail(self, text: Text) -> list[Evidence]:
         """The last lines of a log, up to the exception of the first failure if it is in there."""

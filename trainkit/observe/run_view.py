@@ -436,7 +436,7 @@ def event_text(event: Mapping[str, Any]) -> str | None:
     if name == "checkpoint_rejected":
         return f"rejected {str(event.get('set_aside')).removesuffix('.rejected')}: {reason}"
     if name == "checkpoint_failed":
-        return f"checkpoint of step {event.get('step')} failed: {reason or event.get('message')}"
+        return f"checkpoint of step {event.get('step')} failed: {event.get('error')}"
     if name == "stopped":
         return f"attempt {event.get('attempt')} {event.get('state')}: {reason}"
     return None

@@ -22,9 +22,9 @@ FILE_NAME = "signatures.yaml"
 Role = Literal["cause", "symptom", "cascade"]
 """A `cause` explains a failure. A `symptom` says how a rank ended, as `killed by SIGKILL`, which something
 else may explain. A `cascade` is what ranks report after another one has failed."""
-Where = Literal["record", "log", "agent", "srun", "slurm", "end"]
+Where = Literal["record", "log", "agent", "srun", "slurm", "end", "event"]
 """The first failure and the records of ranks, the output of ranks, the logs of agents, the output of srun,
-the job's state in Slurm, and the cause that end.json names."""
+the job's state in Slurm, the cause that end.json names, and the events before the failure."""
 Confidence = Literal["certain", "likely"]
 
 MAX_PATTERN_S = 2.0

@@ -9,6 +9,12 @@ from typing import Any
 def event_line(event: Mapping[str, Any]) -> str:
     """One event as one line: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
     clock = str(event.get("time") or "")[11:19]
+    parts = [clock, f"attempt {event.get('attempt')}", event_content(event)]
+    return "  ".join(part for part in parts if part)
+
+
+def event_content(event: Mapping[str, Any]) -> str:
+    """The name and the values of an event: ``checkpoint_commit  step=100``."""
     fields = [
         f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
         for key, value in event.items()
@@ -17,7 +23,7 @@ def event_line(event: Mapping[str, Any]) -> str:
         and value is not False
         and not isinstance(value, dict)
     ]
-    parts = [clock, f"attempt {event.get('attempt')}", str(event.get("event")), " ".join(fields)]
+    parts = [str(event.get("event")), " ".join(fields)]
     if event.get("reason"):
         parts.append(f"({event['reason']})")
     return "  ".join(part for part in parts if part)

@@ -1,0 +1,99 @@
+"""The events of one attempt before its first failure, as texts and values for a diagnosis."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
+from trainkit.observe.run_text import Evidence, Text, clean
+from trainkit.observe.text import event_content, slowdown_line
+from trainkit.rundir import AttemptDir
+
+MAX_EVENTS = 400
+MAX_SHOWN = 8
+END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
+"""What the supervisor writes after an attempt, which repeats end.json."""
+SAVE_ENDS = ("checkpoint_commit", "checkpoint_failed")
+
+
+class AttemptEvents:
+    """The last events of an attempt, up to its first failure."""
+
+    def __init__(self, attempt: AttemptDir, failed_at: object) -> None:
+        """`failed_at` is the time of the first failure: what happened later is not its cause."""
+        self._attempt, self._failed_at = attempt, failed_at
+
+    @cached_property
+    def _numbered(self) -> list[tuple[int, dict[str, Any]]]:
+        found: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        try:
+            with self._attempt.run.events_file.open("rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    event = _event(line)
+                    if event.get("attempt") == self._attempt.number and self._is_before(event):
+                        found.append((number, event))
+        except OSError:
+            pass  # missing, or on a disk that fails
+        return list(found)
+
+    def _is_before(self, event: Mapping[str, Any]) -> bool:
+        time = event.get("time")
+        if not isinstance(time, str) or event.get("event") in END_EVENTS:
+            return False
+        return not isinstance(self._failed_at, str) or time < self._failed_at
+
+    def texts(self) -> Iterator[Text]:
+        """Each event as one line, the last one first."""
+        for number, event in reversed(self._numbered):
+            rank, host = event.get("rank"), event.get("host")
+            yield Text(
+                self._attempt.run.events_file.name,
+                "event",
+                [clean(event_content(event))],
+                rank if isinstance(rank, int) else None,
+                host if isinstance(host, str) else None,
+                first_line=number,
+            )
+
+    def shown(self) -> list[Evidence]:
+        """The last events, each with its time of day; of a completed save, only its end."""
+        file, found = self._attempt.run.events_file.name, []
+        saved: set[object] = set()
+        for number, event in reversed(self._numbered):
+            if event.get("event") in SAVE_ENDS:
+                saved.add(event.get("step"))
+            elif event.get("event") == "checkpoint_begin" and event.get("step") in saved:
+                continue
+            text = clean(f"{_clock(event)}  {event_content(event)}")
+            found.append(Evidence(file, number, text))
+        return found[:MAX_SHOWN][::-1]
+
+    def values(self) -> dict[str, str]:
+        """What the advice may say: a save that was not published, and who was slow."""
+        events = [event for _, event in self._numbered]
+        saves = [event for event in events if event.get("event") in ("checkpoint_begin", *SAVE_ENDS)]
+        values: dict[str, str] = {}
+        if saves and saves[-1]["event"] == "checkpoint_begin":
+            values = {"unsaved_step": str(saves[-1].get("step")), "save_began": f"{_clock(saves[-1])} UTC"}
+        slow = still_slow(
+            (event for event in events if event.get("event") in SLOWDOWN_EVENTS), self._attempt.number
+        )
+        if slow:
+            values["slowdown"] = clean(slowdown_line(slow[0]).replace(" is slow since", " was slow since"))
+        return values
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}  # cut off by a crash
+    return event if isinstance(event, dict) else {}
+
+
+def _clock(event: Mapping[str, Any]) -> str:
+    return str(event.get("time"))[11:19]
