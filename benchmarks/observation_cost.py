@@ -1,14 +1,15 @@
 """Measures what watching a run costs a step: health sampler, progress and watchdog, and times of slow ranks.
 
-    python -m benchmarks.observation_cost --blocks 200
+    python -m benchmarks.observation_cost --pairs 2000
 
-Two ranks train on this machine in blocks of steps, alternately with everything on and off, in an order that
-cancels drift. On: the calls that record the progress of a step, the watchdog's check once per second, the
-times of every rank in the step's all-reduce and their comparison, and a sampler of the node's health in a
-process of its own, every `--sample-s` seconds, which is more often than in a run (`logging.health_every_s`).
-Off: none of them. Prints the median ratio of neighbouring blocks with a bootstrap interval of 95 %, in wall
-time and in processor time of the ranks; then each part alone, and the share of a step that the parts make up
-at the pace of a real run. On a machine that is not quiet, blocks differ by more than that share.
+Two ranks train on this machine in pairs of steps, one with everything on and one with everything off, in
+random order. On: the calls that record the progress of a step, the watchdog's check once per second, the
+times of this rank, and in steps that report, as every tenth does, those of all ranks in the all-reduce and
+their comparison. Off: none of them. Prints the median ratio of a pair with a bootstrap interval of 95 %, in
+wall time and in processor time of rank 0, for both kinds of steps and for pairs with nothing on in either,
+which show what the machine can tell apart. Then each part alone, and the share of a step that the parts make
+up at the pace of a real run; among them is the sampler of a node's health, a process of its own that no step
+waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,12 +76,6 @@ class NoClock:
     def end_update(self) -> None:
         """Do nothing."""
 
-    def report(self) -> Any:
-        """No terms for the all-reduce."""
-        import torch
-
-        return torch.zeros(0, dtype=torch.float64)
-
 
 class Switch:
     """Turns all that watches a trainer on and off."""
@@ -91,17 +85,16 @@ class Switch:
         self.watched = (trainer.progress, trainer.clock, trainer.slow_ranks)
         self.is_on = True
 
-    def set(self, is_on: bool) -> None:
+    def set(self, is_on: bool, reports: bool) -> None:
         """Turn everything on or off; all ranks must do so before the same step."""
         from trainkit.trainer import loop
-        from trainkit.trainer.slow_ranks import NUM_TIMES
 
         trainer, self.is_on = self.trainer, is_on
         trainer.progress, trainer.clock, trainer.slow_ranks = (
             self.watched if is_on else (NoProgress(), NoClock(), None)
         )
         trainer.forward_backward._progress = trainer.progress
-        loop.NUM_TIMES = NUM_TIMES if is_on else 0
+        loop.is_reported = lambda step, world: reports
 
     def watch(self) -> None:
         """Check for hangs once per second, as the watchdog's thread does."""
@@ -114,13 +107,29 @@ class Switch:
                 detector.check(time.monotonic())
 
 
-def run_rank(path: str, environ: dict[str, str], blocks: int, num_steps: int, samples: Event) -> None:
-    """Train in blocks as one rank; rank 0 writes its times, as ``[is_on, wall_s, processor_s]`` a block."""
+USUAL, REPORT, CONTROL = "a usual step", "a step that reports", "control"
+
+
+def order(num_pairs: int) -> list[tuple[str, bool]]:
+    """For each step its kind of pair, and whether it is the one to compare; the same on every rank."""
+    chance = random.Random(0)
+    steps = []
+    for kind in (USUAL, REPORT, CONTROL) * num_pairs:
+        pair = [(kind, True), (kind, False)]
+        chance.shuffle(pair)
+        steps += pair
+    return steps
+
+
+def run_rank(path: str, environ: dict[str, str], num_pairs: int) -> None:
+    """Train as one rank; rank 0 writes its times, as ``[kind, is_compared, wall_s, processor_s]`` a step."""
     os.environ.update(environ)
     import torch
+    import torch.distributed as dist
 
     from trainkit.job.signals import StopRequest
     from trainkit.trainer.progress import Progress
+    from trainkit.trainer.slow_ranks import WINDOW
     from trainkit.trainer.worker import join_and_build
 
     torch.set_num_threads(1)
@@ -135,37 +144,18 @@ def run_rank(path: str, environ: dict[str, str], blocks: int, num_steps: int, sa
     gc.disable()
     trainer.metrics.start()
     times = []
-    for number in range(blocks + 2):
-        is_on = number % 4 in (0, 3)  # on off off on
-        switch.set(is_on)
-        if rank == 0:
-            (samples.set if is_on else samples.clear)()
+    for _ in range(2 * WINDOW):
+        trainer.step()
+    for kind, is_compared in order(num_pairs):
+        switch.set(is_compared and kind != CONTROL, is_compared and kind == REPORT)
         began_s, began_processor_s = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
-            trainer.step()
-        wall_s = (time.perf_counter() - began_s) / num_steps
-        times.append([is_on, wall_s, (time.process_time() - began_processor_s) / num_steps])
-    samples.clear()
+        trainer.step()
+        wall_s, processor_s = time.perf_counter() - began_s, time.process_time() - began_processor_s
+        times.append([kind, is_compared, wall_s, processor_s])
     if rank == 0:
-        switch.set(True)
-        write_json(run.path / "times.json", {"blocks": times[2:], "parts": parts(switch)})
+        write_json(run.path / "times.json", {"steps": times, "parts": parts(switch)})
     trainer.close()
-
-
-def sample(path: str, interval_s: float, samples: Event) -> None:
-    """Sample the health of this machine while the blocks are on, as the agent of a node does."""
-    sampler = make_sampler(path)
-    while True:
-        samples.wait()
-        time.sleep(interval_s)
-        append_jsonl(sampler.file, sampler.sample())
-
-
-def make_sampler(path: str) -> HealthSampler:
-    """The sampler of this machine, which appends to a file as in a run."""
-    sampler = HealthSampler(RunDir(path).attempt(1), "this", HEALTH_EVERY_S)
-    sampler.file.parent.mkdir(exist_ok=True)
-    return sampler
+    dist.destroy_process_group()
 
 
 def typical_s(call: Callable[[], object]) -> float:
@@ -194,30 +184,29 @@ def parts(switch: Switch) -> dict[str, float]:
         progress.enter("update")
         progress.end_step()
 
-    def take_times() -> None:
-        clock.begin_step(0.0)
-        clock.end_forward()
-        clock.begin_update()
-        clock.end_update()
-        clock.report()
-
     ranks = SlowRanks(layout, on_gpu=False)
 
     def compare() -> None:
         for step in range(WINDOW):
-            ranks.add(step, [0.001, 0.01] * NUM_RANKS, 0.05)
+            clock.begin_step(0.0)
+            clock.end_forward()
+            clock.begin_update()
+            clock.end_update()
+            times = [] if step < WINDOW - 1 else clock.report().tolist()
+            ranks.add(step, times, 0.05)
 
     detector = HangDetector(progress, RequeuePolicy(), lambda: False)
     return {
         "progress, per step": typical_s(record_progress),
-        "times of slow ranks, per step": typical_s(take_times) + typical_s(compare) / WINDOW,
+        "times of slow ranks, per step": typical_s(compare) / WINDOW,
         "watchdog, per check": typical_s(lambda: detector.check(time.monotonic())),
     }
 
 
 def sampler_s(path: str, rounds: int = 50) -> float:
-    """Median processor seconds of one sample of the node's health."""
-    sampler, times = make_sampler(path), []
+    """Median processor seconds of one sample of the health of a node."""
+    sampler, times = HealthSampler(RunDir(path).attempt(1), "this", HEALTH_EVERY_S), []
+    sampler.file.parent.mkdir()
     for _ in range(rounds):
         began_s = time.process_time()
         append_jsonl(sampler.file, sampler.sample())
@@ -232,25 +221,22 @@ def interval(ratios: Sequence[float], seed: int = 0, rounds: int = 2000) -> tupl
     return found[round(0.025 * rounds)], found[round(0.975 * rounds) - 1]
 
 
-def measure(overrides: Sequence[str], blocks: int, num_steps: int, sample_s: float) -> dict[str, Any]:
-    """The times of the blocks of a model, and of the parts."""
-    total = 10 * blocks * num_steps
+def measure(overrides: Sequence[str], num_pairs: int) -> dict[str, Any]:
+    """The times of the steps of a model, and of the parts."""
+    total = 100 * num_pairs
     options = [*overrides, f"train.steps={total}", "parallel.dp_replicate=2", "train.log_every=1000000"]
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         attempt = make_attempt(Path(folder) / "run", options, NUM_RANKS)
-        path, samples = str(attempt.run.path), spawn.Event()
-        sampler = spawn.Process(target=sample, args=(path, sample_s, samples), daemon=True)
-        sampler.start()
+        path = str(attempt.run.path)
         ranks = [
-            spawn.Process(target=run_rank, args=(path, environ, blocks, num_steps, samples), daemon=True)
+            spawn.Process(target=run_rank, args=(path, environ, num_pairs), daemon=True)
             for environ in environs(attempt, NUM_RANKS)
         ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
-        sampler.kill()
         if any(rank.exitcode for rank in ranks):
             raise SystemExit("a rank failed")
         found: dict[str, Any] = read_json(attempt.run.path / "times.json")
@@ -258,27 +244,30 @@ def measure(overrides: Sequence[str], blocks: int, num_steps: int, sample_s: flo
         return found
 
 
-def show(name: str, found: dict[str, Any], sample_s: float) -> None:
+def show(name: str, found: dict[str, Any]) -> None:
     """Print the shares of a step."""
-    blocks = found["blocks"]
-    pairs = [(blocks[i], blocks[i + 1]) for i in range(0, len(blocks) - 1, 2)]
-    step_s = median(wall_s for is_on, wall_s, _ in blocks if not is_on)
-    print(f"{name}: {1e3 * step_s:.1f} ms a step without, {len(pairs)} pairs of blocks", flush=True)
-    for index, kind in ((1, "wall time"), (2, "processor time of rank 0")):
-        ratios = []
-        for first, second in pairs:
-            on, off = (first, second) if first[0] else (second, first)
-            ratios.append(on[index] / off[index])
-        low, high = interval(ratios)
-        difference, bounds = 100 * (median(ratios) - 1), (100 * (low - 1), 100 * (high - 1))
-        print(f"  all on, {kind}: {difference:+.2f} % ({bounds[0]:+.2f} to {bounds[1]:+.2f})")
+    from trainkit.trainer.slow_ranks import WINDOW
+
+    steps = found["steps"]
+    pairs = [sorted(steps[i : i + 2], key=lambda step: step[1]) for i in range(0, len(steps), 2)]
+    step_s = median(first[2] for first, _ in pairs)
+    print(f"{name}: {1e3 * step_s:.1f} ms a step without, {len(pairs) // 3} pairs of each kind", flush=True)
+    for index, clock in ((2, "wall time"), (3, "processor time of rank 0")):
+        medians = {}
+        for kind in (USUAL, REPORT, CONTROL):
+            ratios = [compared[index] / other[index] for other, compared in pairs if other[0] == kind]
+            low, high = interval(ratios)
+            medians[kind], bounds = 100 * (median(ratios) - 1), (100 * (low - 1), 100 * (high - 1))
+            print(f"  {kind}, {clock}: {medians[kind]:+.2f} % ({bounds[0]:+.2f} to {bounds[1]:+.2f})")
+        mean = (medians[REPORT] + (WINDOW - 1) * medians[USUAL]) / WINDOW
+        print(f"  one in {WINDOW} reports, {clock}: {mean:+.2f} %")
     share = 0.0
     for part, seconds in found["parts"].items():
         every_s = {"watchdog, per check": WATCHDOG_EVERY_S, "health, per sample": HEALTH_EVERY_S}.get(part)
         own = seconds / (every_s or step_s)
         share += own
         print(f"  {part}: {1e6 * seconds:.1f} us, {100 * own:.4f} % of a step")
-    print(f"  the parts together: {100 * share:.3f} % of a step (samples every {sample_s:g} s above)")
+    print(f"  the parts together: {100 * share:.3f} % of a step")
 
 
 def main() -> int:
@@ -286,16 +275,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", type=int, default=200, help="blocks of steps, a multiple of 4")
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
-    parser.add_argument("--sample-s", type=float, default=1.0, help="seconds between samples of the health")
+    parser.add_argument("--pairs", type=int, default=2000, help="pairs of steps of each kind")
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="a file for the times, as JSON")
     args = parser.parse_args()
     results = {}
     for name in args.case or CASES:
-        results[name] = measure(CASES[name], args.blocks // 4 * 4, args.steps, args.sample_s)
-        show(name, results[name], args.sample_s)
+        results[name] = measure(CASES[name], args.pairs)
+        show(name, results[name])
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=2) + "\n")
     return 0

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.support.ranks import ForkedWorker
 from tests.support.runs import fork_workers, make_attempt, wait_for
 from trainkit.plan.launch import Layout
 from trainkit.rundir import RunDir, read_jsonl, read_metrics
-from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks
+from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, Times, typical_times
 
 STEP_S = 0.2
 
@@ -27,13 +27,28 @@ def play(
     ranks: SlowRanks, steps: range, size: int, slow: dict[int, tuple[float, float]], *, seed: int = 0
 ) -> list[Slowdown]:
     """Add steps in which each rank waits 1 ms for data and computes 20 ms; `slow` adds to both, by rank."""
-    draw, found = random.Random(seed), []
-    for step in steps:
-        times: list[float] = []
+    draw = random.Random(seed)
+
+    def times() -> Iterator[Times]:
         for rank in range(size):
             data_s, compute_s = slow.get(rank, (0.0, 0.0))
-            times += [0.001 + data_s, 0.02 * draw.uniform(0.9, 1.1) + compute_s]
-        found += ranks.add(step, times, STEP_S + max(map(sum, slow.values()), default=0.0))
+            yield 0.001 + data_s, 0.02 * draw.uniform(0.9, 1.1) + compute_s
+
+    step_s = STEP_S + max(map(sum, slow.values()), default=0.0)
+    return add(ranks, [(step, list(times()), step_s) for step in steps])
+
+
+def add(ranks: SlowRanks, steps: Sequence[tuple[int, list[Times], float]]) -> list[Slowdown]:
+    """Add steps, each with the times of all ranks, which report at the end of a window."""
+    found: list[Slowdown] = []
+    window: list[list[Times]] = []
+    for step, times, step_s in steps:
+        window.append(times)
+        reported: list[float] = []
+        if step % WINDOW == 0:
+            reported = [value for of_rank in zip(*window, strict=True) for value in typical_times(of_rank)]
+            window = []
+        found += ranks.add(step, reported, step_s)
     return found
 
 
@@ -63,9 +78,12 @@ def test_two_slow_ranks() -> None:
 
 def test_one_long_step_is_not_a_slow_rank() -> None:
     ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
-    for start in range(1, 400, WINDOW):
-        assert play(ranks, range(start, start + 1), 4, {start % 4: (0.0, 5.0)}) == []
-        assert play(ranks, range(start + 1, start + WINDOW), 4, {}) == []
+    usual, long = (0.001, 0.02), (0.001, 5.02)
+    steps = []
+    for step in range(1, 401):
+        is_long = step % WINDOW == 1
+        steps.append((step, [long if is_long and rank == step % 4 else usual for rank in range(4)], STEP_S))
+    assert add(ranks, steps) == []
 
 
 def test_a_single_slow_window_is_not_a_slow_rank() -> None:
@@ -96,11 +114,8 @@ def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
 def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute_s: float) -> None:
     ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
     assert play(ranks, range(1, 101), 4, {}) == []
-    found: list[Slowdown] = []
-    for step in range(101, 141):
-        times = [value for rank in range(4) for value in (0.001 + data_s, 0.02 + compute_s)]
-        found += ranks.add(step, times, 0.5)
-    [slow] = found
+    times = [(0.001 + data_s, 0.02 + compute_s)] * 4
+    [slow] = add(ranks, [(step, times, 0.5) for step in range(101, 141)])
     assert (slow.rank, slow.phase, slow.is_over, slow.since_step) == (None, phase, False, 101)
     assert slow.own_s == pytest.approx(0.5)
     assert slow.usual_s == pytest.approx(STEP_S)
@@ -110,12 +125,11 @@ def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute
 
 def test_short_steps_are_not_judged_by_a_moment() -> None:
     ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
-    found: list[int] = []
-    for step in range(1, 1001):
-        times = [0.001, 0.002, 0.001, 0.002, 0.001, 0.002, 0.001, 0.02]
-        if ranks.add(step, times, 0.0251):
-            found.append(step)
-    assert found == [130]  # three seconds after the warm-up
+    times = [(0.001, 0.002), (0.001, 0.002), (0.001, 0.002), (0.001, 0.02)]
+    steps = [(step, times, 0.0251) for step in range(1, 1001)]
+    assert add(ranks, steps[:120]) == []
+    [found] = add(ranks, steps[120:130])  # three seconds after the warm-up
+    assert (found.rank, found.since_step) == (3, 11)
 
 
 def test_on_cpus_sharded_ranks_are_not_compared() -> None:

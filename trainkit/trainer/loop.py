@@ -29,7 +29,7 @@ from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.rank_records import RankRecords
-from trainkit.trainer.slow_ranks import NUM_TIMES, Slowdown, SlowRanks, StepClock
+from trainkit.trainer.slow_ranks import NUM_TIMES, Slowdown, SlowRanks, StepClock, is_reported
 from trainkit.trainer.step_sync import (
     AsyncSum,
     ReportReadback,
@@ -164,8 +164,8 @@ class Trainer:
     def _compute_gradient(self, batch: Any, data_wait_s: float) -> tuple[Tensor, Tensor]:
         """Compute this step's gradient, divided by the nominal count of the loss, for the optimizer.
 
-        Returns the sums of `pack_report` over all ranks and the times of each, float64
-        [5 + 2 x metrics + 2 x ranks], and the gradient's sum of squares, float64 [].
+        Returns the sums of `pack_report` over all ranks and at the end of a window the times of each, float64
+        [5 + 2 x metrics (+ 2 x ranks)], and the gradient's sum of squares, float64 [].
         """
         # Gradients are averaged over the dp x cp ranks, hence the factor. `_apply_gradient` corrects for the
         # actual count, which is known only then.
@@ -199,14 +199,16 @@ class Trainer:
     def _pack_report(self, sums: Tensor, num_tokens: int | None, data_wait_s: float) -> Tensor:
         due = self._save_by_time()
         report = pack_report(self.world, sums, num_tokens, bool(self.stop), due, data_wait_s)
-        return torch.cat((report, self.clock.report())) if self.world.size > 1 else report
+        if is_reported(self.state.step + 1, self.world):
+            return torch.cat((report, self.clock.report()))
+        return report
 
     def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
-        num_times = NUM_TIMES * self.world.size if self.world.size > 1 else 0
+        num_times = NUM_TIMES * self.world.size if is_reported(self.state.step + 1, self.world) else 0
         readback = ReportReadback(self.world, self.forward_backward.metric_names, num_times)
         readback.start(totals, grad_norm, self.rank_records.values)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()

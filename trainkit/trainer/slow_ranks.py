@@ -2,8 +2,8 @@
 
 A slow rank makes all ranks slow, because of the collectives, so the duration of a step tells none apart. What
 differs is the time between the last collective of a step and the first of the next one: the update, the wait
-for data, and without sharded parameters the forward pass. Every rank adds its times to the all-reduce that
-each step has anyway, and rank 0 compares them.
+for data, and without sharded parameters the forward pass. At the end of a window of steps, every rank adds
+its mean times to the all-reduce that each step has anyway, and rank 0 compares them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainkit.plan.launch import Layout
@@ -48,6 +45,7 @@ FEW = 4
 """Ranks below which a slow one changes the median, so that it is compared with the others alone."""
 NUM_TIMES = 2
 """Times of a rank in a report: waiting for data, and computing."""
+Times = tuple[float, float]
 LAG = 2
 """Steps after which the events of a GPU are certainly complete: the host runs at most one step ahead."""
 
@@ -57,10 +55,31 @@ def has_local_forward(layout: Layout) -> bool:
     return layout.world_size == layout.dp_replicate
 
 
+def _median_times(times: Iterable[Times]) -> Times:
+    data_s, compute_s = map(statistics.median, zip(*times, strict=True))
+    return data_s, compute_s
+
+
+def is_reported(step: int, world: World) -> bool:
+    """Whether the all-reduce of a step has the times of the ranks: the last one of a window."""
+    return world.size > 1 and step % WINDOW == 0
+
+
+def typical_times(steps: Sequence[Times]) -> Times:
+    """The mean of the times of some steps, without the longest: a page fault or a signal is no slow rank."""
+    if len(steps) < 2:
+        return steps[0] if steps else (0.0, 0.0)
+    longest = max(steps, key=sum)
+    data_s, compute_s = (
+        sum(times) - most for times, most in zip(zip(*steps, strict=True), longest, strict=True)
+    )
+    return data_s / (len(steps) - 1), compute_s / (len(steps) - 1)
+
+
 class StepClock:
     """Measures the times of this rank; never waits for the device.
 
-    On a GPU the times are those of its stream, and of an earlier step.
+    On a GPU the times are those of its stream.
     """
 
     def __init__(self, world: World, layout: Layout) -> None:
@@ -69,7 +88,8 @@ class StepClock:
         self._has_local_forward = has_local_forward(layout)
         self._data_s = 0.0
         self._marks: list[float | torch.cuda.Event] = []
-        self._past: deque[tuple[float, list[float | torch.cuda.Event]]] = deque(maxlen=LAG)
+        self._past: list[tuple[float, list[float | torch.cuda.Event]]] = []
+        """Of the completed steps that are not reported yet."""
 
     def begin_step(self, data_wait_s: float) -> None:
         """Call once the batch is there, before the forward pass."""
@@ -88,17 +108,25 @@ class StepClock:
     def end_update(self) -> None:
         """Call after the update."""
         self._marks.append(self._now())
-        self._past.append((self._data_s, self._marks))
+        if self._world.size > 1:
+            self._past.append((self._data_s, self._marks))
 
     def report(self) -> torch.Tensor:
-        """The times of an earlier step as the terms of this rank, float64 [ranks x 2]; zeros before it."""
-        terms = torch.zeros(self._world.size * NUM_TIMES, dtype=torch.float64, device="cpu")
-        needed = LAG if self._uses_events else 1
-        if len(self._past) >= needed:
-            data_s, marks = self._past[-needed]
-            compute_s = _elapsed_s(marks[0], marks[1]) + _elapsed_s(marks[2], marks[3])
-            at = self._world.rank * NUM_TIMES
-            terms[at], terms[at + 1] = data_s, compute_s
+        """The times since the last report as the terms of this rank, float64 [ranks x 2].
+
+        Zeros if no step was completed since.
+        """
+        num_ready = max(0, len(self._past) - (LAG - 1 if self._uses_events else 0))
+        ready, self._past = self._past[:num_ready], self._past[num_ready:]
+        times = typical_times(
+            [
+                (data_s, _elapsed_s(marks[0], marks[1]) + _elapsed_s(marks[2], marks[3]))
+                for data_s, marks in ready
+            ]
+        )
+        terms = torch.zeros(self._world.size, NUM_TIMES, dtype=torch.float64, device="cpu")
+        terms[self._world.rank] = torch.tensor(times, dtype=torch.float64)
+        terms = terms.view(-1)
         if not self._uses_events:
             return terms
         return terms.pin_memory().to(self._world.device, non_blocking=True)
@@ -151,13 +179,14 @@ class SlowRanks:
     """Compares the times of the ranks, on rank 0."""
 
     def __init__(self, layout: Layout, *, on_gpu: bool) -> None:
-        stages = np.array([layout.place(rank).pp for rank in range(layout.world_size)])
+        stages = [layout.place(rank).pp for rank in range(layout.world_size)]
         self._has_local_forward = has_local_forward(layout)
         # On CPUs, other processes of the host disturb an update more than a slow CPU does.
         self._compares_ranks = on_gpu or self._has_local_forward
-        self._groups = [np.flatnonzero(stages == stage) for stage in range(layout.pp)]
+        self._groups = [
+            [rank for rank, own in enumerate(stages) if own == stage] for stage in range(layout.pp)
+        ]
         """Ranks that do the same work: those of each pipeline stage."""
-        self._times: list[npt.NDArray[np.float64]] = []
         self._steps_s: list[float] = []
         self._past: list[tuple[float, float, float]] = []
         """Of earlier windows: seconds of a step, and the ranks' median seconds of data and computing."""
@@ -166,50 +195,52 @@ class SlowRanks:
         self._window_s = 0.0
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
-        """Add the times of a step, [ranks x 2]; returns what changed, at the end of a window.
+        """Add a step; returns what changed, at the end of a window.
 
-        `step_s` is the duration of the step, without saves and validation.
+        `times` are those that the ranks have reported in this step, [ranks x 2], or empty. `step_s` is the
+        duration of the step, without saves and validation.
         """
-        self._times.append(np.array(times).reshape(-1, NUM_TIMES))
         self._steps_s.append(step_s)
-        if len(self._times) < WINDOW:
+        if not times:
             return []
-        window, steps_s = np.stack(self._times), self._steps_s
-        self._window_s = sum(steps_s)
-        self._times, self._steps_s = [], []
+        # Lists, since most of NumPy's time is that of a call, and this is on the path of every rank.
+        own, steps_s = list(zip(times[::NUM_TIMES], times[1::NUM_TIMES], strict=True)), self._steps_s
+        self._window_s, self._steps_s = sum(steps_s), []
         if not self._has_started:
             self._has_started = True  # compiling, and first accesses to files and memory
             return []
-        # Without the longest one: a page fault or a signal is not a slow rank.
-        own = (window.sum(0) - window[window.sum(2).argmax(0), np.arange(window.shape[1])]) / (WINDOW - 1)
-        first = step - WINDOW + 1
+        first = step - len(steps_s) + 1
         duration_s = statistics.median(steps_s)
         found = list(self._of_ranks(own, first, duration_s)) if self._compares_ranks else []
         if None in self._episodes or not self._episodes:
             found += self._of_run(own, first, duration_s)  # unless a slow rank explains it
         return [slowdown for slowdown in found if slowdown is not None]
 
-    def _of_ranks(self, own: npt.NDArray[np.float64], first: int, step_s: float) -> Iterator[Slowdown | None]:
-        total = own.sum(1)
+    def _of_ranks(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
         min_excess_s = max(MIN_EXCESS_S, MIN_EXCESS_SHARE * step_s if self._has_local_forward else 0.0)
         for group in self._groups:
             if len(group) < 2:
                 continue
-            median = np.median(own[group], axis=0)
-            limit = median.sum() * (1.0 if len(group) < FEW else RATIO)
-            above: set[int] = set(group[total[group] > limit].tolist())
-            above |= {rank for rank in group.tolist() if rank in self._episodes}
-            for rank in sorted(above):
-                usual = np.median(own[group[group != rank]], axis=0) if len(group) < FEW else median
-                excess = own[rank] - usual
-                is_slow = total[rank] > RATIO * usual.sum() and excess.sum() > min_excess_s
+            median = _median_times([own[rank] for rank in group])
+            limit = sum(median) * (1.0 if len(group) < FEW else RATIO)
+            for rank in group:
+                total_s = sum(own[rank])
+                if total_s <= limit and rank not in self._episodes:
+                    continue
+                usual = median
+                if len(group) < FEW:
+                    usual = _median_times([own[other] for other in group if other != rank])
+                usual_s = sum(usual)
+                is_slow = total_s > RATIO * usual_s and total_s - usual_s > min_excess_s
                 if is_slow or rank in self._episodes:
-                    yield self._judge(rank, is_slow, first, WINDOWS, excess, total[rank], usual.sum())
+                    waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
+                    phase: Phase = "data" if waits else "compute"
+                    yield self._judge(rank, is_slow, first, WINDOWS, phase, total_s, usual_s)
 
-    def _of_run(self, own: npt.NDArray[np.float64], first: int, step_s: float) -> Iterator[Slowdown | None]:
-        data_s, compute_s = np.median(own, axis=0).tolist()
+    def _of_run(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
+        data_s, compute_s = _median_times(own)
         if len(self._past) >= BASE_WINDOWS:
-            usual_s, usual_data_s, usual_compute_s = np.median(self._past, axis=0).tolist()
+            usual_s, usual_data_s, usual_compute_s = map(statistics.median, zip(*self._past, strict=True))
             is_slow = step_s > RUN_RATIO * usual_s
             excess_s = step_s - usual_s
             if data_s - usual_data_s > excess_s / 2:
@@ -227,7 +258,7 @@ class SlowRanks:
         is_slow: bool,
         first: int,
         num_windows: int,
-        where: Phase | npt.NDArray[np.float64],
+        phase: Phase,
         own_s: float,
         usual_s: float,
     ) -> Slowdown | None:
@@ -237,10 +268,6 @@ class SlowRanks:
             if not is_slow:
                 return None
             episode = self._episodes[rank] = _Episode(first)
-        if isinstance(where, np.ndarray):
-            phase: Phase = "data" if where[0] > where[1] else "compute"
-        else:
-            phase = where
         ratio = own_s / usual_s if usual_s else math.inf
         slowdown = Slowdown(rank, not is_slow, phase, ratio, episode.since_step, own_s, usual_s)
         if is_slow:
