@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,18 @@ import yaml
 from click.testing import CliRunner
 
 from tests.on_slurm import broken_runs as on_slurm
+from tests.slurm.test_jobs import NOON, accounting_line, prints, queue_line
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, README, is_real, make, table, unpack
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
 from trainkit.errors import UsageError
+from trainkit.job.record import add_slurm_entry, create_job
 from trainkit.observe import run_text
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.run_text import read_log
 from trainkit.observe.signatures import load_signatures
-from trainkit.rundir import RunDir, write_json
+from trainkit.rundir import RunDir, as_utc, write_json
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -205,6 +210,43 @@ def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
     found = diagnose(run.attempt(1), load_signatures(), alive=True, slurm_job=job)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
     assert "`sacct -j 7 --duplicates" in found.advice[0]
+
+
+def test_accounting_says_how_an_attempt_without_an_end_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Job 7 lost a host, was preempted, and waits to start for the third time."""
+    run, fake = RunDir(tmp_path / "run"), FakeSlurm(tmp_path)
+    run.path.mkdir()
+    run.config_file.write_text("name: x\n")
+    create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
+    for number in (1, 2):
+        run.attempt(number).create()
+        add_slurm_entry(run, number, "7", "submit", "sbatch", started_at=as_utc(started(number)))
+    # Slurm writes its start down before the supervisor does, by its own clock.
+    words = {0: "REQUEUED", 1: "NODE_FAIL", 2: "PREEMPTED"}
+    records = [accounting_line("7", word, start=NOON + 600 * number) for number, word in words.items()]
+    prints(fake, "sacct", "".join(records))
+    prints(fake, "squeue", queue_line(7, state="PENDING", restarts=2))
+    monkeypatch.setenv("PATH", f"{fake.environ['PATH']}:{os.environ['PATH']}")
+    names = []
+    for number in (1, 2):
+        found = CliRunner().invoke(cli, ["diagnose", str(run.path), "--attempt", str(number), "--json"])
+        names.append(json.loads(found.stdout)["name"])
+    assert names == ["node-failure", "preempted"]
+    fake.add("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    found = CliRunner().invoke(cli, ["diagnose", str(run.path), "--json"])
+    assert json.loads(found.stdout)["name"] == "interrupted"
+    assert "how Slurm ended attempt 2 is unknown" in found.stderr
+    write_json(run.attempt(2).end_file, {"state": "stopped", "cause": "timeout"})
+    num_calls = len(fake.calls)
+    found = CliRunner().invoke(cli, ["diagnose", str(run.path), "--attempt", "2", "--json"])
+    assert json.loads(found.stdout)["name"] == "time-limit"
+    assert "sacct" not in fake.programs[num_calls:], "the run has recorded it"
+
+
+def started(number: int) -> datetime:
+    return datetime.fromtimestamp(NOON + 600 * number - 5, timezone.utc)
 
 
 def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:

@@ -30,8 +30,8 @@ from tests.support import broken_runs
 from tests.support.disks import fill
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.control.jobs import query_job_status
-from trainkit.rundir import RunDir, read_end
+from trainkit.control.jobs import query_attempt_status
+from trainkit.rundir import AttemptDir, RunDir, read_end
 from trainkit.slurm.jobs import JobInfo
 
 TIMEOUT_S = 100.0
@@ -244,7 +244,7 @@ def first_host_powered_off(login: Login) -> RunDir:
     return end_of(login, run)
 
 
-@broken("interrupted")
+@broken("node-failure")
 def first_host_just_powered_off(login: Login) -> RunDir:
     """The supervisor has died with it, and the job waits to start again."""
     run = running(login)
@@ -648,12 +648,12 @@ def neutral(text: str, cluster: Cluster, folder: str) -> str:
     return re.sub(rf"\b{cluster.name}\b", "cluster", text)
 
 
-def slurm_job(login: Login, run: RunDir) -> JobInfo | None:
-    """Slurm's view of the job of a run, as the command sees it."""
+def slurm_job(login: Login, attempt: AttemptDir) -> JobInfo | None:
+    """Slurm's view of the job of an attempt, as the command sees it."""
     before = dict(os.environ)
     os.environ.update(login.cluster.variables)
     try:
-        return query_job_status([run], print)[0].job
+        return query_attempt_status(attempt, print).job
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -668,13 +668,13 @@ def write_recorded(name: str, login: Login, run: RunDir, found: dict[str, Any]) 
         "about": f"Recorded by tests/on_slurm/broken_runs.py. {cleandoc(truth.make.__doc__ or '')}".strip(),
         "expect": expect,
     }
-    job = slurm_job(login, run)
-    if truth.attempt == run.attempt_numbers()[-1] and job is not None:
+    job = slurm_job(login, run.attempt(truth.attempt))
+    if job is not None:
         content["slurm"] = {"job_id": job.job_id, "state": job.state.value, "slurm_state": job.slurm_state}
         content["slurm"] |= {"reason": job.reason} if job.reason else {}
     files = broken_runs.recorded_files(run.path, lambda text: neutral(text, cluster, str(login.folder)))
     own = f"attempts/{truth.attempt:03d}/"
-    content["files"] = {path: text for path, text in files.items() if path.startswith(own)}
+    content["files"] = {path: text for path, text in files.items() if path.startswith((own, "events"))}
     broken_runs.write(name, content)
 
 
@@ -735,7 +735,7 @@ def _run_one(name: str, cluster: Cluster, folder: Path, record: bool) -> bool:
     )
     print(f"    {shown}\n    {found['cause'][:300]}", flush=True)
     if not right:
-        print(f"    Slurm: {slurm_job(login, run)}")
+        print(f"    Slurm: {slurm_job(login, run.attempt(truth.attempt))}")
     return right
 
 

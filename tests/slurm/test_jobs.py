@@ -11,7 +11,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
-from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs
+from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs, query_starts
 from trainkit.slurm.states import JobState
 
 NOON = 1700000000
@@ -32,10 +32,14 @@ def queue_line(
 
 
 def accounting_line(
-    job_id: str, state: str = "COMPLETED", exit_code: str = "0:0", name: str = "quick"
+    job_id: str,
+    state: str = "COMPLETED",
+    exit_code: str = "0:0",
+    name: str = "quick",
+    start: int = NOON + 60,
 ) -> str:
     """One record of sacct."""
-    times = (str(NOON), str(NOON + 60), str(NOON + 120))
+    times = (str(NOON), str(start), str(start + 60))
     return FIELD.join([job_id, state, "main", "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
 
 
@@ -140,6 +144,16 @@ def test_all_of_a_user(fake: FakeSlurm) -> None:
     assert list(query_jobs(user="me", environ=fake.environ)) == ["8", "7"]
     assert "--me" in fake.calls[0]
     assert "--user=me" in fake.calls[1]
+
+
+def test_every_start_of_a_job_that_was_requeued(fake: FakeSlurm) -> None:
+    first, second = accounting_line("7", "NODE_FAIL"), accounting_line("7", start=NOON + 600)
+    prints(fake, "sacct", second + accounting_line("7_1") + first + accounting_line("7.batch", "CANCELLED"))
+    starts = query_starts("7", environ=fake.environ)
+    assert [job.slurm_state for job in starts] == ["NODE_FAIL", "COMPLETED"]
+    assert {"--duplicates", "--jobs=7"} <= set(fake.calls[0])
+    with pytest.raises(UsageError):
+        query_starts("7;reboot", environ=fake.environ)
 
 
 def test_nothing_is_asked_about_nothing(fake: FakeSlurm) -> None:

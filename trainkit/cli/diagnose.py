@@ -48,7 +48,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     Says `unknown`, with the last lines of that rank, where no known cause explains the failure. Your own
     causes go into ./signatures.yaml or ~/.config/trainkit/signatures.yaml.
     """
-    from trainkit.control.jobs import query_job_status
+    from trainkit.control.jobs import query_attempt_status
     from trainkit.control.run_registry import find_run
     from trainkit.observe.diagnose import diagnose
     from trainkit.observe.signatures import load_signatures, user_files
@@ -63,11 +63,8 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     if number is not None and number not in numbers:
         raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
     attempt = run.attempt(number or numbers[-1])
-    if attempt.number == numbers[-1]:
-        status = query_job_status([run], _warn)[0]
-        found = diagnose(attempt, signatures, status.alive, status.job)
-    else:
-        found = diagnose(attempt, signatures)  # the job's state is that of the newest attempt
+    status = query_attempt_status(attempt, _warn)
+    found = diagnose(attempt, signatures, status.alive, status.job)
     click.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else diagnosis_text(found))
     return EXIT_OK
 

@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from shlex import quote
 from typing import Any
 
@@ -29,11 +30,11 @@ from trainkit.job.record import (
     waiting_follow_ups,
 )
 from trainkit.job.record import liveness as local_liveness
-from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, RunDir, log_event, parse_time, read_json, utc_now, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.conf_file import cluster_name, other_cluster
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
-from trainkit.slurm.jobs import JobInfo, query_jobs
+from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token
 
@@ -44,6 +45,8 @@ LOCAL_POLL_S = 0.05
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""
 KILL_TIMEOUT_S = 10.0
+CLOCK_SKEW = timedelta(seconds=30)
+"""How far a node's clock may be behind the controller's; Slurm waits longer to start a job again."""
 ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
 
 
@@ -94,6 +97,37 @@ class JobStatus:
 def query_job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[JobStatus]:
     """The job status of each run, from one query; calls `warn` when Slurm is unreachable."""
     return job_statuses(runs, query_known_jobs(open_job_ids(runs), warn))
+
+
+def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> JobStatus:
+    """The job of one attempt. Of an attempt that recorded no end, Slurm's accounting says how it ended.
+
+    Calls `warn` if Slurm does not answer.
+    """
+    run, status = attempt.run, JobStatus(False)
+    if attempt.number == run.attempt_numbers()[-1]:
+        status = query_job_status([run], warn)[0]
+    entry = find_entry(run, attempt.number)
+    is_running = status.job is not None and status.job.state.is_active
+    if entry is None or attempt.end_file.exists() or is_running:
+        return status
+    return replace(status, job=_ended_start(entry, warn) or status.job)
+
+
+def _ended_start(entry: Mapping[str, Any], warn: Callable[[str], None]) -> JobInfo | None:
+    """The start of a Slurm job that ran an attempt, once it is over: each requeue begins another one."""
+    began = parse_time(entry.get("started_at"))
+    if began is None or not is_slurm(entry) or other_cluster(entry):
+        return None
+    try:
+        starts = query_starts(str(entry["job_id"]))
+    except TrainkitError as error:
+        warn(f"{error.message}: how Slurm ended attempt {entry['attempt']} is unknown")
+        return None
+    before = [job for job in starts if job.start_time and job.start_time <= began + CLOCK_SKEW]
+    if before and (before[-1].is_terminal or before[-1].state is JobState.REQUEUED):
+        return before[-1]
+    return None  # accounting does not know yet
 
 
 def open_job_ids(runs: Iterable[RunDir]) -> list[str]:

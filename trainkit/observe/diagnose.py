@@ -78,7 +78,7 @@ def diagnose(
     alive: bool | None = False,
     slurm_job: JobInfo | None = None,
 ) -> Diagnosis:
-    """Diagnose an attempt; `alive` and `slurm_job` are its job's liveness and state in Slurm."""
+    """Diagnose an attempt; `alive` and `slurm_job` are the liveness and the state in Slurm of its job."""
     return _Case(attempt, signatures, alive, slurm_job).diagnosis()
 
 

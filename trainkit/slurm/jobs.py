@@ -207,12 +207,8 @@ def _query_accounting(
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
-    argv = [
-        *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
-        *(f"--format={','.join(_ACCOUNTING_FIELDS)}", f"--jobs={bases}"),
-    ]
     try:
-        text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ or os.environ))
+        text = _run_sacct([f"--jobs={bases}"], environ)
     except TrainkitError as error:
         return (
             {},
@@ -221,14 +217,38 @@ def _query_accounting(
     return parse_accounting(text), UNKNOWN_JOB
 
 
+def _run_sacct(selection: Sequence[str], environ: Mapping[str, str] | None) -> str:
+    argv = [
+        *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
+        *(f"--format={','.join(_ACCOUNTING_FIELDS)}", *selection),
+    ]
+    return run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ or os.environ))
+
+
+def query_starts(job_id: str, *, environ: Mapping[str, str] | None = None) -> list[JobInfo]:
+    """Every start of a job, oldest first: accounting has one record before and after each requeue.
+
+    Raises SlurmError if accounting does not answer.
+    """
+    text = _run_sacct(["--duplicates", f"--jobs={checked_job_id(job_id)}"], environ)
+    starts = [info for info in _accounting_records(text) if info.job_id == job_id and info.start_time]
+    return sorted(starts, key=lambda info: info.start_time or datetime.min)
+
+
 def parse_accounting(text: str) -> dict[str, JobInfo]:
     """Parse the output of sacct, by job id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
+    for info in _accounting_records(text):
+        _add(found, info)
+    return found
+
+
+def _accounting_records(text: str) -> Iterator[JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
         state = state_in_accounting(word)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-        info = JobInfo(
+        yield JobInfo(
             job_id=job_id,
             state=state,
             slurm_state=word,
@@ -245,8 +265,6 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
             exit_signal=signal,
             name=name,
         )
-        _add(found, info)
-    return found
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None]:
