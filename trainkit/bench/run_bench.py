@@ -34,6 +34,7 @@ ASK_EVERY_S = 10.0
 """Seconds between queries: Slurm's controller serves the whole cluster."""
 ENDED = ("finished", "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
+NOT_STARTED = "not started"
 
 
 def run_here(
@@ -89,7 +90,7 @@ def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
     """Return the state of a run on this machine and, unless it finished, the reason."""
     run = bench.run_dir(item)
     if not run.exists():
-        return "not started", ""
+        return NOT_STARTED, ""
     status = read_status(run, query_job_status([run], lambda text: None)[0].alive, _now())
     return _with_failure(run, status.state, status.reason)
 

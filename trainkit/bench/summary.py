@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.bench.bench_file import LAYOUT, Bench, point_name
 from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
-from trainkit.bench.run_bench import have_ended, run_states
+from trainkit.bench.run_bench import NOT_STARTED, have_ended, run_states
 from trainkit.manifest import remove_all
 from trainkit.observe.group import PointStatus
 from trainkit.observe.page import read_config, read_object
@@ -50,7 +50,9 @@ class Summary:
     fastest: Fastest | None
     """None unless at least two points finished."""
     num_open: int
-    """Runs that have not ended."""
+    """Runs that have started and not ended, or that wait in the queue."""
+    num_not_started: int
+    """Runs of a bench on this machine that has not come to them, or was interrupted."""
 
     @property
     def has_measurements(self) -> bool:
@@ -71,7 +73,9 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    return Summary(rows, find_fastest(bench, points), sum(not have_ended([state]) for state, _ in states))
+    num_not_started = sum(state == NOT_STARTED for state, _ in states)
+    num_open = sum(not have_ended([state]) for state, _ in states) - num_not_started
+    return Summary(rows, find_fastest(bench, points), num_open, num_not_started)
 
 
 def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:

@@ -230,6 +230,9 @@ def summarize(bench: Bench, as_json: bool) -> int:
         click.echo(summary_table(bench.keys, summary.rows))
     if summary.fastest is not None:
         click.echo(f"fastest: {summary.fastest}", err=True)
+    if summary.num_not_started:
+        text = f"{summary.num_not_started} of {len(bench.runs)} runs were not started"
+        click.echo(f"warning: {text}", err=True)
     if summary.num_open:
         text = f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later"
         click.echo(f"warning: {text}", err=True)
