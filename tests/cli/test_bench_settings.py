@@ -72,11 +72,19 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
     assert not (desk.folder / "runs").exists()
 
 
-def test_a_config_without_a_kind_of_bench_has_a_hint(desk: Desk) -> None:
-    done = desk.trainkit("bench", "small.yaml", "--sweep", "seed=1,2")
-    assert done.returncode == 2
-    assert "error: 'small.yaml' is not a kind of bench" in done.stderr
-    assert "`trainkit bench settings small.yaml --sweep KEY=V,V` values of any key" in done.stderr
+def test_the_kind_of_bench_may_be_left_out(desk: Desk) -> None:
+    typed = [str(desk.config), "--dry-run"]
+    for kind, more in (
+        ("settings", ["--sweep", "seed=1,2"]),
+        ("settings", ["--sweep=seed=3,4"]),
+        ("layouts", []),
+    ):
+        short, whole = (desk.trainkit(*words, *typed, *more) for words in (["bench"], ["bench", kind]))
+        assert (short.returncode, short.stdout) == (0, whole.stdout), short.stderr
+    typo = desk.trainkit("bench", "setings", str(desk.config), "--sweep", "seed=1,2")
+    assert (typo.returncode, "settings" in typo.stderr) == (2, True)
+    (desk.folder / "setings").write_text(desk.config.read_text())
+    assert desk.trainkit("bench", "setings", "--sweep", "seed=1,2", "--dry-run").returncode == 0
 
 
 @pytest.mark.slow

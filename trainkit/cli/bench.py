@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from shlex import quote
+from difflib import get_close_matches
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -28,18 +29,15 @@ WIDTH = 100
 
 
 class BenchGroup(Group):
-    """The kinds of benches; a config in the place of a kind has a hint of its own."""
+    """The kinds of benches; without one, `--sweep` tells which."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            shown = quote(args[0])
-            raise UsageError(
-                f"{args[0]!r} is not a kind of bench",
-                hint=f"`trainkit bench layouts {shown}` measures layouts, "
-                f"`trainkit bench settings {shown} --sweep KEY=V,V` values of any key",
-            )
+        is_kind = bool(get_close_matches(args[0], self.commands)) and not Path(args[0]).exists()
+        if not args[0].startswith("-") and not is_kind:
+            sweeps = any(word.partition("=")[0] == "--sweep" for word in args)
+            args = ["settings" if sweeps else "layouts", *args]
         return super().resolve_command(ctx, args)
 
 
@@ -51,7 +49,10 @@ class BenchGroup(Group):
     ),
 )
 def command() -> None:
-    """Measure variants of a config for a few steps each."""
+    """Measure variants of a config for a few steps each.
+
+    `trainkit bench CONFIG` measures settings with --sweep, else layouts.
+    """
 
 
 def _columns(own: Mapping[str, str]) -> str:
