@@ -5,11 +5,11 @@
 Two ranks train on this machine in pairs of steps, one with everything on and one with everything off, in
 random order. On: the calls that record the progress of a step, the watchdog's check once per second, the
 times of this rank, and in steps that report, as every tenth does, those of all ranks in the all-reduce and
-their comparison. Off: none of them. Prints the median ratio of a pair with a bootstrap interval of 95 %, in
-wall time and in processor time of rank 0, for both kinds of steps and for pairs with nothing on in either,
-which show what the machine can tell apart. Then each part alone, and the share of a step that the parts make
-up at the pace of a real run; among them is the sampler of a node's health, a process of its own that no step
-waits for.
+their comparison (here each of two steps, not of ten). Off: none of them. Prints the median ratio of a pair
+with a bootstrap interval of 95 %, in wall time and in processor time of rank 0, for both kinds of steps and
+for pairs with nothing on in either, which show what the machine can tell apart. Then each part alone, and the
+share of a step that the parts make up at the pace of a real run; among them is the sampler of a node's
+health, a process of its own that no step waits for.
 """
 
 from __future__ import annotations

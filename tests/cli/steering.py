@@ -64,7 +64,7 @@ class Desk:
     """A folder with a config, an own state folder, and `trainkit`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = self._root = folder
         self.config = folder / "small.yaml"
         self.config.write_text(CONFIG)
         self.worker = folder / "worker.py"
@@ -123,7 +123,7 @@ class Desk:
 
     def tidy(self) -> None:
         """Kill what is left of the runs that were started here."""
-        for job_file in self.folder.rglob("job.json"):
+        for job_file in self._root.rglob("job.json"):
             run = RunDir(job_file.parent)
             entry = newest_entry(run)
             if entry is not None and liveness(entry) is Liveness.ALIVE:

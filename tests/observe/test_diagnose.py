@@ -20,6 +20,7 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
 from trainkit.errors import UsageError
+from trainkit.job.attempt_end import WITHOUT_RECORD
 from trainkit.job.record import add_slurm_entry, create_job
 from trainkit.observe import run_text
 from trainkit.observe.diagnose import Diagnosis, diagnose
@@ -224,25 +225,36 @@ def test_accounting_says_how_an_attempt_without_an_end_ended(
         run.attempt(number).create()
         add_slurm_entry(run, number, "7", "submit", "sbatch", started_at=as_utc(started(number)))
     # Slurm writes its start down before the supervisor does, by its own clock.
-    words = {0: "REQUEUED", 1: "NODE_FAIL", 2: "PREEMPTED"}
+    words = {0: "FAILED", 1: "NODE_FAIL", 2: "PREEMPTED"}
     records = [accounting_line("7", word, start=NOON + 600 * number) for number, word in words.items()]
     prints(fake, "sacct", "".join(records))
     prints(fake, "squeue", queue_line(7, state="PENDING", restarts=2))
     monkeypatch.setenv("PATH", f"{fake.environ['PATH']}:{os.environ['PATH']}")
-    names = []
-    for number in (1, 2):
-        found = CliRunner().invoke(cli, ["diagnose", str(run.path), "--attempt", str(number), "--json"])
-        names.append(json.loads(found.stdout)["name"])
+    names = [name_of(run, number)[0] for number in (1, 2)]
     assert names == ["node-failure", "preempted"]
+    # Attempt 1 by a later start that found no end; accounting knows more.
+    guessed = {"state": "failed", "cause": "node_fail", "reason": f"{WITHOUT_RECORD}: its host died, or …"}
+    write_json(run.attempt(1).end_file, guessed)
+    prints(fake, "sacct", accounting_line("7", "PREEMPTED", start=NOON + 600))
+    assert name_of(run, 1)[0] == "preempted"
+    assert name_of(run, 2)[0] == "interrupted", "accounting has only the start before"
+    prints(fake, "sacct", accounting_line("7", "REQUEUED", start=NOON + 1200))
+    assert name_of(run, 2)[0] == "interrupted"
     fake.add("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    found = CliRunner().invoke(cli, ["diagnose", str(run.path), "--json"])
-    assert json.loads(found.stdout)["name"] == "interrupted"
-    assert "how Slurm ended attempt 2 is unknown" in found.stderr
+    name, warnings = name_of(run, 2)
+    assert name == "interrupted"
+    assert "how Slurm ended attempt 2 is unknown" in warnings
     write_json(run.attempt(2).end_file, {"state": "stopped", "cause": "timeout"})
     num_calls = len(fake.calls)
-    found = CliRunner().invoke(cli, ["diagnose", str(run.path), "--attempt", "2", "--json"])
-    assert json.loads(found.stdout)["name"] == "time-limit"
+    assert name_of(run, 2)[0] == "time-limit"
     assert "sacct" not in fake.programs[num_calls:], "the run has recorded it"
+
+
+def name_of(run: RunDir, attempt: int) -> tuple[str, str]:
+    """The cause that the command names, and its warnings."""
+    argv = ["diagnose", str(run.path), "--attempt", str(attempt), "--json"]
+    done = CliRunner().invoke(cli, argv, standalone_mode=False, catch_exceptions=False)
+    return json.loads(done.stdout)["name"], done.stderr
 
 
 def started(number: int) -> datetime:
@@ -278,6 +290,31 @@ def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
 TEN = "2026-01-01T00:00:10.000Z"
 
 
+@pytest.mark.parametrize(
+    "reason",
+    ["ended by SIGINT, and no worker reported a save", "exited with 0 after SIGTERM, without a sign"],
+)
+def test_a_stop_that_was_recorded_is_no_failure(tmp_path: Path, reason: str) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    add_events(run, ("01", "signal", {"signal": "SIGTERM"}))
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": None, "reason": reason})
+    found = newest(run)
+    assert (found.state, found.cause) == ("nothing failed", f"the run stopped: {reason}")
+
+
+def test_events_of_another_form(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    add_events(
+        run, ("01", "checkpoint_begin", {"step": [1]}), ("02", "slow_rank", {"rank": [], "own_s": "x"})
+    )
+    with run.events_file.open("a") as stream:
+        stream.write('{"time": "2026-01-01T00:00:03Z", "attempt": 1, "event": ["signal"]}\n')
+    found = newest(run)
+    assert (found.name, len(found.events)) == (None, 2)
+
+
 def test_a_save_that_the_end_cut_off(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()
@@ -292,6 +329,8 @@ def test_a_save_that_the_end_cut_off(tmp_path: Path) -> None:
     unsaved = "the save of step 50 began at 00:00:03 UTC and was not completed: "
     (run.attempt(1).config_file).write_text("name: x\nrequeue: {grace_s: 20}\n")
     assert f"{unsaved}raise requeue.grace_s (now 20 s) if it needs more time" in newest(run).advice
+    run.checkpoint_dir(50).mkdir(parents=True)  # published, which a moment later would have been recorded
+    assert not any("was not completed" in item for item in newest(run).advice)
 
 
 def test_a_slow_rank_is_named_with_the_time_limit(tmp_path: Path) -> None:
@@ -301,8 +340,10 @@ def test_a_slow_rank_is_named_with_the_time_limit(tmp_path: Path) -> None:
     add_events(run, ("01", "slow_rank", slow))
     write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
+    add_events(run, *(("01", "checkpoint_commit", {"step": step}) for step in range(500)))
     line = "rank 3 on n2 was slow since step 7 (compute): 200 ms a step, the other ranks 100 ms; "
     assert any(item.startswith(f"{line}`trainkit doctor --nodes 2`") for item in newest(run).advice)
+    assert any(item.endswith("leaves n2 out at the next restart") for item in newest(run).advice)
     add_events(run, ("02", "slow_rank_over", {"rank": 3, "host": "n2"}))
     assert not any("slow" in item for item in newest(run).advice)
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import ForkedWorker
 from tests.support.runs import fork_workers, make_attempt, wait_for
 from trainkit.plan.launch import Layout
 from trainkit.rundir import RunDir, read_jsonl, read_metrics
-from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, Times, typical_times
+from trainkit.trainer.distributed import World
+from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, StepClock, Times, typical_times
 
 STEP_S = 0.2
 
@@ -62,6 +64,42 @@ def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> 
     assert play(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # said once
     [over] = play(ranks, range(121, 151), size, {})
     assert (over.rank, over.is_over) == (slow, True)
+
+
+def test_a_rank_reports_the_times_since_its_last_report() -> None:
+    clock = StepClock(world_of(rank=1, size=2), Layout(dp_replicate=2))
+    assert clock.report().tolist() == [0.0] * 4
+    for data_s in (1.0, 9.0, 2.0):
+        take_step(clock, data_s)
+    rank_0, (data_s, compute_s) = clock.report().view(2, 2).tolist()
+    assert (rank_0, data_s) == ([0.0, 0.0], 1.5), "without the longest step"
+    assert 0.0 < compute_s < 1.0
+    assert clock.report().tolist() == [0.0] * 4
+    take_step(clock, 3.0)
+    assert clock.report()[2] == 3.0
+    alone = StepClock(world_of(rank=0, size=1), Layout())
+    take_step(alone, 1.0)
+    assert alone.report().tolist() == [0.0] * 2, "nobody to compare with: nothing is kept"
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, torch.device("cpu"), mesh=None, checkpoint_group=None)
+
+
+def take_step(clock: StepClock, data_s: float) -> None:
+    clock.begin_step(data_s)
+    clock.end_forward()
+    clock.begin_update()
+    clock.end_update()
+
+
+def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
+    """The first steps of an attempt compile and read what is not in memory yet."""
+    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
+    slow_at_first = {1: (0.0, 5.0)}
+    assert play(ranks, range(39, 41), 4, slow_at_first) == []
+    assert play(ranks, range(41, 51), 4, slow_at_first) == []
+    assert play(ranks, range(51, 101), 4, {}) == []
 
 
 def test_data_and_computation_are_told_apart() -> None:

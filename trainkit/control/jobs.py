@@ -16,6 +16,7 @@ from shlex import quote
 from typing import Any
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
+from trainkit.job.attempt_end import is_guessed
 from trainkit.job.processes import descendants
 from trainkit.job.record import (
     KILLED,
@@ -30,7 +31,16 @@ from trainkit.job.record import (
     waiting_follow_ups,
 )
 from trainkit.job.record import liveness as local_liveness
-from trainkit.rundir import AttemptDir, RunDir, log_event, parse_time, read_json, utc_now, write_json
+from trainkit.rundir import (
+    AttemptDir,
+    RunDir,
+    log_event,
+    parse_time,
+    read_end,
+    read_json,
+    utc_now,
+    write_json,
+)
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.conf_file import cluster_name, other_cluster
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
@@ -46,7 +56,7 @@ SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""
 KILL_TIMEOUT_S = 10.0
 CLOCK_SKEW = timedelta(seconds=30)
-"""How far a node's clock may be behind the controller's; Slurm waits longer to start a job again."""
+"""How far the clocks of a node and of the controller may differ; Slurm waits longer to start a job again."""
 ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
 
 
@@ -100,7 +110,7 @@ def query_job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> lis
 
 
 def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> JobStatus:
-    """The job of one attempt. Of an attempt that recorded no end, Slurm's accounting says how it ended.
+    """The job of one attempt. Of one that recorded no end itself, Slurm's accounting says how it ended.
 
     Calls `warn` if Slurm does not answer.
     """
@@ -109,7 +119,8 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
         status = query_job_status([run], warn)[0]
     entry = find_entry(run, attempt.number)
     is_running = status.job is not None and status.job.state.is_active
-    if entry is None or attempt.end_file.exists() or is_running:
+    end = read_end(attempt)
+    if entry is None or is_running or not (end is None or is_guessed(end)):
         return status
     return replace(status, job=_ended_start(entry, warn) or status.job)
 
@@ -124,10 +135,14 @@ def _ended_start(entry: Mapping[str, Any], warn: Callable[[str], None]) -> JobIn
     except TrainkitError as error:
         warn(f"{error.message}: how Slurm ended attempt {entry['attempt']} is unknown")
         return None
-    before = [job for job in starts if job.start_time and job.start_time <= began + CLOCK_SKEW]
-    if before and (before[-1].is_terminal or before[-1].state is JobState.REQUEUED):
-        return before[-1]
-    return None  # accounting does not know yet
+    for job in reversed(starts):
+        if job.start_time and job.start_time <= began + CLOCK_SKEW:
+            if job.end_time is None or job.end_time < began - CLOCK_SKEW:
+                return None  # an earlier start: accounting does not know this one yet
+            if job.slurm_state == "REQUEUED":
+                return replace(job, state=JobState.REQUEUED)
+            return job if job.is_terminal else None
+    return None
 
 
 def open_job_ids(runs: Iterable[RunDir]) -> list[str]:

@@ -55,6 +55,14 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "Checkpoin
 """Failures that can happen twice with the same message by chance."""
 
 
+WITHOUT_RECORD = "ended without a record"
+
+
+def is_guessed(end: Mapping[str, Any]) -> bool:
+    """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
+    return str(end.get("reason")).startswith(WITHOUT_RECORD)
+
+
 def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Decision:
     """Decide what follows an ended attempt, and set `outcome.failure` if it is unset."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
@@ -123,7 +131,7 @@ def _decide_dead(
             step=last_step(dead, None),
         )
         return decide(result, previous, policy, RestartOptions(requeue=True))
-    reason = "ended without a record: its host died, or its supervisor was killed"
+    reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
     if len(previous) >= policy.max:
         reason += f"; not started again: {max_restarts_reached(policy, len(previous))}"
         return Decision("failed", reason, EXIT_FAILED, "node_fail")

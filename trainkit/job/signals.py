@@ -104,12 +104,16 @@ def _restore_in_child() -> None:
 
 @contextmanager
 def exit_on_stop() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise SystemExit in the block, so that what it has started is ended."""
+    """Have SIGTERM and SIGHUP raise SystemExit in the block, so that what it has started is ended.
+
+    An ignored SIGHUP stays ignored, as nohup wants it.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(signal_exit_code(number))
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ class AttemptEvents:
     def __init__(self, attempt: AttemptDir, failed_at: object) -> None:
         """`failed_at` is the time of the first failure: what happened later is not its cause."""
         self._attempt, self._failed_at = attempt, failed_at
+        self._slowdowns: list[dict[str, Any]] = []
 
     @cached_property
     def _numbered(self) -> list[tuple[int, dict[str, Any]]]:
@@ -36,6 +37,8 @@ class AttemptEvents:
                     event = _event(line)
                     if event.get("attempt") == self._attempt.number and self._is_before(event):
                         found.append((number, event))
+                        if event["event"] in SLOWDOWN_EVENTS:
+                            self._slowdowns.append(event)  # however long ago
         except OSError:
             pass  # missing, or on a disk that fails
         return list(found)
@@ -77,13 +80,16 @@ class AttemptEvents:
         events = [event for _, event in self._numbered]
         saves = [event for event in events if event.get("event") in ("checkpoint_begin", *SAVE_ENDS)]
         values: dict[str, str] = {}
-        if saves and saves[-1]["event"] == "checkpoint_begin":
-            values = {"unsaved_step": str(saves[-1].get("step")), "save_began": f"{_clock(saves[-1])} UTC"}
-        slow = still_slow(
-            (event for event in events if event.get("event") in SLOWDOWN_EVENTS), self._attempt.number
-        )
-        if slow:
+        if saves and saves[-1]["event"] == "checkpoint_begin" and isinstance(saves[-1].get("step"), int):
+            step = saves[-1]["step"]
+            # A commit is recorded a moment after the checkpoint is published.
+            if not self._attempt.run.checkpoint_dir(step).is_dir():
+                values = {"unsaved_step": str(step), "save_began": f"{_clock(saves[-1])} UTC"}
+        slow = still_slow(self._slowdowns, self._attempt.number)
+        if slow and all(isinstance(slow[0].get(key), float | int) for key in ("own_s", "usual_s")):
             values["slowdown"] = clean(slowdown_line(slow[0]).replace(" is slow since", " was slow since"))
+            if slow[0].get("rank") is not None:
+                values["slow_host"] = clean(str(slow[0].get("host") or ""))
         return values
 
 
@@ -92,7 +98,9 @@ def _event(line: bytes) -> dict[str, Any]:
         event = json.loads(line)
     except ValueError:
         return {}  # cut off by a crash
-    return event if isinstance(event, dict) else {}
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return {}
+    return {key: value for key, value in event.items() if not isinstance(value, dict | list)}
 
 
 def _clock(event: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
+from trainkit.job.attempt_end import is_guessed
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_events import AttemptEvents
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
@@ -144,7 +145,7 @@ class _Case:
         if match is not None:
             return self._found(match)
         if self.first is None and self.end.get("state") == "stopped":
-            return self._nothing("the run saved and stopped: " + str(self.end.get("reason")))
+            return self._nothing("the run stopped: " + str(self.end.get("reason")))
         return self._unknown()
 
     # What is searched.
@@ -231,7 +232,8 @@ class _Case:
 
     def _asked_from_outside(self) -> Match | None:
         """The reason for a stop that was requested: ranks that fail while they stop are not its cause."""
-        return self._best([self.files.end_text()], ("cause",))
+        known = list(self.files.slurm_text()) if is_guessed(self.end) else []
+        return self._best([*known, self.files.end_text()], ("cause",))
 
     def _explain(self) -> Match | None:
         own = None
@@ -247,7 +249,8 @@ class _Case:
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.was_killed):
             found = self._from_logs(own)
-        found = found or self._best(self.events.texts(), ("cause",))
+        if self.first is not None or not self.end:
+            found = found or self._best(self.events.texts(), ("cause",))
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:

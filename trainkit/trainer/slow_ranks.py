@@ -207,7 +207,8 @@ class SlowRanks:
         own, steps_s = list(zip(times[::NUM_TIMES], times[1::NUM_TIMES], strict=True)), self._steps_s
         self._window_s, self._steps_s = sum(steps_s), []
         if not self._has_started:
-            self._has_started = True  # compiling, and first accesses to files and memory
+            # The first whole window has what compiling and first accesses to files and memory take.
+            self._has_started = len(steps_s) >= WINDOW
             return []
         first = step - len(steps_s) + 1
         duration_s = statistics.median(steps_s)
