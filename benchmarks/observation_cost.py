@@ -2,12 +2,12 @@
 
     python -m benchmarks.observation_cost --pairs 2000
 
-Two ranks train on this machine in pairs of steps, one with everything on and one with everything off, in
-random order. On: the calls that record the progress of a step, the watchdog's check once per second, the
-times of this rank, and in steps that report, as every tenth does, those of all ranks in the all-reduce and
-their comparison (here each of two steps, not of ten). Off: none of them. Prints the median ratio of a pair
-with a bootstrap interval of 95 %, in wall time and in processor time of rank 0, for both kinds of steps and
-for pairs with nothing on in either, which show what the machine can tell apart. Then each part alone, and the
+Two ranks train on this machine in pairs of steps, one with the parts of its kind and one with none, in random
+order. Heartbeats are the calls that record the progress of a step, and the watchdog's check once per second.
+A usual step also takes the times of its rank; a step that reports, as every tenth does, adds those of all
+ranks to the all-reduce and compares them (here each of two steps, not of ten). Prints the median ratio of a
+pair with a bootstrap interval of 95 %, in wall time and in processor time of rank 0, for each kind and for
+pairs with nothing in either step, which show what the machine can tell apart. Then each part alone, and the
 share of a step that the parts make up at the pace of a real run; among them is the sampler of a node's
 health, a process of its own that no step waits for.
 """
@@ -36,6 +36,8 @@ from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.rundir import RunDir, append_jsonl, read_json, write_json
 
 NUM_RANKS = 2
+HEARTBEATS, USUAL, REPORT, OFF = "heartbeats alone", "a usual step", "a step that reports", "control"
+KINDS = (HEARTBEATS, USUAL, REPORT, OFF)
 CASES = {
     "small": ("model.num_layers=2", "data.seq_len=64"),
     "50 ms": ("model.num_layers=6", "model.dim=192", "data.seq_len=128"),
@@ -85,16 +87,17 @@ class Switch:
         self.watched = (trainer.progress, trainer.clock, trainer.slow_ranks)
         self.is_on = True
 
-    def set(self, is_on: bool, reports: bool) -> None:
-        """Turn everything on or off; all ranks must do so before the same step."""
+    def set(self, kind: str) -> None:
+        """Turn on what a kind of step has; all ranks must do so before the same step."""
         from trainkit.trainer import loop
 
-        trainer, self.is_on = self.trainer, is_on
-        trainer.progress, trainer.clock, trainer.slow_ranks = (
-            self.watched if is_on else (NoProgress(), NoClock(), None)
-        )
+        trainer, self.is_on = self.trainer, kind != OFF
+        progress, clock, slow_ranks = self.watched
+        trainer.progress = progress if self.is_on else NoProgress()
+        has_times = kind in (USUAL, REPORT)
+        trainer.clock, trainer.slow_ranks = (clock, slow_ranks) if has_times else (NoClock(), None)
         trainer.forward_backward._progress = trainer.progress
-        loop.is_reported = lambda step, world: reports
+        loop.is_reported = lambda step, world: kind == REPORT
 
     def watch(self) -> None:
         """Check for hangs once per second, as the watchdog's thread does."""
@@ -107,14 +110,11 @@ class Switch:
                 detector.check(time.monotonic())
 
 
-USUAL, REPORT, CONTROL = "a usual step", "a step that reports", "control"
-
-
 def order(num_pairs: int) -> list[tuple[str, bool]]:
-    """For each step its kind of pair, and whether it is the one to compare; the same on every rank."""
+    """For each step the kind of its pair, and whether it is the one of that kind; the same on every rank."""
     chance = random.Random(0)
     steps = []
-    for kind in (USUAL, REPORT, CONTROL) * num_pairs:
+    for kind in KINDS * num_pairs:
         pair = [(kind, True), (kind, False)]
         chance.shuffle(pair)
         steps += pair
@@ -147,7 +147,7 @@ def run_rank(path: str, environ: dict[str, str], num_pairs: int) -> None:
     for _ in range(2 * WINDOW):
         trainer.step()
     for kind, is_compared in order(num_pairs):
-        switch.set(is_compared and kind != CONTROL, is_compared and kind == REPORT)
+        switch.set(kind if is_compared else OFF)
         began_s, began_processor_s = time.perf_counter(), time.process_time()
         trainer.step()
         wall_s, processor_s = time.perf_counter() - began_s, time.process_time() - began_processor_s
@@ -251,10 +251,13 @@ def show(name: str, found: dict[str, Any]) -> None:
     steps = found["steps"]
     pairs = [sorted(steps[i : i + 2], key=lambda step: step[1]) for i in range(0, len(steps), 2)]
     step_s = median(first[2] for first, _ in pairs)
-    print(f"{name}: {1e3 * step_s:.1f} ms a step without, {len(pairs) // 3} pairs of each kind", flush=True)
+    print(
+        f"{name}: {1e3 * step_s:.1f} ms a step without, {len(pairs) // len(KINDS)} pairs of each kind",
+        flush=True,
+    )
     for index, clock in ((2, "wall time"), (3, "processor time of rank 0")):
         medians = {}
-        for kind in (USUAL, REPORT, CONTROL):
+        for kind in KINDS:
             ratios = [compared[index] / other[index] for other, compared in pairs if other[0] == kind]
             low, high = interval(ratios)
             medians[kind], bounds = 100 * (median(ratios) - 1), (100 * (low - 1), 100 * (high - 1))
