@@ -20,8 +20,7 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
 from trainkit.errors import UsageError
-from trainkit.job.attempt_end import WITHOUT_RECORD
-from trainkit.job.record import add_slurm_entry, create_job
+from trainkit.job.record import WITHOUT_RECORD, add_slurm_entry, create_job
 from trainkit.observe import run_text
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.run_text import read_log

@@ -16,7 +16,6 @@ from shlex import quote
 from typing import Any
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
-from trainkit.job.attempt_end import is_guessed
 from trainkit.job.processes import descendants
 from trainkit.job.record import (
     KILLED,
@@ -24,6 +23,7 @@ from trainkit.job.record import (
     add_slurm_entry,
     find_entry,
     is_exiting,
+    is_guessed,
     is_slurm,
     newest_entry,
     set_follow_ups,

@@ -25,6 +25,7 @@ from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.failure.records import agent_failure, dead_host_failure, first_rank_failure
 from trainkit.job.record import (
     KILLED,
+    WITHOUT_RECORD,
     find_entry,
     is_cancelled,
     is_cancelled_now,
@@ -53,14 +54,6 @@ LATE_RECORDS = 1000
 """The number of records after which none is late: those of an attempt may follow some of the next one."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
-
-
-WITHOUT_RECORD = "ended without a record"
-
-
-def is_guessed(end: Mapping[str, Any]) -> bool:
-    """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
-    return str(end.get("reason")).startswith(WITHOUT_RECORD)
 
 
 def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Decision:

@@ -404,6 +404,14 @@ def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
     return still_slow(read_jsonl(run.events_file, SLOWDOWN_EVENTS), attempt)
 
 
+WITHOUT_RECORD = "ended without a record"
+
+
+def is_guessed(end: Mapping[str, Any]) -> bool:
+    """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
+    return str(end.get("reason")).startswith(WITHOUT_RECORD)
+
+
 def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
     """As `open_slowdowns`, from the `SLOWDOWN_EVENTS` of a run."""
     found: dict[object, dict[str, Any]] = {}

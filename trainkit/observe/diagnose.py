@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from trainkit.job.attempt_end import is_guessed
+from trainkit.job.record import is_guessed
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_events import AttemptEvents
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
