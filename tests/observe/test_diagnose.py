@@ -236,6 +236,12 @@ def test_accounting_says_how_an_attempt_without_an_end_ended(
     write_json(run.attempt(1).end_file, guessed)
     prints(fake, "sacct", accounting_line("7", "PREEMPTED", start=NOON + 600))
     assert name_of(run, 1)[0] == "preempted"
+    record = {"rank": None, "host": "n1", "type": "HostLost", "message": "its host died, or …"}
+    write_json(run.attempt(1).end_file, {**guessed, "verdict": record})
+    assert name_of(run, 1)[0] == "preempted"
+    prints(fake, "sacct", accounting_line("7", "NODE_FAIL", start=NOON + 600))
+    done = CliRunner().invoke(cli, ["diagnose", str(run.path), "--attempt", "1"], standalone_mode=False)
+    assert "host n1 was lost" in done.stdout, "the record says which host"
     assert name_of(run, 2)[0] == "interrupted", "accounting has only the start before"
     prints(fake, "sacct", accounting_line("7", "REQUEUED", start=NOON + 1200))
     assert name_of(run, 2)[0] == "interrupted"

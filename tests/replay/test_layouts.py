@@ -78,12 +78,18 @@ def test_a_job_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "has not computed a step yet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interruption_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    run, temporary = tmp_path / "run", tmp_path / "tmp"
+def trained(folder: Path) -> tuple[Path, Path]:
+    """A run below a folder, and an empty folder for temporary files."""
+    run, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
     train(run, OPTIONS)
     add_job(run)
+    return run, temporary
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interruption_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    run, temporary = trained(tmp_path)
     argv = [sys.executable, "-m", "trainkit", "replay", str(run), "--step", "6"]
     with subprocess.Popen(
         argv, env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL
@@ -112,10 +118,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interruption_while_a_rank_is_started(tmp_path: Path, number: signal.Signals) -> None:
-    run, temporary = tmp_path / "run", tmp_path / "tmp"
-    temporary.mkdir()
-    train(run, OPTIONS)
-    add_job(run)
+    run, temporary = trained(tmp_path)
     argv = [sys.executable, "-c", AT_FORK.format(number=int(number)), "replay", str(run), "--step", "6"]
     environ = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -118,10 +118,11 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
     if attempt.number == run.attempt_numbers()[-1]:
         status = query_job_status([run], warn)[0]
     entry = find_entry(run, attempt.number)
-    is_running = status.job is not None and status.job.state.is_active
     end = read_end(attempt)
-    if entry is None or is_running or not (end is None or is_guessed(end)):
+    if entry is None or not (end is None or is_guessed(end)):
         return status
+    if status.job is not None and (status.job.state.is_active or status.job.is_terminal):
+        return status  # it runs, or accounting was asked already
     return replace(status, job=_ended_start(entry, warn) or status.job)
 
 

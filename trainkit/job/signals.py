@@ -123,7 +123,7 @@ def exit_on_stop() -> Iterator[None]:
 
 @contextmanager
 def signals_held() -> Iterator[Callable[[], None]]:
-    """Hold signals back while a child with a `preexec_fn` is started; yields what it must call.
+    """Hold signals back while a child with a `preexec_fn` is started; yields what the child must call.
 
     Python drops an exception that a signal handler raises inside a fork, and with it the request to stop.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
@@ -26,22 +26,21 @@ class AttemptEvents:
     def __init__(self, attempt: AttemptDir, failed_at: object) -> None:
         """`failed_at` is the time of the first failure: what happened later is not its cause."""
         self._attempt, self._failed_at = attempt, failed_at
+        self._numbered: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        """The last ones, with the numbers of their lines."""
         self._slowdowns: list[dict[str, Any]] = []
+        """Those of slow ranks, however long ago."""
+        with contextlib.suppress(OSError):  # missing, or on a disk that fails
+            self._read()
 
-    @cached_property
-    def _numbered(self) -> list[tuple[int, dict[str, Any]]]:
-        found: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
-        try:
-            with self._attempt.run.events_file.open("rb") as stream:
-                for number, line in enumerate(stream, 1):
-                    event = _event(line)
-                    if event.get("attempt") == self._attempt.number and self._is_before(event):
-                        found.append((number, event))
-                        if event["event"] in SLOWDOWN_EVENTS:
-                            self._slowdowns.append(event)  # however long ago
-        except OSError:
-            pass  # missing, or on a disk that fails
-        return list(found)
+    def _read(self) -> None:
+        with self._attempt.run.events_file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                event = _event(line)
+                if event.get("attempt") == self._attempt.number and self._is_before(event):
+                    self._numbered.append((number, event))
+                    if event["event"] in SLOWDOWN_EVENTS:
+                        self._slowdowns.append(event)
 
     def _is_before(self, event: Mapping[str, Any]) -> bool:
         time = event.get("time")
@@ -76,9 +75,9 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """What the advice may say: a save that was not published, and who was slow."""
-        events = [event for _, event in self._numbered]
-        saves = [event for event in events if event.get("event") in ("checkpoint_begin", *SAVE_ENDS)]
+        """The values for advice, by placeholder: the save that did not complete, and the slow rank."""
+        names = ("checkpoint_begin", *SAVE_ENDS)
+        saves = [event for _, event in self._numbered if event["event"] in names]
         values: dict[str, str] = {}
         if saves and saves[-1]["event"] == "checkpoint_begin" and isinstance(saves[-1].get("step"), int):
             step = saves[-1]["step"]

@@ -232,14 +232,17 @@ class _Case:
 
     def _asked_from_outside(self) -> Match | None:
         """The reason for a stop that was requested: ranks that fail while they stop are not its cause."""
-        known = list(self.files.slurm_text()) if is_guessed(self.end) else []
-        return self._best([*known, self.files.end_text()], ("cause",))
+        return self._best([self.files.end_text()], ("cause",))
 
     def _explain(self) -> Match | None:
         own = None
         if self.first is not None:
             own = self._best([self.first.text])
             own = own or self._best(self._rest_of_the_message(self.first), ("cause",))
+            if is_guessed(self.end):
+                known = self._best(self.files.slurm_text(), ("cause",))
+                if known is not None and (own is None or known.signature.name != own.signature.name):
+                    return known
             if own is not None and own.signature.role == "cascade":
                 own = self._before_the_cascade() or own
             if own is not None and own.signature.role == "cause":

@@ -1,0 +1,123 @@
+"""What the broken runs of the test cluster are made of: their list, their scripts, and changed hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.on_slurm import survival
+from tests.on_slurm.login import Login, settings
+from tests.support import broken_runs
+from trainkit.rundir import RunDir
+
+TIMEOUT_S = 100.0
+ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
+ONCE = settings("requeue.max=0", "requeue.grace_s=10")
+GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+WAIT = "if rank != 1: signal.pause()\n"
+Make = Callable[[Login], RunDir]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How a run is broken, and what is true of it: the cause, and the rank and host that failed first.
+
+    Without a host, all ranks fail alike, or none does.
+    """
+
+    make: Make
+    name: str | None
+    """The signature; None for a failure that only the user's code explains, and when nothing failed."""
+    rank: int | None = None
+    host: int | None = None
+    """The number of the host in the cluster."""
+    attempt: int = 1
+    cgroups: bool = False
+
+    def is_right(self, found: dict[str, Any], hosts: Sequence[str]) -> bool:
+        wanted: dict[str, Any] = {"name": self.name}
+        if self.host is not None:
+            wanted |= {"rank": self.rank, "host": hosts[self.host - 1]}
+        return {key: found[key] for key in wanted} == wanted
+
+
+BROKEN: dict[str, Broken] = {}
+
+
+def broken(
+    name: str | None, rank: int | None = None, host: int | None = None, **more: Any
+) -> Callable[[Make], Make]:
+    """Register a function that makes a broken run; its name is that of the run."""
+
+    def register(make: Make) -> Make:
+        BROKEN[make.__name__.replace("_", "-")] = Broken(make, name, rank, host, **more)
+        return make
+
+    return register
+
+
+# What the runs are made of.
+
+
+def command_run(login: Login, code: str, *options: str, launcher: str | None = None) -> RunDir:
+    """A run of a script on two hosts that fails once."""
+    script = login.script(broken_runs.PREAMBLE + code + "\n")
+    launch = ["--launcher", launcher] if launcher else []
+    command = [script] if launcher else ["python", script]
+    return login.submit(*ON_TWO_HOSTS, *ONCE, *options, *launch, "--", *command)
+
+
+def failed_command(login: Login, code: str, *options: str, launcher: str | None = None) -> RunDir:
+    run = command_run(login, code, *options, launcher=launcher)
+    login.wait_for_end(run, timeout_s=TIMEOUT_S)
+    return run
+
+
+def training(login: Login, *options: str, num_steps: int = 100_000) -> RunDir:
+    """A training on two hosts, which `requeue.max=0` lets fail once."""
+    config = survival.survivor_config(login.folder, num_steps)
+    return login.submit(*ONCE, *options, config=config)
+
+
+def running(login: Login, *options: str) -> RunDir:
+    """A training that computes steps."""
+    run = training(login, *options)
+    survival.wait_for_steps(run, 1, 3)
+    return run
+
+
+def end_of(login: Login, run: RunDir) -> RunDir:
+    login.wait_for_end(run, timeout_s=TIMEOUT_S)
+    return run
+
+
+def over(login: Login, run: RunDir) -> RunDir:
+    """A run whose job has left the queue, whether or not it recorded its end."""
+    login.wait_until_idle(TIMEOUT_S)
+    return run
+
+
+def on_host(login: Login, host: int, *argv: str) -> None:
+    login.cluster.run(argv, host=host, check=True)
+
+
+@contextmanager
+def changed_host(login: Login, host: int, change: Sequence[str], undo: Sequence[str]) -> Iterator[None]:
+    """Change something on one host only: each has its own mounts and its own network."""
+    on_host(login, host, *change)
+    try:
+        yield
+    finally:
+        login.cluster.run(undo, host=host)
+
+
+@contextmanager
+def hidden(login: Login, host: int, folder: Path) -> Iterator[None]:
+    """A host that sees an empty folder in the place of another one."""
+    with changed_host(
+        login, host, ["mount", "-t", "tmpfs", "tmpfs", str(folder)], ["umount", "--lazy", str(folder)]
+    ):
+        yield

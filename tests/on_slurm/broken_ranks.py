@@ -1,0 +1,244 @@
+"""Runs that end because of a rank: its code, its memory, its disk or its config."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+from tests.on_slurm import survival
+from tests.on_slurm.broken_cases import (
+    GROUP,
+    ONCE,
+    TIMEOUT_S,
+    broken,
+    changed_host,
+    command_run,
+    end_of,
+    failed_command,
+    hidden,
+    on_host,
+    over,
+    running,
+    training,
+)
+from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.shared_disk import shared_small_disk
+from tests.support.disks import fill
+from trainkit.rundir import RunDir
+
+# A rank fails.
+
+
+@broken("killed", 1, 2)
+def rank_killed(login: Login) -> RunDir:
+    """The other rank reports lost connections."""
+    run = running(login)
+    survival.kill_rank(run, 1)
+    return end_of(login, run)
+
+
+@broken("killed", 1, 2)
+def command_rank_killed(login: Login) -> RunDir:
+    code = GROUP + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    return failed_command(login, code)
+
+
+@broken("killed", 1, 2)
+def rank_segfault(login: Login) -> RunDir:
+    return failed_command(
+        login, GROUP + "if rank == 1:\n  import ctypes; ctypes.string_at(0)\ndist.barrier()"
+    )
+
+
+@broken(None, 1, 2)
+def exception_on_one_rank(login: Login) -> RunDir:
+    code = GROUP + "if rank == 1: raise ValueError('12 labels for 10 classes')\ndist.barrier()"
+    return failed_command(login, code)
+
+
+@broken(None, 1, 2)
+def torchrun_exception(login: Login) -> RunDir:
+    code = GROUP + "if rank == 1: raise KeyError('labels')\ndist.barrier()"
+    return failed_command(login, code, launcher="torchrun")
+
+
+@broken("killed", 2, 2)
+def torchrun_rank_killed(login: Login) -> RunDir:
+    """One of two ranks of the second host's torchrun."""
+    code = GROUP + "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    return failed_command(login, code, "--gpus-per-node", "2", launcher="torchrun")
+
+
+@broken("import-error", 3, 2)
+def torchrun_import(login: Login) -> RunDir:
+    code = GROUP + "if rank == 3: import a_package_that_is_not_there\ndist.barrier()"
+    return failed_command(login, code, "--gpus-per-node", "2", launcher="torchrun")
+
+
+@broken("missing-file", 1, 2)
+def data_on_one_host(login: Login) -> RunDir:
+    """A file on a node's own disk, which was copied to the first host only."""
+    (login.cluster.local_disk(1) / "train.bin").write_text("tokens")
+    return failed_command(login, GROUP + "open('/var/tmp/train.bin').read()\ndist.barrier()")
+
+
+@broken("missing-file", 1, 2)
+def training_data_on_one_host(login: Login) -> RunDir:
+    config = survival.survivor_config(login.folder)
+    (login.folder / "data").mkdir()
+    text = shutil.copy(login.folder / "text.txt", login.folder / "data/text.txt")
+    with hidden(login, 2, login.folder / "data"):
+        run = login.submit(*ONCE, *settings(f"data.source={text}"), config=config)
+        return end_of(login, run)
+
+
+@broken("host-oom", 1, 2, cgroups=True)
+def memory(login: Login) -> RunDir:
+    """Rank 1 uses more than the memory of the job, and the kernel kills it."""
+    code = "if rank == 1: kept = [bytearray(1 << 26) for _ in range(64)]\nsignal.pause()"
+    return failed_command(login, code, *settings("resources.mem=300M"))
+
+
+@broken("host-oom", 1, 2, cgroups=True)
+def memory_per_node(login: Login) -> RunDir:
+    code = "if rank == 1: kept = [bytearray(1 << 26) for _ in range(64)]\nsignal.pause()"
+    return failed_command(login, code, *settings("resources.mem=300M"), "--per", "node")
+
+
+@broken("host-oom", cgroups=True)
+def memory_of_the_agents(login: Login) -> RunDir:
+    """Shared memory is not freed with the rank, so the kernel kills the agent too."""
+    code = (
+        "if rank == 1:\n  with open('/dev/shm/fill', 'wb') as f:\n    while True: f.write(b'x' * (1 << 20))\n"
+    )
+    run = command_run(login, code + "signal.pause()", *settings("resources.mem=300M"), "--per", "node")
+    return over(login, run)
+
+
+@broken("hang", 1, 2)
+def rank_stopped(login: Login) -> RunDir:
+    run = running(login, *settings("requeue.hang_min_s=8", "requeue.hang_factor=2"))
+    survival.pause([survival.ranks_of(run)[1]])
+    return end_of(login, run)
+
+
+@broken("hang")
+def command_silent(login: Login) -> RunDir:
+    """Rank 1 of a script no longer takes part; `requeue.silence_s` ends the run."""
+    code = GROUP + "if rank == 1: time.sleep(600)\ndist.barrier()"
+    return failed_command(login, code, *settings("requeue.silence_s=10"))
+
+
+@broken("collective-timeout", 2, 2)
+def collective_timeout(login: Login) -> RunDir:
+    """Rank 2 does not take part in a collective; the time-out of the group ends the other ranks."""
+    code = "import datetime, torch, torch.distributed as dist\n"
+    code += "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\ndist.barrier()\n"
+    code += "if rank == 2: time.sleep(600)\ndist.all_reduce(torch.ones(4))"
+    return failed_command(login, code, "--gpus-per-node", "2")
+
+
+# Disks, checkpoints and configs.
+
+
+@broken("disk-full", 0, 1)
+def checkpoint_on_a_full_disk(login: Login) -> RunDir:
+    """The disk of the run folder has no space for a checkpoint."""
+    with shared_small_disk(login.cluster, login.folder / "disk", "8m") as disk:
+        run = training(login, "--run-dir", str(disk / "run"), num_steps=40)
+        survival.wait_for_steps(run, 1, 1)
+        filler = fill(disk, 64_000)
+        job_id = login.job_id(run)
+        wait_for(lambda: job_id not in login.jobs(), "the end of the job", TIMEOUT_S, 1)
+        filler.unlink()
+        kept = login.folder / "kept"
+        shutil.copytree(run.path, kept / "run", symlinks=True)
+    (login.folder / "disk").rmdir()
+    kept.rename(login.folder / "disk")
+    return run
+
+
+@broken("read-only", 0, 1)
+def checkpoint_on_a_read_only_disk(login: Login) -> RunDir:
+    """The file system of the checkpoints becomes read-only, as after an error of the disk."""
+    run = training(login, num_steps=60)
+    survival.wait_for_steps(run, 1, 3)
+    folder = str(run.checkpoints_dir)
+    on_host(login, 1, "mount", "--bind", folder, folder)
+    try:
+        on_host(login, 1, "mount", "-o", "remount,bind,ro", folder)
+        return end_of(login, run)
+    finally:
+        login.cluster.run(["umount", "--lazy", folder], host=1)
+
+
+@broken("diverged")
+def diverged_on_two_hosts(login: Login) -> RunDir:
+    return end_of(login, training(login, *settings("optimizer.lr=1e30"), num_steps=100))
+
+
+@broken("shape-mismatch")
+def resumed_with_another_model(login: Login) -> RunDir:
+    """The weights of a run as the start of a wider model."""
+    first = training(login, *settings("train.steps=3", "train.global_batch_size=32"))
+    login.finish(first)
+    weights = settings(f"model.init_from={first.path}", "model.dim=96")
+    run = login.submit(*ONCE, "--name", "wider", *weights, config=login.folder / "survivor.yaml")
+    return end_of(login, run)
+
+
+@broken("shape-mismatch")
+def checkpoint_of_another_model(login: Login) -> RunDir:
+    """A script whose model changed since its checkpoint was saved."""
+    code = GROUP + "torch.save(torch.nn.Linear(4, 16).state_dict(), f'{rank}.pt')\ndist.barrier()\n"
+    return failed_command(login, code + "torch.nn.Linear(4, 8).load_state_dict(torch.load(f'{rank}.pt'))")
+
+
+SMALL_SHM = ["mount", "-o", "remount,size=64k", "/dev/shm"]
+LARGE_SHM = ["mount", "-o", "remount,size=1g", "/dev/shm"]
+
+
+@broken("shared-memory", 1, 2)
+def shared_memory_full(login: Login) -> RunDir:
+    """The /dev/shm of the second host is too small when the ranks start."""
+    with changed_host(login, 2, SMALL_SHM, LARGE_SHM):
+        return failed_command(login, "signal.pause()")
+
+
+@broken("shared-memory", 1, 2)
+def shared_memory_of_a_loader(login: Login) -> RunDir:
+    """A loader process passes its batches through a /dev/shm of 64 KiB on the second host."""
+    code = GROUP + f"import subprocess\nif rank == 1: subprocess.run({SMALL_SHM}, check=True)\n"
+    code += "from torch.utils.data import DataLoader\ndata = [torch.zeros(1 << 20)] * 8\n"
+    code += "if __name__ == '__main__':\n  for batch in DataLoader(data, num_workers=1): dist.barrier()"
+    try:
+        return failed_command(login, code)
+    finally:
+        login.cluster.run(LARGE_SHM, host=2)
+
+
+@broken("bad-config")
+def config_edited(login: Login) -> RunDir:
+    """The config of the run is edited while the job waits."""
+    run = training(login, *settings("resources.extra.hold=true"))
+    files = [run.config_file, *run.path.glob("attempts/*/config.yaml")]
+    for file in files:
+        if file.exists():
+            file.write_text(re.sub(r"log_every: 1\b", "log_every: often", file.read_text()))
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    return over(login, run)
+
+
+@broken("bad-config")
+def wrong_argument(login: Login) -> RunDir:
+    code = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
+    code += "parser.parse_args(['--rl', '3'])"
+    return failed_command(login, code)
+
+
+@broken("no-internet")
+def no_internet(login: Login) -> RunDir:
+    code = (
+        "from huggingface_hub import hf_hub_download\nhf_hub_download('openai-community/gpt2', 'config.json')"
+    )
+    return failed_command(login, code)
