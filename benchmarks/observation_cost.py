@@ -110,18 +110,18 @@ class Switch:
                 detector.check(time.monotonic())
 
 
-def order(num_pairs: int) -> list[tuple[str, bool]]:
+def order(kinds: Sequence[str], num_pairs: int) -> list[tuple[str, bool]]:
     """For each step the kind of its pair, and whether it is the one of that kind; the same on every rank."""
     chance = random.Random(0)
     steps = []
-    for kind in KINDS * num_pairs:
+    for kind in [*kinds] * num_pairs:
         pair = [(kind, True), (kind, False)]
         chance.shuffle(pair)
         steps += pair
     return steps
 
 
-def run_rank(path: str, environ: dict[str, str], num_pairs: int) -> None:
+def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs: int) -> None:
     """Train as one rank; rank 0 writes its times, as ``[kind, is_compared, wall_s, processor_s]`` a step."""
     os.environ.update(environ)
     import torch
@@ -146,7 +146,7 @@ def run_rank(path: str, environ: dict[str, str], num_pairs: int) -> None:
     times = []
     for _ in range(2 * WINDOW):
         trainer.step()
-    for kind, is_compared in order(num_pairs):
+    for kind, is_compared in order(kinds, num_pairs):
         switch.set(kind if is_compared else OFF)
         began_s, began_processor_s = time.perf_counter(), time.process_time()
         trainer.step()
@@ -221,7 +221,7 @@ def interval(ratios: Sequence[float], seed: int = 0, rounds: int = 2000) -> tupl
     return found[round(0.025 * rounds)], found[round(0.975 * rounds) - 1]
 
 
-def measure(overrides: Sequence[str], num_pairs: int) -> dict[str, Any]:
+def measure(overrides: Sequence[str], kinds: Sequence[str], num_pairs: int) -> dict[str, Any]:
     """The times of the steps of a model, and of the parts."""
     total = 100 * num_pairs
     options = [*overrides, f"train.steps={total}", "parallel.dp_replicate=2", "train.log_every=1000000"]
@@ -230,7 +230,7 @@ def measure(overrides: Sequence[str], num_pairs: int) -> dict[str, Any]:
         attempt = make_attempt(Path(folder) / "run", options, NUM_RANKS)
         path = str(attempt.run.path)
         ranks = [
-            spawn.Process(target=run_rank, args=(path, environ, num_pairs), daemon=True)
+            spawn.Process(target=run_rank, args=(path, environ, kinds, num_pairs), daemon=True)
             for environ in environs(attempt, NUM_RANKS)
         ]
         for rank in ranks:
@@ -244,7 +244,7 @@ def measure(overrides: Sequence[str], num_pairs: int) -> dict[str, Any]:
         return found
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def show(name: str, kinds: Sequence[str], found: dict[str, Any]) -> None:
     """Print the shares of a step."""
     from trainkit.trainer.slow_ranks import WINDOW
 
@@ -252,18 +252,19 @@ def show(name: str, found: dict[str, Any]) -> None:
     pairs = [sorted(steps[i : i + 2], key=lambda step: step[1]) for i in range(0, len(steps), 2)]
     step_s = median(first[2] for first, _ in pairs)
     print(
-        f"{name}: {1e3 * step_s:.1f} ms a step without, {len(pairs) // len(KINDS)} pairs of each kind",
+        f"{name}: {1e3 * step_s:.1f} ms a step without, {len(pairs) // len(kinds)} pairs of each kind",
         flush=True,
     )
     for index, clock in ((2, "wall time"), (3, "processor time of rank 0")):
         medians = {}
-        for kind in KINDS:
+        for kind in kinds:
             ratios = [compared[index] / other[index] for other, compared in pairs if other[0] == kind]
             low, high = interval(ratios)
             medians[kind], bounds = 100 * (median(ratios) - 1), (100 * (low - 1), 100 * (high - 1))
             print(f"  {kind}, {clock}: {medians[kind]:+.2f} % ({bounds[0]:+.2f} to {bounds[1]:+.2f})")
-        mean = (medians[REPORT] + (WINDOW - 1) * medians[USUAL]) / WINDOW
-        print(f"  one in {WINDOW} reports, {clock}: {mean:+.2f} %")
+        if {USUAL, REPORT} <= medians.keys():
+            mean = (medians[REPORT] + (WINDOW - 1) * medians[USUAL]) / WINDOW
+            print(f"  one in {WINDOW} reports, {clock}: {mean:+.2f} %")
     share = 0.0
     for part, seconds in found["parts"].items():
         every_s = {"watchdog, per check": WATCHDOG_EVERY_S, "health, per sample": HEALTH_EVERY_S}.get(part)
@@ -280,12 +281,14 @@ def main() -> int:
     )
     parser.add_argument("--pairs", type=int, default=2000, help="pairs of steps of each kind")
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="a file for the times, as JSON")
     args = parser.parse_args()
+    kinds = args.kind or KINDS
     results = {}
     for name in args.case or CASES:
-        results[name] = measure(CASES[name], args.pairs)
-        show(name, results[name])
+        results[name] = measure(CASES[name], kinds, args.pairs)
+        show(name, kinds, results[name])
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=2) + "\n")
     return 0
