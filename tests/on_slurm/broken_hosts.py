@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.on_slurm import survival
@@ -278,17 +276,5 @@ def interface_on_one_host_only(login: Login) -> RunDir:
 @broken("port-in-use", 0, 1)
 def port_taken(login: Login) -> RunDir:
     """A script with a fixed port, which a process of another job still uses on the first host."""
-    listen = (
-        "import socket, time; s = socket.create_server(('', 29500)); print(s, flush=True); time.sleep(600)"
-    )
-    argv = login.cluster.command_line([sys.executable, "-c", listen], 1, "/")
-    other = subprocess.Popen(argv, stdout=subprocess.PIPE)
-    try:
-        assert other.stdout is not None
-        other.stdout.readline()
-        code = "os.environ['MASTER_PORT'] = '29500'\n" + GROUP
-        return failed_command(login, code)
-    finally:
-        login.cluster.run(["pkill", "-f", "create_server.*29500"], host=1)
-        other.kill()
-        other.wait()
+    with login.port_held(1, 29500):
+        return failed_command(login, "os.environ['MASTER_PORT'] = '29500'\n" + GROUP)

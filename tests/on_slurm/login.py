@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,6 +131,22 @@ class Login:
         }
         environ = {**self.cluster.environ, **self.env}
         return subprocess.Popen(list(argv), cwd=self.folder, env=environ, **given)
+
+    @contextmanager
+    def port_held(self, host: int, port: int) -> Iterator[None]:
+        """A process of another job listens on a port of a host, until its stdin is closed."""
+        listen = (
+            f"import socket, sys; s = socket.create_server(('', {port})); "
+            "print('up', flush=True); sys.stdin.read()"
+        )
+        argv = self.cluster.command_line([sys.executable, "-c", listen], host, "/")
+        holder = self.start(argv, stdin=subprocess.PIPE)
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "up\n"
+            yield
+        finally:
+            holder.communicate()
 
     def submit(self, *args: str, config: Path | None = None, **more: Any) -> RunDir:
         """The run that `trainkit submit` made."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -135,17 +134,8 @@ def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
 
 
 def test_port_in_use_on_one_host_is_found(login: Login) -> None:
-    listen = (
-        "import socket, sys; s = socket.create_server(('', 9871)); print('up', flush=True); sys.stdin.read()"
-    )
-    argv = login.cluster.command_line([sys.executable, "-c", listen], 2, "/")
-    holder = login.start(argv, stdin=subprocess.PIPE)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "up\n"
+    with login.port_held(2, 9871):
         found = failures(checks(login, "--quick", "--nodes", "2", "--port", "9871", code=1))
-    finally:
-        holder.communicate()  # which closes its stdin
     assert found == {(login.cluster.hosts[1], "port"): "9871 is in use"}
 
 

@@ -396,20 +396,20 @@ def discard_attempt(attempt: AttemptDir) -> None:
                 write_atomic(newest, own.read_text(encoding="utf-8"))
 
 
-SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
-
-
-def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
-    """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
-    return still_slow(read_jsonl(run.events_file, SLOWDOWN_EVENTS), attempt)
-
-
 WITHOUT_RECORD = "ended without a record"
 
 
 def is_guessed(end: Mapping[str, Any]) -> bool:
     """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
     return str(end.get("reason")).startswith(WITHOUT_RECORD)
+
+
+SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
+
+
+def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
+    """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
+    return still_slow(read_jsonl(run.events_file, SLOWDOWN_EVENTS), attempt)
 
 
 def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
