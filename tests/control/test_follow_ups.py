@@ -182,6 +182,16 @@ def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
     assert live_entry(run, "resume") is None
 
 
+def test_a_job_that_has_recorded_its_end_gets_a_moment_to_leave_the_queue(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
+    monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
+    assert live_entry(run, "resume") is not None  # it runs: nothing to wait for
+    write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
+    assert live_entry(run, "resume") is None
+
+
 def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(run.path / "state"))
     monkeypatch.chdir(run.path)

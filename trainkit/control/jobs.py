@@ -198,7 +198,8 @@ def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
     if not is_slurm(entry):
         return _live_local_entry(run, entry, command)
     try:
-        return entry if liveness(entry) is Liveness.ALIVE else _follow_up_entry(run, entry)
+        is_alive = not _wait_until_exited(run, entry)
+        return entry if is_alive else _follow_up_entry(run, entry)
     except SlurmError:
         if is_exiting(run, entry):
             return None
@@ -206,9 +207,7 @@ def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
 
 
 def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[str, Any] | None:
-    if is_exiting(run, entry):
-        # The supervisor is about to exit and ignores signals.
-        _wait_until_process_gone(entry, SUPERVISOR_EXIT_S)
+    _wait_until_exited(run, entry)
     state = local_liveness(entry)
     if state is Liveness.UNKNOWN:
         raise UsageError(
@@ -216,6 +215,11 @@ def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[
             hint=f"run `trainkit {command} {quote(str(run.path))}` on that host",
         )
     return entry if state is Liveness.ALIVE else None
+
+
+def _wait_until_exited(run: RunDir, entry: Mapping[str, Any]) -> bool:
+    """Whether the job is gone; one that has recorded its end gets a moment, since it ignores signals now."""
+    return _wait_until_gone(entry, SUPERVISOR_EXIT_S if is_exiting(run, entry) else 0.0)
 
 
 def _follow_up_entry(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
@@ -306,7 +310,7 @@ def _kill_processes(run: RunDir, entry: Mapping[str, Any]) -> None:
     for pid in (entry["pid"], *descendants(entry["pid"])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if not _wait_until_process_gone(entry, KILL_TIMEOUT_S):
+    if not _wait_until_gone(entry, KILL_TIMEOUT_S):
         raise TrainkitError(
             f"{entry['job_id']} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
             hint=f"`ps -o pid,stat,wchan {entry['pid']}` shows what it waits for",
@@ -346,22 +350,17 @@ def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
 
 def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> bool:
     """Wait until the job has ended; False if it is still alive after `timeout_s`."""
-    if not is_slurm(entry):
-        return _wait_until_process_gone(entry, timeout_s)
-    deadline_s = time.monotonic() + timeout_s
-    while not is_exiting(run, entry) and liveness(entry) is Liveness.ALIVE:
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(FIRST_QUERY_INTERVAL_S)
-    return True
+    return _wait_until_gone(entry, timeout_s, lambda: is_slurm(entry) and is_exiting(run, entry))
 
 
-def _wait_until_process_gone(entry: Mapping[str, Any], timeout_s: float) -> bool:
+def _wait_until_gone(
+    entry: Mapping[str, Any], timeout_s: float, is_over: Callable[[], bool] = lambda: False
+) -> bool:
     deadline_s = time.monotonic() + timeout_s
-    while local_liveness(entry) is Liveness.ALIVE:
-        if time.monotonic() > deadline_s:
+    while not is_over() and liveness(entry) is Liveness.ALIVE:
+        if time.monotonic() >= deadline_s:
             return False
-        time.sleep(LOCAL_POLL_S)
+        time.sleep(FIRST_QUERY_INTERVAL_S if is_slurm(entry) else LOCAL_POLL_S)
     return True
 
 
