@@ -11,7 +11,7 @@ import pytest
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
 from trainkit.observe.run_files import RunFiles
-from trainkit.observe.run_view import RunView, event_text, percentile, read_view
+from trainkit.observe.run_view import RunView, SlowestRank, event_text, percentile, read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, chart_rows, number, resampled, sparkline, view_lines
 from trainkit.rundir import RunDir, write_json
@@ -40,6 +40,8 @@ def test_numbers_of_a_running_run(tmp_path: Path) -> None:
     assert view.step_p50_s == pytest.approx(1.9, rel=0.03)
     assert view.data_wait_share == pytest.approx(0.012 / 1.9, rel=0.05)
     assert (view.mfu, view.mem_gib_peak, view.mem_gib_total) == (0.412, 61.25, 79.65)
+    assert view.slowest_rank == SlowestRank(6, "node002", 0.3217, 0.3189)
+    assert view.to_dict()["slowest_rank"]["host"] == "node002"
 
 
 def test_what_is_lost_without_a_save_counts_from_the_state_that_was_saved(tmp_path: Path) -> None:

@@ -96,6 +96,10 @@ class Watched:
             "data_wait_s": 0.012,
             "mem_gib_peak": 61.25,
             "samples_seen": step * 32,
+            "slowest_rank": 6,
+            "slowest_host": "node002",
+            "slowest_rank_s": 0.3217,
+            "other_ranks_s": 0.3189,
         }
 
     def health(self, age_s: float = 4.0, **changed: Mapping[str, Any]) -> Watched:

@@ -140,6 +140,23 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
     assert found.rank == 2
 
 
+def test_the_slowest_rank_is_known_without_being_slow() -> None:
+    ranks = SlowRanks(Layout(pp=2, dp_shard=3), on_gpu=True)
+    play(ranks, range(1, 11), 6, {})
+    assert ranks.slowest is None, "the first window starts up"
+    times = [(0.001, 0.020), (0.001, 0.022), (0.001, 0.021), (0.0, 0.1), (0.003, 0.1), (0.0, 0.1)]
+    assert add(ranks, [(step, times, STEP_S) for step in range(11, 41)]) == []
+    found = ranks.slowest
+    assert found is not None
+    assert found.rank == 4, "3 ms behind the others of its stage"
+    assert found.to_record([f"node{rank}" for rank in range(6)]) == {
+        "slowest_rank": 4,
+        "slowest_host": "node4",
+        "slowest_rank_s": 0.103,
+        "other_ranks_s": 0.1,
+    }
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
     ranks = SlowRanks(Layout(dp_shard=16), on_gpu=True)
@@ -254,6 +271,9 @@ def test_a_rank_with_a_slow_loader_is_named_for_its_data(tmp_path: Path) -> None
     [found, *_] = [event for event in slow_events(attempt.run) if event["rank"] == 1]
     assert found["phase"] == "data"
     assert found["own_s"] > 8 * 0.02
+    last = read_metrics(attempt.run)[-1]
+    assert (last["slowest_rank"], last["slowest_host"]) == (1, found["host"])
+    assert last["slowest_rank_s"] > 8 * 0.02 > last["other_ranks_s"]
     assert "is slow since step" in attempt.rank_log(0).read_text()
 
 

@@ -65,6 +65,18 @@ class NodeRow:
 
 
 @dataclass(frozen=True)
+class SlowestRank:
+    """The rank that holds the others up most, by however little."""
+
+    rank: int
+    host: str
+    own_s: float
+    """Its time of a step before the first collective, in seconds."""
+    usual_s: float
+    """That of the others."""
+
+
+@dataclass(frozen=True)
 class Notice:
     """Something that needs attention; `time` is None for what holds now."""
 
@@ -99,6 +111,7 @@ class RunView:
     """Of the newest records, like `step_p95_s` and `data_wait_share`."""
     step_p95_s: float | None
     data_wait_share: float | None
+    slowest_rank: SlowestRank | None
     mem_gib_peak: float | None
     """Of the rank with the most; of a GPU, or of a process where there are none."""
     mem_gib_total: float | None
@@ -140,6 +153,7 @@ class RunView:
         """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
         own = {name: value for name, value in vars(self).items() if name not in ("status", "curves")}
         own["nodes"] = [asdict(node) for node in self.nodes]
+        own["slowest_rank"] = None if self.slowest_rank is None else asdict(self.slowest_rank)
         own["notices"] = [asdict(notice) for notice in self.notices]
         return {**self.status.to_dict(), **own}
 
@@ -182,6 +196,7 @@ def read_view(
         step_p50_s=percentile(steps_s, 0.50),
         step_p95_s=percentile(steps_s, 0.95),
         data_wait_share=_data_wait_share(own),
+        slowest_rank=_slowest_rank(last),
         mem_gib_peak=last.get("mem_gib_peak"),
         mem_gib_total=max(gpu_total, default=None),
         checkpoint_step=saved.get("step"),
@@ -240,6 +255,14 @@ def percentile(ordered: Sequence[float], share: float) -> float | None:
     if not ordered:
         return None
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _slowest_rank(record: Mapping[str, Any]) -> SlowestRank | None:
+    rank, host = record.get("slowest_rank"), record.get("slowest_host")
+    own_s, usual_s = record.get("slowest_rank_s"), record.get("other_ranks_s")
+    if not (is_number(rank) and is_number(own_s) and is_number(usual_s)):
+        return None
+    return SlowestRank(int(rank), str(host), own_s, usual_s)
 
 
 def _data_wait_share(records: Sequence[Mapping[str, Any]]) -> float | None:

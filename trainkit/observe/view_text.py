@@ -199,9 +199,19 @@ def _numbers(view: RunView, size: Size, has_charts: bool) -> list[Text]:
     return [
         *lines,
         _line("step", Text(f"{steps}{waits}{DOT}MFU {mfu}")),
+        *_slowest_rank(view),
         _line("memory", Text(_memory(view))),
         _line("checkpoint", _checkpoint(view)),
     ]
+
+
+def _slowest_rank(view: RunView) -> list[Text]:
+    """Of a run that has ended, the failure and the nodes need the line more."""
+    found = view.slowest_rank
+    if found is None or not view.status.is_active:
+        return []
+    times = f"{1e3 * found.own_s:,.1f} ms to its first collective, others {1e3 * found.usual_s:,.1f} ms"
+    return [_line("slowest", Text(f"rank {found.rank} on {found.host}{DOT}{times}"))]
 
 
 def _speed(view: RunView) -> Text:

@@ -323,7 +323,9 @@ class Trainer:
         if self._steps_done == 1 and self.world.is_main:
             record_event(self.run, self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
-            self.metrics.write(self.state, report, lr, validation)
+            slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
+            ranks = None if slowest is None else slowest.to_record(self.hosts)
+            self.metrics.write(self.state, report, lr, validation, ranks)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

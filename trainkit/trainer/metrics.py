@@ -36,7 +36,10 @@ SCALARS = (
 )
 
 RECORD_KEYS = frozenset(
-    (*SCALARS, "step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen")
+    (
+        *(*SCALARS, "step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen"),
+        *("slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
+    )
 )
 """The keys that every record can have; the metrics of a user's task have others."""
 
@@ -133,9 +136,17 @@ class Metrics:
         self._interval.paused_s += pause_s
 
     def write(
-        self, state: TrainingState, report: StepReport, lr: float, validation: StepReport | None
+        self,
+        state: TrainingState,
+        report: StepReport,
+        lr: float,
+        validation: StepReport | None,
+        ranks: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the record of the step that just ended, on rank 0, and begin a new interval."""
+        """Write the record of the step that just ended, on rank 0, and begin a new interval.
+
+        `ranks` are the values about the slowest rank, if there are any.
+        """
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self._world.is_main:
             return
@@ -157,6 +168,7 @@ class Metrics:
             "mem_gib_peak": round(peak_memory_gib(self._world.device), 4),
             "samples_seen": state.samples_seen,
         }
+        record |= ranks or {}
         record |= _finite(report.metrics)
         if validation is not None:
             record["val_loss"] = validation.loss

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -164,6 +164,26 @@ class Slowdown:
     """That of the others, or of the run's past."""
 
 
+@dataclass(frozen=True)
+class SlowestRank:
+    """The rank with the longest time before its first collective in a window, slow or not."""
+
+    rank: int
+    own_s: float
+    """Its mean time of a step, in seconds."""
+    usual_s: float
+    """That of the others."""
+
+    def to_record(self, hosts: Sequence[str]) -> dict[str, Any]:
+        """The values for a record of the metrics; `hosts` are those of all ranks."""
+        return {
+            "slowest_rank": self.rank,
+            "slowest_host": hosts[self.rank],
+            "slowest_rank_s": round(self.own_s, 6),
+            "other_ranks_s": round(self.usual_s, 6),
+        }
+
+
 @dataclass
 class _Episode:
     """A rank, or the run, that seems slow, and the windows in a row that say so or no longer do."""
@@ -193,6 +213,8 @@ class SlowRanks:
         self._episodes: dict[int | None, _Episode] = {}
         self._has_started = False
         self._window_s = 0.0
+        self.slowest: SlowestRank | None = None
+        """Of the newest window; None where ranks are not compared."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
         """Add a step; returns what changed, at the end of a window.
@@ -219,10 +241,12 @@ class SlowRanks:
 
     def _of_ranks(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
         min_excess_s = max(MIN_EXCESS_S, MIN_EXCESS_SHARE * step_s if self._has_local_forward else 0.0)
+        self.slowest = None
         for group in self._groups:
             if len(group) < 2:
                 continue
             median = _median_times([own[rank] for rank in group])
+            self._note_slowest(group, own)
             limit = sum(median) * (1.0 if len(group) < FEW else RATIO)
             for rank in group:
                 total_s = sum(own[rank])
@@ -237,6 +261,14 @@ class SlowRanks:
                     waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
                     phase: Phase = "data" if waits else "compute"
                     yield self._judge(rank, is_slow, first, WINDOWS, phase, total_s, usual_s)
+
+    def _note_slowest(self, group: Sequence[int], own: Sequence[Times]) -> None:
+        totals = {rank: sum(own[rank]) for rank in group}
+        rank = max(totals, key=totals.__getitem__)
+        own_s = totals.pop(rank)
+        found = SlowestRank(rank, own_s, statistics.median(totals.values()))
+        if self.slowest is None or own_s - found.usual_s > self.slowest.own_s - self.slowest.usual_s:
+            self.slowest = found
 
     def _of_run(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
         data_s, compute_s = _median_times(own)
