@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from steering import Desk
 
+from tests.support.benches import train_made_up
+from trainkit.bench import run_bench
+from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
 from trainkit.job.array_tasks import create_task_run
-from trainkit.rundir import read_json
+from trainkit.rundir import RunDir, read_json, write_json
 from trainkit.rungroup import RunGroup
+from trainkit.slurm import control
+from trainkit.slurm.client import SlurmRefused
 from trainkit.submit import array_spec, sbatch_backend
 
 CURVE = """
@@ -117,30 +123,135 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     assert json.loads(collected.stdout)["rows"] == value["rows"]
 
 
-def test_on_slurm_the_rounds_are_one_array(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+SIZES = ("--sweep", "train.device_batch_size=2,4", "--sweep", "resources.gpus_per_node=1,2")
+BATCH, GPUS = "train.device_batch_size", "resources.gpus_per_node"
+
+
+class Sbatch:
+    """Takes scripts as jobs 77, 78, …, and refuses the one with the number `refused`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: list[list[str]] = []
+        """The options of each."""
+        self.refused: int | None = None
+        self.cancelled: list[str] = []
+        monkeypatch.setattr(array_spec, "show_config", dict)
+        monkeypatch.setattr(sbatch_backend, "submit_script", self.submit)
+        monkeypatch.setattr(control, "cancel", self.cancelled.extend)
+
+    def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
+        if len(self.taken) == self.refused:
+            raise SlurmRefused("sbatch: error: Job violates accounting/QOS policy")
+        self.taken.append([script.parent.name, *extra_argv])
+        return str(76 + len(self.taken))
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+    """A folder with a config, and a Slurm that runs nothing."""
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     (tmp_path / "small.yaml").write_text("name: small\ndevice: cpu\ndata: {source: text.txt, seq_len: 32}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(array_spec, "show_config", dict)
-    monkeypatch.setattr(sbatch_backend, "submit_script", lambda *args, **more: "77")
+    monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
+    return Sbatch(monkeypatch)
+
+
+def submit(*args: str) -> int:
     typed = ["bench", "settings", "small.yaml", "--backend", "sbatch", "--no-snapshot", "--out", "out"]
-    sweeps = ["--sweep", "train.device_batch_size=2,4", "--sweep", "resources.gpus_per_node=1,2"]
-    assert main([*typed, *sweeps, "--repeats", "2"]) == 0
+    return main([*typed, *args])
+
+
+def test_on_slurm_the_rounds_are_one_array(tmp_path: Path, sbatch: Sbatch) -> None:
+    assert submit("--sweep", f"{BATCH}=2,4", "--repeats", "2") == 0
     group = RunGroup(tmp_path / "out")
     assert group.record["array"] == "0-3%1"
-    size, gpus = "train.device_batch_size", "resources.gpus_per_node"
     assert [point.values for point in group.points.values()] == [
-        {size: 2, gpus: 1, "repeat": 1},
-        {size: 4, gpus: 1, "repeat": 1},
-        {size: 2, gpus: 1, "repeat": 2},
-        {size: 4, gpus: 1, "repeat": 2},
+        {BATCH: 2, "repeat": 1},
+        {BATCH: 4, "repeat": 1},
+        {BATCH: 2, "repeat": 2},
+        {BATCH: 4, "repeat": 2},
     ]
     run = group.run(1)
     create_task_run(run, "77_1")
     assert read_json(run.plan_file)["batch"]["device_batch_size"] == 4
-    assert "needs another job than train.device_batch_size=2, resources.gpus_per_node=1" in (
-        capsys.readouterr().err
-    )
+    assert sbatch.taken == [["out"]]
+
+
+def test_on_slurm_jobs_that_differ_are_arrays_that_wait_for_each_other(
+    tmp_path: Path, sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(*SIZES, "--repeats", "2", "--json") == 0
+    out, err = capsys.readouterr()
+    assert sbatch.taken == [["array-1"], ["array-2", "--dependency=afterany:77"]]
+    assert json.loads(out) == {
+        "folder": str(tmp_path / "out"),
+        "arrays": [
+            {"folder": str(tmp_path / f"out/array-{number}"), "job_id": job_id, "array": "0-3%1"}
+            for number, job_id in ((1, "77"), (2, "78"))
+        ],
+    }
+    assert "2, one after another: their jobs differ" in err
+    made = read_bench(tmp_path / "out")
+    assert [group.job_id for group in made.groups] == ["77", "78"]
+    for item in made.runs:
+        folder, index = item.run.split("/")
+        point = RunGroup(tmp_path / "out" / folder).point(int(index))
+        assert point.values == {**item.values, "repeat": item.repeat}
+    assert [item.values for item in made.points[1]] == [{BATCH: 2, GPUS: 2}] * 2
+    assert "--gpus" not in made.groups[0].script_file.read_text()  # a config for CPUs
+    run = made.groups[1].run(0)
+    create_task_run(run, "78_0")
+    assert read_json(run.plan_file)["world_size"] == 2
+
+
+def test_the_runs_of_several_arrays_have_one_status_and_one_summary(
+    tmp_path: Path, sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(*SIZES, "--steps", "10", "--warmup", "2") == 0
+    group = read_bench(tmp_path / "out").groups[1]
+    source = RunDir(tmp_path / "made")
+    train_made_up(source, step_s=0.5)
+    create_task_run(group.run(0), "78_0")
+    group.run(0).metrics_file.write_bytes(source.metrics_file.read_bytes())
+    end = {"state": "finished", "action": "stopped", "exit_code": 0, "reason": "all ranks", "verdict": None}
+    write_json(group.run(0).attempt(1).end_file, end)
+    capsys.readouterr()
+    assert main(["status", "out", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["states"] == {"unknown": 3, "finished": 1}
+    assert [(run["values"], run["state"]) for run in value["runs"]][1] == ({BATCH: 2, GPUS: 2}, "finished")
+    assert main(["status", "out"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "out: 4 runs: 3 unknown, 1 finished"
+    assert main(["bench", "settings", "--collect", "out", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["rows"][0]
+    assert (first[BATCH], first[GPUS], first["status"], first["run"]) == (2, 2, "finished", "array-2/0")
+    assert main(["report", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["values"] == {BATCH: 2, GPUS: 2}
+    assert main(["watch", "out", "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "out: 4 runs: 3 unknown, 1 finished"
+
+
+def test_if_slurm_takes_one_array_only_none_runs(
+    tmp_path: Path, sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch.refused = 1
+    assert submit(*SIZES, "--sweep", "resources.nodes=1,2") == 2
+    assert sbatch.cancelled == ["77"]
+    assert "cancelled 77, because not all arrays of the bench could be submitted" in capsys.readouterr().err
+    assert [group.path.name for group in read_bench(tmp_path / "out").groups] == ["array-1"]
+    assert main(["status", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["states"] == {"unknown": 2, "not started": 6}
+    sbatch.refused, sbatch.taken = 0, []
+    shutil.rmtree(tmp_path / "out")
+    assert submit(*SIZES) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["launch.backend=sbatch,local", "launch.cluster=example"])
+def test_all_points_of_a_bench_run_in_one_place(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert submit("--sweep", key) == 2
+    assert "run one bench for each" in capsys.readouterr().err
+    assert sbatch.taken == []

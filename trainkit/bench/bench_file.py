@@ -12,7 +12,8 @@ from trainkit.config import RunConfig
 from trainkit.config.changes import Change, short_training
 from trainkit.errors import UsageError
 from trainkit.plan.sweep import shown
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.rundir import RUNS_FOLDER, RunDir, read_json, write_json
+from trainkit.rungroup import RunGroup
 
 PROFILED_STEPS = 3
 """The last steps are profiled. They are not measured, because the profiler slows them."""
@@ -167,6 +168,17 @@ class Bench:
         return RunDir(self.folder / item.run)
 
     @property
+    def groups(self) -> list[RunGroup]:
+        """The arrays of its runs on Slurm, one for each kind of job; empty on this machine."""
+        folders = dict.fromkeys(self.run_dir(item).path.parent for item in self.runs)
+        return [group for group in map(RunGroup, folders) if group.exists()]
+
+    @property
+    def is_group(self) -> bool:
+        """Whether one array has all of its runs, so that commands for a group take it."""
+        return RunGroup(self.folder).exists()
+
+    @property
     def points(self) -> list[tuple[BenchRun, ...]]:
         """The runs of every point."""
         num_points = len(self.runs) // self.repeats
@@ -246,6 +258,14 @@ def read_bench(folder: Path) -> Bench:
             f"{file} cannot be read: {error}",
             hint=f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
         ) from error
+
+
+def find_bench(text: str) -> Bench | None:
+    """The bench in the folder of this path, or of this name in ./runs; None without one."""
+    for folder in (Path(text), Path(RUNS_FOLDER, text)):
+        if (folder / BENCH_FILE).is_file():
+            return read_bench(folder)
+    return None
 
 
 def _from_version_1(record: Mapping[str, Any]) -> dict[str, Any]:

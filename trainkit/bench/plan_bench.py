@@ -36,7 +36,7 @@ from trainkit.cluster.machine import detect_machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.changes import Change, with_values
-from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data, make_plan
 from trainkit.plan.model_shape import resolve_model_shape
@@ -129,6 +129,17 @@ class PlannedBench:
             for index, (repeat, point) in enumerate(order)
         ]
 
+    @property
+    def jobs(self) -> list[list[PlannedPoint]]:
+        """The runs by the array that can have them: one for each script and size of job."""
+        found: list[list[PlannedPoint]] = []
+        for item in self.runs:
+            own = next((runs for runs in found if not job_difference(runs[0], item)), None)
+            if own is None:
+                found.append(own := [])
+            own.append(item)
+        return found
+
     def _group_values(self, point: BenchPoint, repeat: int) -> dict[str, Any]:
         return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values
 
@@ -196,7 +207,7 @@ def plan_settings(
         try:
             if isinstance(loaded, ConfigError):
                 raise loaded
-            planned.append(plan.point(values, loaded, planned[0] if planned else None))
+            planned.append(plan.point(values, loaded))
         except ConfigError as error:
             errors.append(error)
             impossible[point_name(values)] = first_problem(error)
@@ -215,8 +226,8 @@ class SettingsPlanner:
         self._target: Target | None = None
         self._data: dict[str, DataFacts] = {}
 
-    def point(self, values: dict[str, Any], loaded: LoadedConfig, first: BenchPoint | None) -> BenchPoint:
-        """Plan a point; raises ConfigError if it cannot run, or not in the same array as the first."""
+    def point(self, values: dict[str, Any], loaded: LoadedConfig) -> BenchPoint:
+        """Plan a point; raises ConfigError if it cannot run."""
         length = self.request.length
         own = bench_changes(loaded.config, "settings", length, self.request.keep_name)
         _refuse_set_by_bench(values, [*own, *profiler_changes(loaded.config, length, 1)])
@@ -228,10 +239,7 @@ class SettingsPlanner:
         profiler = effective(profiler_changes(short.config, length, plan.world_size))
         full = with_values(short, {item.key: item.value for item in profiler}, ORIGIN)
         self.changes = self.changes or [*changes, *profiler]
-        point = BenchPoint(values, values, full.config, plan)
-        if first is not None and target.backend != "local":
-            _refuse_other_job(first, point)
-        return point
+        return BenchPoint(values, values, full.config, plan)
 
     def _find_target(self, loaded: LoadedConfig) -> Target:
         if self._target is None:
@@ -248,20 +256,15 @@ class SettingsPlanner:
 
 def _refuse_set_by_bench(values: Mapping[str, Any], changes: Sequence[Change]) -> None:
     for key in values:
+        if key in ("launch", "launch.backend", "launch.cluster"):
+            raise UsageError(
+                f"--sweep {key}: all points of a bench run in one place", hint="run one bench for each"
+            )
         for change in changes:
             if change.key == key or change.key.startswith(f"{key}."):
                 raise UsageError(
                     f"--sweep {key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
                 )
-
-
-def _refuse_other_job(first: BenchPoint, point: BenchPoint) -> None:
-    """Raise ConfigError for a point that needs another script or size than the first."""
-    one, other = (PlannedPoint(0, item.values, item.config, item.plan) for item in (first, point))
-    differing = job_difference(one, other)
-    if differing:
-        message = f"needs another job than {first.name}: {differing}"
-        raise ConfigError([Problem("", message, hint="run one bench for each size")])
 
 
 def _refuse_submitit(target: Target) -> None:

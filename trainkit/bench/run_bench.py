@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 
 from trainkit.bench.bench_file import Bench, BenchRun
@@ -21,7 +22,7 @@ from trainkit.control.jobs import (
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
-from trainkit.observe.group import GroupFiles, GroupStatus
+from trainkit.observe.group import ORDER, GroupFiles, GroupStatus
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
 from trainkit.observe.text import failure_line
@@ -76,14 +77,16 @@ def _kill(run: RunDir) -> None:
 
 def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:
     """Return the state of each run and, unless it finished, the reason."""
-    group = RunGroup(bench.folder)
-    if not group.exists():
+    groups = bench.groups
+    if not groups:
         return [run_state(bench, item) for item in bench.runs]
-    points = _status(group, warn).points
-    return [
-        _with_failure(bench.run_dir(item), point.state, point.reason)
-        for item, point in zip(bench.runs, points, strict=True)
-    ]
+    points = {point.run_dir: point for status in _statuses(groups, warn) for point in status.points}
+    found = []
+    for run in map(bench.run_dir, bench.runs):
+        point = points.get(str(run.path))
+        # Slurm refused the array of some points if its folder is missing.
+        found.append(_with_failure(run, point.state, point.reason) if point else (NOT_STARTED, ""))
+    return found
 
 
 def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
@@ -118,18 +121,21 @@ def end_line(bench: Bench, item: BenchRun) -> str:
     return f"{start} {speed}{row['step_s']:.4f} s per step"
 
 
-def wait_for_group(group: RunGroup, log_line: Callable[[str], None]) -> None:
+def wait_for_groups(groups: Sequence[RunGroup], log_line: Callable[[str], None]) -> None:
     """Wait until all runs of a bench on Slurm have ended, and log their states whenever they change."""
     logged = ""
     while True:
-        status = _status(group, log_line)
-        text = state_counts(status.states)
+        counts: Counter[str] = Counter()
+        for status in _statuses(groups, log_line):
+            counts.update(status.states)
+        states = {state: counts[state] for state in ORDER if counts[state]}
+        text = state_counts(states)
         if text != logged:
             log_line(text)
         # This host may see the end of a run shortly after Slurm has removed its job.
-        is_sure = text == logged or "died" not in status.states
+        is_sure = text == logged or "died" not in states
         logged = text
-        if is_sure and have_ended(status.states):
+        if is_sure and have_ended(states):
             return
         time.sleep(ASK_EVERY_S)
 
@@ -139,10 +145,13 @@ def have_ended(states: Iterable[str]) -> bool:
     return all(state in ENDED for state in states)
 
 
-def _status(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
-    recover_group_job_id(group)
-    files = GroupFiles(group)
-    return files.status(query_known_jobs(files.open_ids, warn), _now())
+def _statuses(groups: Sequence[RunGroup], warn: Callable[[str], None]) -> list[GroupStatus]:
+    """The status of each array, from one query."""
+    for group in groups:
+        recover_group_job_id(group)
+    files = [GroupFiles(group) for group in groups]
+    jobs = query_known_jobs([job_id for item in files for job_id in item.open_ids], warn)
+    return [item.status(jobs, _now()) for item in files]
 
 
 def _now() -> datetime:

@@ -89,7 +89,8 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
         speeds[index] = measured(read_metrics(run), bench.length.measured)["tokens_per_s"]
         sizes[index] = prod(item.degrees.values())
     first = bench.run_dir(bench.runs[0])
-    origin = bench.folder if (bench.folder / "provenance.json").is_file() else first.path
+    origins = (bench.folder, first.path.parent, first.path)
+    origin = next((path for path in origins if RunDir(path).provenance_file.is_file()), first.path)
     return Sweep(
         name=bench.folder.name,
         folder=bench.folder,

@@ -186,8 +186,8 @@ def settings(
     cannot run are listed with the reason, and the others run.
 
     On this machine the points run one after another, and Ctrl-C ends the current one. On Slurm they are an
-    array of jobs of one size; --follow writes the summary, and so does --collect DIR later. Exits with 1 if
-    nothing was measured.
+    array, or one for each size of job if the sweep changes it; --follow writes the summary, and so does
+    --collect DIR later. Exits with 1 if nothing was measured.
     """
     from trainkit.cli.bench_start import BenchOptions, bench_settings, summarize_folder
 

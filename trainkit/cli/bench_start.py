@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainkit.bench.plan_bench import BenchRequest, PlannedBench
     from trainkit.cli.options import ConfigRequest, GroupRequest
     from trainkit.rundir import RunDir
+    from trainkit.rungroup import RunGroup
 
 
 MAX_NAMES = 8
@@ -93,6 +95,9 @@ def _describe(planned: PlannedBench) -> None:
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     _print_fact(what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}")
     _print_fact("steps", planned.request.length.text)
+    num_jobs = 1 if planned.plan.backend == "local" else len(planned.jobs)
+    if num_jobs > 1:
+        _print_fact("arrays", f"{num_jobs}, one after another: their jobs differ")
     for item in planned.points:
         for note in item.notes:
             _print_fact("adapted", f"{item.name}: {note}")
@@ -164,34 +169,28 @@ def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
 
 
 def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
-    """Submit the points as one array; with --follow, wait and write the summary."""
-    from trainkit.bench.plan_bench import OPTION
-    from trainkit.bench.run_bench import wait_for_group
-    from trainkit.cli.start_output import print_copied
-    from trainkit.submit.array_spec import ArraySpec, refuse_too_large
-    from trainkit.submit.sweep import create_group, start_group
+    """Submit the points, as an array for each kind of job; with --follow, wait and write the summary."""
+    from trainkit.bench.run_bench import wait_for_groups
 
-    runs = planned.runs
-    spec = ArraySpec(tuple(range(len(runs))), typed.at_once)
-    refuse_too_large(spec)
-    argv = ["trainkit", *sys.argv[1:]]
-    group, code = create_group(runs, spec.directive, argv, typed.folder, OPTION)
-    print_copied(code)
-    bench = planned.create(group.path, [str(index) for index in spec.indices])
-    job_id = start_group(group)
-    shown = quote(str(group.path))
+    bench = _create_arrays(planned, typed)
+    groups = bench.groups
+    _start_arrays(bench.folder, groups)
+    shown = quote(str(bench.folder))
     if not typed.follow:
-        value = {"folder": str(group.path), "job_id": job_id, "array": spec.directive}
-        click.echo(json.dumps(value) if typed.as_json else f"{group.path}\n{job_id}")
+        if typed.as_json:
+            click.echo(json.dumps(_submitted(bench, groups)))
+        else:
+            click.echo("\n".join([str(bench.folder), *(str(group.job_id) for group in groups)]))
         click.echo(
             f"`trainkit status {shown}` shows the runs; "
             f"`{bench.command} --collect {shown}` writes the summary",
             err=True,
         )
         return EXIT_OK
-    click.echo(f"{group.path}: job {job_id}", err=True)
+    jobs = ", ".join(str(group.job_id) for group in groups)
+    click.echo(f"{bench.folder}: job{'s' if len(groups) > 1 else ''} {jobs}", err=True)
     try:
-        wait_for_group(group, lambda text: click.echo(text, err=True))
+        wait_for_groups(groups, lambda text: click.echo(text, err=True))
     except KeyboardInterrupt:
         click.echo(
             f"\ndetached; the runs continue: `{bench.command} --collect {shown}` writes the summary, "
@@ -200,6 +199,73 @@ def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
         )
         return EXIT_INTERRUPTED
     return summarize(bench, typed.as_json)
+
+
+def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
+    arrays = [{"job_id": group.job_id, "array": group.record["array"]} for group in groups]
+    if len(arrays) == 1:
+        return {"folder": str(bench.folder), **arrays[0]}
+    folders = [{"folder": str(group.path)} for group in groups]
+    return {
+        "folder": str(bench.folder),
+        "arrays": [{**where, **array} for where, array in zip(folders, arrays, strict=True)],
+    }
+
+
+def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
+    """Create the folder of a bench: a group of runs, or a folder with one for each kind of job."""
+    from trainkit.bench.plan_bench import OPTION
+    from trainkit.cli.start_output import print_copied
+    from trainkit.submit.array_spec import ArraySpec, refuse_too_large
+    from trainkit.submit.create import new_folder
+    from trainkit.submit.sweep import create_group
+
+    argv = ["trainkit", *sys.argv[1:]]
+    jobs = planned.jobs
+    specs = [ArraySpec(tuple(range(len(runs))), typed.at_once) for runs in jobs]
+    refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
+    if len(specs) == 1:
+        group, code = create_group(planned.runs, specs[0].directive, argv, typed.folder, OPTION)
+        print_copied(code)
+        return planned.create(group.path, [str(index) for index in specs[0].indices])
+    places: dict[int, str] = {}
+    with new_folder(planned.name, typed.folder, OPTION) as (folder, _):
+        for number, (runs, spec) in enumerate(zip(jobs, specs, strict=True), 1):
+            points = [replace(run, index=index) for index, run in enumerate(runs)]
+            group, code = create_group(points, spec.directive, argv, folder / f"array-{number}")
+            places |= {run.index: f"{group.path.name}/{index}" for index, run in enumerate(runs)}
+        print_copied(code)
+        return planned.create(folder, [places[index] for index in sorted(places)])
+
+
+def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
+    """Submit arrays that run one after another: all of them, or none."""
+    from trainkit.submit.sweep import start_group
+
+    started: list[str] = []
+    try:
+        for group in groups:
+            started.append(start_group(group, after=started[-1] if started else None))
+    except BaseException:
+        for group in groups[len(started) + 1 :]:
+            shutil.rmtree(group.path, ignore_errors=True)  # not submitted
+        if started:
+            _cancel(started)
+        elif not groups[0].path.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _cancel(job_ids: Sequence[str]) -> None:
+    from trainkit.errors import TrainkitError
+    from trainkit.slurm.control import cancel
+
+    names = ", ".join(job_ids)
+    try:
+        cancel(job_ids)
+        click.echo(f"cancelled {names}, because not all arrays of the bench could be submitted", err=True)
+    except TrainkitError as error:
+        click.echo(f"warning: {names} were submitted and could not be cancelled: {error.message}", err=True)
 
 
 def summarize_folder(folder: str, as_json: bool) -> int:

@@ -59,15 +59,10 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
 
 def _find(text: str) -> RunDir | RunGroup | Bench:
     """The bench in the folder of this name or path, else the run or group that RUN refers to."""
+    from trainkit.bench.bench_file import find_bench
     from trainkit.control.run_registry import find_run_or_group
-    from trainkit.rundir import RUNS_FOLDER
 
-    for folder in (Path(text), Path(RUNS_FOLDER, text)):
-        if (folder / "bench.json").is_file():
-            from trainkit.bench.bench_file import read_bench
-
-            return read_bench(folder)
-    return find_run_or_group(text)
+    return find_bench(text) or find_run_or_group(text)
 
 
 def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:

@@ -17,6 +17,7 @@ from trainkit.errors import EXIT_OK
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from trainkit.bench.bench_file import Bench
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
@@ -35,13 +36,18 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     """Show active runs and the 15 newest other runs, or RUN in detail.
 
     RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
-    RUN, its runs are counted and listed, failures first. --json always prints all runs, newest first.
+    RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
+    --json always prints all runs, newest first.
     """
+    from trainkit.bench.bench_file import find_bench
     from trainkit.control.run_registry import find_run_or_group
     from trainkit.rundir import RunDir
 
     if run_name is None:
         return show_all_runs(show_all, as_json)
+    bench = find_bench(run_name)
+    if bench is not None and not bench.is_group:
+        return show_bench(bench, as_json)
     found = find_run_or_group(run_name)
     return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
 
@@ -70,6 +76,40 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
         click.echo(json.dumps(status.to_dict(), ensure_ascii=False))
     else:
         click.echo(group_details(status, show_all))
+    return EXIT_OK
+
+
+def show_bench(bench: Bench, as_json: bool) -> int:
+    """Print the runs of a bench on this machine, or of one with several arrays."""
+    from trainkit.bench.run_bench import run_states
+    from trainkit.observe.group import ORDER
+    from trainkit.observe.status_text import state_counts
+    from trainkit.plan.sweep import short_keys, shown_value
+    from trainkit.tables import table
+
+    found = list(zip(bench.runs, run_states(bench, _warn), strict=True))
+    names = [state for _, (state, _) in found]
+    counts = {state: names.count(state) for state in dict.fromkeys([*ORDER, *names]) if state in names}
+    if as_json:
+        runs = [
+            {
+                "values": item.values,
+                "repeat": item.repeat,
+                "state": state,
+                "reason": reason or None,
+                "run_dir": str(bench.run_dir(item).path),
+            }
+            for item, (state, reason) in found
+        ]
+        value = {"folder": str(bench.folder), "kind": bench.kind, "states": counts, "runs": runs}
+        click.echo(json.dumps(value, ensure_ascii=False))
+        return EXIT_OK
+    repeats = ["REPEAT"] if bench.repeats > 1 else []
+    rows = [[*(key.upper() for key in short_keys(bench.keys)), *repeats, "STATE", "RUN", "REASON"]]
+    for item, (state, reason) in found:
+        values = [shown_value(item.values[key]) for key in bench.keys]
+        rows.append([*values, *([str(item.repeat)] if repeats else []), state, item.run, reason])
+    click.echo(f"{bench.folder.name}: {len(found)} runs: {state_counts(counts)}\n\n{table(rows)}")
     return EXIT_OK
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +15,7 @@ import click
 from trainkit.cli.completion import complete_run
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.rundir import RunDir
@@ -45,11 +46,25 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     Without RUN, lists active runs and the newest others to choose from. Only reads, until a key that acts is
     pressed and confirmed. With --json or without a terminal, prints once.
     """
+    from trainkit.bench.bench_file import find_bench
     from trainkit.control.run_registry import find_run_or_group
     from trainkit.rundir import RunDir
 
+    prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
+    bench = None if run_name is None else find_bench(run_name)
+    if bench is not None and not bench.is_group:
+        from trainkit.cli.status import show_bench
+
+        if prints_once:
+            return show_bench(bench, as_json)
+        first = quote(str(bench.run_dir(bench.runs[0]).path))
+        raise UsageError(
+            f"{run_name} is a bench, whose runs have a screen each",
+            hint=f"`trainkit status {quote(str(bench.folder))}` lists them, "
+            f"`trainkit watch {first}` shows the first",
+        )
     found = None if run_name is None else find_run_or_group(run_name)
-    if once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    if prints_once:
         if isinstance(found, RunDir):
             return _print_run(found, as_json)
         from trainkit.cli.status import show_all_runs, show_group

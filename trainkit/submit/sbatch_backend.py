@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +20,11 @@ from trainkit.slurm.control import cancel
 from trainkit.slurm.submit import find_by_token, query_start, submit_script
 
 
-def submit_file(script: Path, token: str, cwd: Path) -> str:
+def submit_file(script: Path, token: str, cwd: Path, extra_argv: Sequence[str] = ()) -> str:
     """Submit a script once and return its job id; prints to stderr while Slurm does not answer."""
-    return submit_script(script, token=token, environ=os.environ, cwd=cwd, notify=_print)
+    return submit_script(
+        script, token=token, environ=os.environ, cwd=cwd, extra_argv=extra_argv, notify=_print
+    )
 
 
 @contextmanager

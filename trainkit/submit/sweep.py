@@ -326,14 +326,15 @@ def _compact(point: Point) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if value != {} or key == "values"}
 
 
-def start_group(group: RunGroup) -> str:
-    """Submit the array of a group and return its job id.
+def start_group(group: RunGroup, after: str | None = None) -> str:
+    """Submit the array of a group and return its job id; it waits until the job `after` has ended.
 
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
     """
     token = submission_token(RunDir(group.path), 1)
+    options = [] if after is None else [f"--dependency=afterany:{after}"]
     with removed_unless_submitted(group.path, token):
-        job_id = submit_file(group.script_file, token, group.path)
+        job_id = submit_file(group.script_file, token, group.path, options)
     group.update(job_id=job_id, submitted_at=utc_now())
     register(RunDir(group.path), group.name)
     return job_id
