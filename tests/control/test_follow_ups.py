@@ -17,6 +17,7 @@ from trainkit.control.jobs import (
     live_entry,
     liveness_probe,
     open_job_ids,
+    require_not_running,
     waiting_follow_ups,
 )
 from trainkit.control.run_registry import find_run, register
@@ -182,14 +183,31 @@ def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
     assert live_entry(run, "resume") is None
 
 
-def test_a_job_that_has_recorded_its_end_gets_a_moment_to_leave_the_queue(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
     monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
-    assert live_entry(run, "resume") is not None  # it runs: nothing to wait for
+    with pytest.raises(UsageError, match="is running as 7"):
+        require_not_running(run, "resume")
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
-    assert live_entry(run, "resume") is None
+    assert live_entry(run, "cancel") is None, "nothing to cancel"
+    assert jobs
+    require_not_running(run, "resume")
+    assert not jobs
+    assert capsys.readouterr().err == "7 has recorded its end: waiting until it exits\n"
+
+
+def test_a_job_that_has_recorded_its_end_and_stays_is_named(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
+    monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
+    jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
+    with pytest.raises(UsageError, match="has ended, but its job 7 still runs"):
+        require_not_running(run, "resume")
+    jobs["7"] = JobInfo("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
+    require_not_running(run, "resume")
 
 
 def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def states(login: Login, folder: str) -> list[str]:
     """The states of the runs of a bench."""
     shown = login.trainkit("status", folder, "--json")
     assert shown.returncode == 0, shown.stderr
-    return [run["state"] for run in json.loads(shown.stdout)["runs"]]
+    return [run["state"] for run in json.loads(shown.stdout)["points"]]
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_sizes_of_jobs_are_arrays_that_run_one_after_another(login: Login) -> No
     assert second["NumNodes"].partition("-")[0] == "2"
     folder = value["folder"]
     wait_for(lambda: states(login, folder) == ["finished"] * 4, "the end of the four runs", poll_s=1.0)
-    runs = json.loads(login.trainkit("status", folder, "--json").stdout)["runs"]
+    runs = json.loads(login.trainkit("status", folder, "--json").stdout)["points"]
     ends = [read_json(RunDir(run["run_dir"]).attempt(1).end_file)["time"] for run in runs]
     starts = [next(read_jsonl(RunDir(run["run_dir"]).events_file, ["started"]))["time"] for run in runs]
     assert max(ends[:2]) < min(starts[2:])

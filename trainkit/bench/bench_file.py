@@ -169,14 +169,9 @@ class Bench:
 
     @property
     def groups(self) -> list[RunGroup]:
-        """The arrays of its runs on Slurm, one for each kind of job; empty on this machine."""
+        """The arrays of its runs on Slurm; empty on this machine."""
         folders = dict.fromkeys(self.run_dir(item).path.parent for item in self.runs)
         return [group for group in map(RunGroup, folders) if group.exists()]
-
-    @property
-    def is_group(self) -> bool:
-        """Whether one array has all of its runs, so that commands for a group take it."""
-        return RunGroup(self.folder).exists()
 
     @property
     def points(self) -> list[tuple[BenchRun, ...]]:
@@ -238,6 +233,8 @@ def read_bench(folder: Path) -> Bench:
             )
         if record["version"] == 1:
             record = _from_version_1(record)
+        if not record["runs"]:
+            raise ValueError("it has no runs")
         return Bench(
             folder=folder.absolute(),
             kind=record["kind"],
@@ -260,11 +257,20 @@ def read_bench(folder: Path) -> Bench:
         ) from error
 
 
-def find_bench(text: str) -> Bench | None:
-    """The bench in the folder of this path, or of this name in ./runs; None without one."""
+def find_bench(text: str, *, with_groups: bool = True) -> Bench | None:
+    """The bench in the folder of this path, or of this name in ./runs; None without one.
+
+    `with_groups` includes a bench whose runs are one array, which is also a group of runs.
+    """
     for folder in (Path(text), Path(RUNS_FOLDER, text)):
-        if (folder / BENCH_FILE).is_file():
-            return read_bench(folder)
+        try:
+            is_group = RunGroup(folder).exists()
+            if (folder / BENCH_FILE).is_file():
+                return read_bench(folder) if with_groups or not is_group else None
+            if is_group or RunDir(folder).exists():
+                return None
+        except OSError:
+            return None  # whatever else looks for a run there reports it
     return None
 
 

@@ -130,15 +130,25 @@ class PlannedBench:
         ]
 
     @property
-    def jobs(self) -> list[list[PlannedPoint]]:
-        """The runs by the array that can have them: one for each script and size of job."""
-        found: list[list[PlannedPoint]] = []
+    def arrays(self) -> list[list[PlannedPoint]]:
+        """The runs by the array on Slurm that has them, in the order in which the arrays run.
+
+        One has them all if their jobs have one script and size. Otherwise every kind of job has one for each
+        round of repeats.
+        """
+        kinds: list[list[PlannedPoint]] = []
         for item in self.runs:
-            own = next((runs for runs in found if not job_difference(runs[0], item)), None)
+            own = next((runs for runs in kinds if not job_difference(runs[0], item)), None)
             if own is None:
-                found.append(own := [])
+                kinds.append(own := [])
             own.append(item)
-        return found
+        if len(kinds) == 1:
+            return kinds
+        num_points = len(self.points)
+        rounds = range(self.request.repeats)
+        return [
+            [item for item in kind if item.index // num_points == one] for one in rounds for kind in kinds
+        ]
 
     def _group_values(self, point: BenchPoint, repeat: int) -> dict[str, Any]:
         return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values

@@ -22,9 +22,10 @@ from trainkit.control.jobs import (
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
-from trainkit.observe.group import ORDER, GroupFiles, GroupStatus
+from trainkit.observe.group import ORDER, GroupFiles, GroupStatus, PointStatus
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
+from trainkit.observe.sweep_report import REPEAT
 from trainkit.observe.text import failure_line
 from trainkit.rundir import RunDir, read_end, read_metrics
 from trainkit.rungroup import RunGroup
@@ -84,8 +85,18 @@ def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str
     found = []
     for run in map(bench.run_dir, bench.runs):
         point = points.get(str(run.path))
-        # Slurm refused the array of some points if its folder is missing.
+        # An array that was not submitted has no folder.
         found.append(_with_failure(run, point.state, point.reason) if point else (NOT_STARTED, ""))
+    return found
+
+
+def point_statuses(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
+    """Return the status of each run; with several repeats their number is one of its values."""
+    found = []
+    for index, (item, (state, failure)) in enumerate(zip(bench.runs, run_states(bench, warn), strict=True)):
+        values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
+        run = bench.run_dir(item)
+        found.append(PointStatus(index, values, state, failure or None, None, None, str(run.path)))
     return found
 
 

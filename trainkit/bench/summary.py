@@ -11,9 +11,8 @@ from typing import Any
 
 from trainkit.bench.bench_file import LAYOUT, Bench, point_name
 from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
-from trainkit.bench.run_bench import NOT_STARTED, have_ended, run_states
+from trainkit.bench.run_bench import NOT_STARTED, have_ended, point_statuses, run_states
 from trainkit.manifest import remove_all
-from trainkit.observe.group import PointStatus
 from trainkit.observe.page import read_config, read_object
 from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.plan.sweep import short_keys, shown_value
@@ -80,13 +79,10 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
 
 def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
     """Return the runs of a bench for `trainkit report`, which compares them by their measured speed."""
-    several = bench.repeats > 1
-    points, speeds, sizes = [], {}, {}
-    for index, (item, (state, failure)) in enumerate(zip(bench.runs, run_states(bench, warn), strict=True)):
-        run = bench.run_dir(item)
-        values = {**item.values, REPEAT: item.repeat} if several else item.values
-        points.append(PointStatus(index, values, state, failure or None, None, None, str(run.path)))
-        speeds[index] = measured(read_metrics(run), bench.length.measured)["tokens_per_s"]
+    speeds, sizes = {}, {}
+    for index, item in enumerate(bench.runs):
+        records = read_metrics(bench.run_dir(item))
+        speeds[index] = measured(records, bench.length.measured)["tokens_per_s"]
         sizes[index] = prod(item.degrees.values())
     first = bench.run_dir(bench.runs[0])
     origins = (bench.folder, first.path.parent, first.path)
@@ -94,8 +90,8 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
     return Sweep(
         name=bench.folder.name,
         folder=bench.folder,
-        keys=[*bench.keys, REPEAT] if several else [*bench.keys],
-        points=points,
+        keys=[*bench.keys, REPEAT] if bench.repeats > 1 else [*bench.keys],
+        points=point_statuses(bench, warn),
         world_sizes=sizes,
         is_cuda=bench.device == "cuda",
         config=read_config(first),

@@ -95,9 +95,9 @@ def _describe(planned: PlannedBench) -> None:
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     _print_fact(what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}")
     _print_fact("steps", planned.request.length.text)
-    num_jobs = 1 if planned.plan.backend == "local" else len(planned.jobs)
-    if num_jobs > 1:
-        _print_fact("arrays", f"{num_jobs}, one after another: their jobs differ")
+    num_arrays = 1 if planned.plan.backend == "local" else len(planned.arrays)
+    if num_arrays > 1:
+        _print_fact("arrays", f"{num_arrays}, one after another, because the points need different jobs")
     for item in planned.points:
         for note in item.notes:
             _print_fact("adapted", f"{item.name}: {note}")
@@ -169,7 +169,7 @@ def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
 
 
 def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
-    """Submit the points, as an array for each kind of job; with --follow, wait and write the summary."""
+    """Submit the points, as one array or several; with --follow, wait and write the summary."""
     from trainkit.bench.run_bench import wait_for_groups
 
     bench = _create_arrays(planned, typed)
@@ -202,38 +202,37 @@ def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
 
 
 def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
-    arrays = [{"job_id": group.job_id, "array": group.record["array"]} for group in groups]
-    if len(arrays) == 1:
-        return {"folder": str(bench.folder), **arrays[0]}
-    folders = [{"folder": str(group.path)} for group in groups]
-    return {
-        "folder": str(bench.folder),
-        "arrays": [{**where, **array} for where, array in zip(folders, arrays, strict=True)],
-    }
+    arrays = [
+        {"folder": str(group.path), "job_id": group.job_id, "array": group.record["array"]}
+        for group in groups
+    ]
+    return {**(arrays[0] if len(arrays) == 1 else {}), "folder": str(bench.folder), "arrays": arrays}
 
 
 def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
-    """Create the folder of a bench: a group of runs, or a folder with one for each kind of job."""
+    """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     from trainkit.bench.plan_bench import OPTION
     from trainkit.cli.start_output import print_copied
     from trainkit.submit.array_spec import ArraySpec, refuse_too_large
     from trainkit.submit.create import new_folder
     from trainkit.submit.sweep import create_group
 
-    argv = ["trainkit", *sys.argv[1:]]
-    jobs = planned.jobs
-    specs = [ArraySpec(tuple(range(len(runs))), typed.at_once) for runs in jobs]
+    argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
+    specs = [ArraySpec(tuple(range(len(runs))), typed.at_once) for runs in arrays]
     refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
-    if len(specs) == 1:
+    if len(arrays) == 1:
         group, code = create_group(planned.runs, specs[0].directive, argv, typed.folder, OPTION)
         print_copied(code)
         return planned.create(group.path, [str(index) for index in specs[0].indices])
     places: dict[int, str] = {}
+    first: RunGroup | None = None
     with new_folder(planned.name, typed.folder, OPTION) as (folder, _):
-        for number, (runs, spec) in enumerate(zip(jobs, specs, strict=True), 1):
+        for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
             points = [replace(run, index=index) for index, run in enumerate(runs)]
-            group, code = create_group(points, spec.directive, argv, folder / f"array-{number}")
-            places |= {run.index: f"{group.path.name}/{index}" for index, run in enumerate(runs)}
+            place = folder / f"array-{number}"
+            group, code = create_group(points, spec.directive, argv, place, OPTION, code_from=first)
+            first = first or group
+            places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
         print_copied(code)
         return planned.create(folder, [places[index] for index in sorted(places)])
 
@@ -242,30 +241,37 @@ def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
     """Submit arrays that run one after another: all of them, or none."""
     from trainkit.submit.sweep import start_group
 
-    started: list[str] = []
+    num_started = 0
     try:
         for group in groups:
-            started.append(start_group(group, after=started[-1] if started else None))
+            after = groups[num_started - 1].job_id if num_started else None
+            start_group(group, after)
+            num_started += 1
     except BaseException:
-        for group in groups[len(started) + 1 :]:
-            shutil.rmtree(group.path, ignore_errors=True)  # not submitted
-        if started:
-            _cancel(started)
-        elif not groups[0].path.exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        _undo(folder, groups, num_started)
         raise
 
 
-def _cancel(job_ids: Sequence[str]) -> None:
+def _undo(folder: Path, groups: Sequence[RunGroup], num_started: int) -> None:
+    """Cancel the arrays of a bench of which the next one could not be submitted."""
+    from trainkit.control.cancel import cancel_group
     from trainkit.errors import TrainkitError
-    from trainkit.slurm.control import cancel
 
-    names = ", ".join(job_ids)
-    try:
-        cancel(job_ids)
-        click.echo(f"cancelled {names}, because not all arrays of the bench could be submitted", err=True)
-    except TrainkitError as error:
-        click.echo(f"warning: {names} were submitted and could not be cancelled: {error.message}", err=True)
+    for group in groups[num_started + 1 :]:
+        shutil.rmtree(group.path, ignore_errors=True)
+    # The one that failed still has its folder if its job may exist.
+    rest = [group for group in groups[: num_started + 1] if group.path.exists()]
+    if not rest:
+        shutil.rmtree(folder, ignore_errors=True)
+    if len(groups) == 1:
+        return
+    for group in reversed(rest):
+        try:
+            cancel_group(group, now=True, wait=False)
+        except TrainkitError as error:
+            click.echo(f"warning: {group.path} may still run: {error.message}", err=True)
+        else:
+            click.echo(f"cancelled {group.job_id}: not all arrays of the bench were submitted", err=True)
 
 
 def summarize_folder(folder: str, as_json: bool) -> int:

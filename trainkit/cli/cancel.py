@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_FAILED, EXIT_OK
+from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench
+    from trainkit.rungroup import RunGroup
 
 
 @click.command(
@@ -33,8 +36,8 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.control.run_registry import find_run_or_group
     from trainkit.rungroup import RunGroup
 
-    bench = find_bench(run_name)
-    if bench is not None and bench.groups and not bench.is_group:
+    bench = find_bench(run_name, with_groups=False)
+    if bench is not None:
         return _cancel_bench(bench, now=now, wait=wait, as_json=as_json)
     found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
@@ -42,6 +45,8 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     else:
         result = cancel_run(found, now=now, wait=wait, warn=lambda text: click.echo(text, err=True))
     click.echo(result.message, err=True)
+    if isinstance(found, RunGroup):
+        _note_other_arrays(found)
     if as_json:
         click.echo(json.dumps(result.facts, ensure_ascii=False))
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
@@ -50,18 +55,39 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 def _cancel_bench(bench: Bench, *, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.control.cancel import cancel_group
 
+    groups, problems, facts = bench.groups, list[TrainkitError](), list[Mapping[str, Any]]()
+    if not groups:
+        raise UsageError(
+            f"{bench.folder} is a bench on this machine", hint="Ctrl-C ends it in the terminal where it runs"
+        )
     # The last array first: each of them starts when the one before has ended.
-    results = [cancel_group(group, now=now, wait=wait) for group in reversed(bench.groups)]
-    results.reverse()
-    for group, result in zip(bench.groups, results, strict=True):
+    for group in reversed(groups):
+        try:
+            result = cancel_group(group, now=now, wait=wait)
+        except TrainkitError as error:
+            problems.append(error)
+            continue
+        facts.append(result.facts)
         click.echo(f"{group.path.name}: {result.message}", err=True)
-    states = [result.state for result in results]
+    states = [fact["state"] for fact in facts]
     state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
+    if problems:
+        for other in problems[1:]:
+            click.echo(other.render(), err=True)
+        raise problems[0]
     if as_json:
-        value = {
-            "run_dir": str(bench.folder),
-            "state": state,
-            "arrays": [dict(result.facts) for result in results],
-        }
+        value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
         click.echo(json.dumps(value, ensure_ascii=False))
     return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
+
+
+def _note_other_arrays(group: RunGroup) -> None:
+    """Say that the other arrays of a bench continue, if the group is one of several."""
+    from trainkit.bench.bench_file import find_bench
+
+    bench = find_bench(str(group.path.parent), with_groups=False)
+    if bench is not None and len(bench.groups) > 1:
+        shown = quote(str(bench.folder))
+        click.echo(
+            f"note: the other arrays of the bench continue: `trainkit cancel {shown}` ends all", err=True
+        )

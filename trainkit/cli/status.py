@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +46,9 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
 
     if run_name is None:
         return show_all_runs(show_all, as_json)
-    bench = find_bench(run_name)
-    if bench is not None and not bench.is_group:
-        return show_bench(bench, as_json)
+    bench = find_bench(run_name, with_groups=False)
+    if bench is not None:
+        return show_bench(bench, show_all, as_json)
     found = find_run_or_group(run_name)
     return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
 
@@ -79,37 +80,32 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def show_bench(bench: Bench, as_json: bool) -> int:
-    """Print the runs of a bench on this machine, or of one with several arrays."""
-    from trainkit.bench.run_bench import run_states
-    from trainkit.observe.group import ORDER
-    from trainkit.observe.status_text import state_counts
-    from trainkit.plan.sweep import short_keys, shown_value
-    from trainkit.tables import table
+def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
+    """Print the runs of a bench that is not a single group."""
+    from trainkit.bench.run_bench import point_statuses
+    from trainkit.observe.status_text import points_table, state_counts
 
-    found = list(zip(bench.runs, run_states(bench, _warn), strict=True))
-    names = [state for _, (state, _) in found]
-    counts = {state: names.count(state) for state in dict.fromkeys([*ORDER, *names]) if state in names}
+    points = point_statuses(bench, _warn)
+    counts = dict(Counter(point.state for point in points).most_common())
     if as_json:
-        runs = [
-            {
-                "values": item.values,
-                "repeat": item.repeat,
-                "state": state,
-                "reason": reason or None,
-                "run_dir": str(bench.run_dir(item).path),
-            }
-            for item, (state, reason) in found
-        ]
-        value = {"folder": str(bench.folder), "kind": bench.kind, "states": counts, "runs": runs}
+        value = {
+            "run_dir": str(bench.folder),
+            "name": bench.folder.name,
+            "keys": list(points[0].values),
+            "num_points": len(points),
+            "states": counts,
+            "points": [point.to_dict() for point in points],
+        }
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
-    repeats = ["REPEAT"] if bench.repeats > 1 else []
-    rows = [[*(key.upper() for key in short_keys(bench.keys)), *repeats, "STATE", "RUN", "REASON"]]
-    for item, (state, reason) in found:
-        values = [shown_value(item.values[key]) for key in bench.keys]
-        rows.append([*values, *([str(item.repeat)] if repeats else []), state, item.run, reason])
-    click.echo(f"{bench.folder.name}: {len(found)} runs: {state_counts(counts)}\n\n{table(rows)}")
+    lines = {
+        "bench": bench.folder.name,
+        "folder": str(bench.folder),
+        "jobs": ", ".join(str(group.job_id) for group in bench.groups) or "on this machine",
+        "runs": f"{len(points):,}: {state_counts(counts)}",
+    }
+    click.echo("\n".join(f"{key:<10}  {value}" for key, value in lines.items()))
+    click.echo(f"\n{points_table(points, list(points[0].values), lines['folder'], show_all)}")
     return EXIT_OK
 
 

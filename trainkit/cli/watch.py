@@ -43,23 +43,24 @@ PIPE_WIDTH = 120
 def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) -> int:
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
-    Without RUN, lists active runs and the newest others to choose from. Only reads, until a key that acts is
-    pressed and confirmed. With --json or without a terminal, prints once.
+    RUN can also be a group of runs. Without RUN, lists active runs and the newest others to choose from.
+    Only reads, until a key that acts is pressed and confirmed. With --json or without a terminal, prints
+    once.
     """
     from trainkit.bench.bench_file import find_bench
     from trainkit.control.run_registry import find_run_or_group
     from trainkit.rundir import RunDir
 
     prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
-    bench = None if run_name is None else find_bench(run_name)
-    if bench is not None and not bench.is_group:
+    bench = None if run_name is None else find_bench(run_name, with_groups=False)
+    if bench is not None:
         from trainkit.cli.status import show_bench
 
         if prints_once:
-            return show_bench(bench, as_json)
+            return show_bench(bench, False, as_json)
         first = quote(str(bench.run_dir(bench.runs[0]).path))
         raise UsageError(
-            f"{run_name} is a bench, whose runs have a screen each",
+            f"{run_name} is a bench: each of its runs has its own screen",
             hint=f"`trainkit status {quote(str(bench.folder))}` lists them, "
             f"`trainkit watch {first}` shows the first",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -188,7 +189,7 @@ def _job_status(
 
 
 def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
-    """The newest attempt's entry if its job is alive, None if it has ended.
+    """The newest attempt's entry if its job is alive, None if it has ended or is about to exit.
 
     `command` is the subcommand to suggest in the UsageError that is raised when this host cannot tell.
     """
@@ -197,17 +198,15 @@ def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
         return None
     if not is_slurm(entry):
         return _live_local_entry(run, entry, command)
-    try:
-        is_alive = not _wait_until_exited(run, entry)
-        return entry if is_alive else _follow_up_entry(run, entry)
-    except SlurmError:
-        if is_exiting(run, entry):
-            return None
-        raise
+    if is_exiting(run, entry):
+        return None
+    return entry if liveness(entry) is Liveness.ALIVE else _follow_up_entry(run, entry)
 
 
 def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[str, Any] | None:
-    _wait_until_exited(run, entry)
+    if is_exiting(run, entry):
+        # The supervisor is about to exit and ignores signals.
+        _wait_until_process_gone(entry, SUPERVISOR_EXIT_S)
     state = local_liveness(entry)
     if state is Liveness.UNKNOWN:
         raise UsageError(
@@ -217,14 +216,9 @@ def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[
     return entry if state is Liveness.ALIVE else None
 
 
-def _wait_until_exited(run: RunDir, entry: Mapping[str, Any]) -> bool:
-    """Whether the job is gone; one that has recorded its end gets a moment, since it ignores signals now."""
-    return _wait_until_gone(entry, SUPERVISOR_EXIT_S if is_exiting(run, entry) else 0.0)
-
-
 def _follow_up_entry(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
     """The entry of an ended job's attempt, with the id of a follow-up job in the queue; None without one."""
-    waiting = [] if is_exiting(run, entry) else waiting_follow_ups(run)
+    waiting = waiting_follow_ups(run)
     jobs = query_jobs(waiting)
     return next(({**entry, "job_id": job_id} for job_id in waiting if in_queue(jobs.get(job_id))), None)
 
@@ -255,7 +249,8 @@ def recover_group_job_id(group: RunGroup) -> str | None:
 
 
 def require_not_running(run: RunDir, command: str) -> None:
-    """Raise UsageError when the run has a pending or running job."""
+    """Raise UsageError when the run has a pending or running job, or one that does not leave the queue."""
+    _wait_until_out_of_queue(run)
     entry = live_entry(run, command)
     if entry is not None:
         raise UsageError(
@@ -263,6 +258,36 @@ def require_not_running(run: RunDir, command: str) -> None:
             hint=f"`trainkit cancel {quote(str(run.path))}` ends it; "
             f"`trainkit requeue {quote(str(run.path))}` saves and starts it again",
         )
+
+
+def _wait_until_out_of_queue(run: RunDir) -> None:
+    """Wait for a Slurm job that has recorded the end of its run to exit: another one would wait for it.
+
+    Raises UsageError when that takes longer than `SUPERVISOR_EXIT_S`.
+    """
+    entry = newest_entry(run)
+    if entry is None or not is_slurm(entry) or not is_exiting(run, entry):
+        return
+    job_id, deadline_s, is_first = entry["job_id"], time.monotonic() + SUPERVISOR_EXIT_S, True
+    while _holds_nodes(entry):
+        if time.monotonic() > deadline_s:
+            raise UsageError(
+                f"{run.path} has ended, but its job {job_id} still runs",
+                hint=f"try again when `squeue --job {job_id}` no longer lists it",
+            )
+        if is_first:
+            print(f"{job_id} has recorded its end: waiting until it exits", file=sys.stderr)
+        is_first = False
+        time.sleep(FIRST_QUERY_INTERVAL_S)
+
+
+def _holds_nodes(entry: Mapping[str, Any]) -> bool:
+    """Whether a job still runs; False if Slurm cannot say it."""
+    try:
+        job = slurm_job(entry)
+    except SlurmError:
+        return False
+    return job is not None and in_queue(job) and job.state is not JobState.COMPLETING
 
 
 def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
@@ -310,7 +335,7 @@ def _kill_processes(run: RunDir, entry: Mapping[str, Any]) -> None:
     for pid in (entry["pid"], *descendants(entry["pid"])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if not _wait_until_gone(entry, KILL_TIMEOUT_S):
+    if not _wait_until_process_gone(entry, KILL_TIMEOUT_S):
         raise TrainkitError(
             f"{entry['job_id']} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
             hint=f"`ps -o pid,stat,wchan {entry['pid']}` shows what it waits for",
@@ -350,17 +375,22 @@ def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
 
 def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> bool:
     """Wait until the job has ended; False if it is still alive after `timeout_s`."""
-    return _wait_until_gone(entry, timeout_s, lambda: is_slurm(entry) and is_exiting(run, entry))
-
-
-def _wait_until_gone(
-    entry: Mapping[str, Any], timeout_s: float, is_over: Callable[[], bool] = lambda: False
-) -> bool:
+    if not is_slurm(entry):
+        return _wait_until_process_gone(entry, timeout_s)
     deadline_s = time.monotonic() + timeout_s
-    while not is_over() and liveness(entry) is Liveness.ALIVE:
-        if time.monotonic() >= deadline_s:
+    while not is_exiting(run, entry) and liveness(entry) is Liveness.ALIVE:
+        if time.monotonic() > deadline_s:
             return False
-        time.sleep(FIRST_QUERY_INTERVAL_S if is_slurm(entry) else LOCAL_POLL_S)
+        time.sleep(FIRST_QUERY_INTERVAL_S)
+    return True
+
+
+def _wait_until_process_gone(entry: Mapping[str, Any], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while local_liveness(entry) is Liveness.ALIVE:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(LOCAL_POLL_S)
     return True
 
 

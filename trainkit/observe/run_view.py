@@ -66,7 +66,7 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """The rank that holds the others up most, by however little."""
+    """The rank that holds the others up most, however slightly."""
 
     rank: int
     host: str
@@ -196,7 +196,7 @@ def read_view(
         step_p50_s=percentile(steps_s, 0.50),
         step_p95_s=percentile(steps_s, 0.95),
         data_wait_share=_data_wait_share(own),
-        slowest_rank=_slowest_rank(last),
+        slowest_rank=_slowest_rank(own[-1] if own and is_allocated else {}),
         mem_gib_peak=last.get("mem_gib_peak"),
         mem_gib_total=max(gpu_total, default=None),
         checkpoint_step=saved.get("step"),

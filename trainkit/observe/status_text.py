@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
@@ -98,13 +99,17 @@ def group_details(status: GroupStatus, show_all: bool) -> str:
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         "best": "-" if best is None else f"{best}: {_metric(best)} {_best(best)} at step {_step(best)}",
     }
-    shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
-    heading = ["POINT", "STATE", *(key.upper() for key in short_keys(status.keys)), "BEST", "REASON"]
     text = [f"{key:<10}  {value}" for key, value in lines.items()]
-    text += ["", table([heading, *(_point_row(point, status.keys) for point in shown)])]
-    if len(shown) < len(status.points):
-        text.append(not_shown(len(status.points) - len(shown)))
-    return "\n".join(text)
+    return "\n".join([*text, "", points_table(status.points, status.keys, status.run_dir, show_all)])
+
+
+def points_table(points: Sequence[PointStatus], keys: Sequence[str], folder: str, show_all: bool) -> str:
+    """The runs of a group or bench in `folder`: all, or the `MAX_POINTS` most relevant ones."""
+    shown = points if show_all else most_relevant(points, MAX_POINTS)
+    heading = ["POINT", "STATE", *(key.upper() for key in short_keys(keys)), "BEST", "REASON"]
+    text = table([heading, *(_point_row(point, keys, folder) for point in shown)])
+    rest = len(points) - len(shown)
+    return f"{text}\n{not_shown(rest)}" if rest else text
 
 
 def not_shown(count: int) -> str:
@@ -112,12 +117,13 @@ def not_shown(count: int) -> str:
     return f"{count:,} more not shown; --all shows them"
 
 
-def _point_row(point: PointStatus, keys: Sequence[str]) -> list[str]:
+def _point_row(point: PointStatus, keys: Sequence[str], folder: str) -> list[str]:
     # The reason of a running or finished run is of no interest.
     reason = "" if point.state in ("running", "finished") else " ".join((point.reason or "").split())
     short = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"
     values = (shown_value(point.values[key]) if key in point.values else "-" for key in keys)
-    return [str(point.index), point.state, *values, _best(point), short]
+    name = os.path.relpath(point.run_dir, folder)
+    return [name, point.state, *values, _best(point), short]
 
 
 def _steps(status: RunStatus) -> str:

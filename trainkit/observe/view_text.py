@@ -206,11 +206,10 @@ def _numbers(view: RunView, size: Size, has_charts: bool) -> list[Text]:
 
 
 def _slowest_rank(view: RunView) -> list[Text]:
-    """Of a run that has ended, the failure and the nodes need the line more."""
     found = view.slowest_rank
-    if found is None or not view.status.is_active:
+    if found is None:
         return []
-    times = f"{1e3 * found.own_s:,.1f} ms to its first collective, others {1e3 * found.usual_s:,.1f} ms"
+    times = f"{1e3 * found.own_s:,.1f} ms on its own, others {1e3 * found.usual_s:,.1f} ms"
     return [_line("slowest", Text(f"rank {found.rank} on {found.host}{DOT}{times}"))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,22 +260,35 @@ def create_group(
     argv: Sequence[str],
     run_dir: Path | None = None,
     option: str = "--run-dir",
+    code_from: RunGroup | None = None,
 ) -> tuple[RunGroup, dict[str, Any] | None]:
     """Create the folder of a group, without its job; returns the group and the description of its code.
 
-    `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
+    `option` is the command-line option of `run_dir`. `code_from` is a group in the same folder whose code and
+    provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot
     be written, or a secret would be written.
     """
     config, plan = points[0].config, points[0].plan
     with new_folder(config.name, run_dir, option) as (folder, name):
         group = RunGroup(folder)
         group.logs_dir.mkdir(mode=0o700)
-        code = write_origin(RunDir(group.path), config, plan, argv)
+        if code_from is None:
+            code = write_origin(RunDir(group.path), config, plan, argv)
+        else:
+            code = _share_origin(code_from, group)
         record = _record(name, points, array, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         write_atomic(group.script_file, group_script(group, points, array, code).text)
         write_json(group.sweep_file, record)
     return group, code
+
+
+def _share_origin(source: RunGroup, group: RunGroup) -> dict[str, Any] | None:
+    shutil.copyfile(source.provenance_file, group.provenance_file)
+    if source.code_dir.is_dir():
+        group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
+    code: dict[str, Any] | None = source.record["code"]
+    return code
 
 
 def _record(

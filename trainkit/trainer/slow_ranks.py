@@ -60,6 +60,13 @@ def _median_times(times: Iterable[Times]) -> Times:
     return data_s, compute_s
 
 
+def _usual_times(group: Sequence[int], rank: int, own: Sequence[Times], median: Times) -> Times:
+    """The times that a rank of a group is compared with; `median` is that of the group."""
+    if len(group) >= FEW:
+        return median
+    return _median_times([own[other] for other in group if other != rank])
+
+
 def is_reported(step: int, world: World) -> bool:
     """Whether the all-reduce of a step has the times of the ranks: the last one of a window."""
     return world.size > 1 and step % WINDOW == 0
@@ -174,6 +181,10 @@ class SlowestRank:
     usual_s: float
     """That of the others."""
 
+    @property
+    def excess_s(self) -> float:
+        return self.own_s - self.usual_s
+
     def to_record(self, hosts: Sequence[str]) -> dict[str, Any]:
         """The values for a record of the metrics; `hosts` are those of all ranks."""
         return {
@@ -246,15 +257,13 @@ class SlowRanks:
             if len(group) < 2:
                 continue
             median = _median_times([own[rank] for rank in group])
-            self._note_slowest(group, own)
+            self._note_slowest(group, own, median)
             limit = sum(median) * (1.0 if len(group) < FEW else RATIO)
             for rank in group:
                 total_s = sum(own[rank])
                 if total_s <= limit and rank not in self._episodes:
                     continue
-                usual = median
-                if len(group) < FEW:
-                    usual = _median_times([own[other] for other in group if other != rank])
+                usual = _usual_times(group, rank, own, median)
                 usual_s = sum(usual)
                 is_slow = total_s > RATIO * usual_s and total_s - usual_s > min_excess_s
                 if is_slow or rank in self._episodes:
@@ -262,12 +271,11 @@ class SlowRanks:
                     phase: Phase = "data" if waits else "compute"
                     yield self._judge(rank, is_slow, first, WINDOWS, phase, total_s, usual_s)
 
-    def _note_slowest(self, group: Sequence[int], own: Sequence[Times]) -> None:
-        totals = {rank: sum(own[rank]) for rank in group}
-        rank = max(totals, key=totals.__getitem__)
-        own_s = totals.pop(rank)
-        found = SlowestRank(rank, own_s, statistics.median(totals.values()))
-        if self.slowest is None or own_s - found.usual_s > self.slowest.own_s - self.slowest.usual_s:
+    def _note_slowest(self, group: Sequence[int], own: Sequence[Times], median: Times) -> None:
+        rank = max(group, key=lambda rank: sum(own[rank]))
+        usual = _usual_times(group, rank, own, median)
+        found = SlowestRank(rank, sum(own[rank]), sum(usual))
+        if self.slowest is None or found.excess_s > self.slowest.excess_s:
             self.slowest = found
 
     def _of_run(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
