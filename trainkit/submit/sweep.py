@@ -265,8 +265,8 @@ def create_group(
     """Create the folder of a group, without its job; returns the group and the description of its code.
 
     `option` is the command-line option of `run_dir`. `code_from` is a group in the same folder whose code and
-    provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot
-    be written, or a secret would be written.
+    provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot be written, or a
+    secret would be written.
     """
     config, plan = points[0].config, points[0].plan
     with new_folder(config.name, run_dir, option) as (folder, name):
