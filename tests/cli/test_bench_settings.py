@@ -121,6 +121,12 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     made = read_json(desk.folder / "runs/mine/bench.json")
     assert (made["kind"], made["repeats"]) == ("settings", 2)
     assert made["impossible"].keys() == {"train.device_batch_size=3"}
+    assert json.loads(desk.trainkit("status", "mine", "--json").stdout)["states"] == {
+        "finished": 4,
+        "failed": 2,
+    }
+    ended = desk.trainkit("cancel", "mine", "--json")
+    assert (ended.returncode, json.loads(ended.stdout)["state"]) == (0, "ended")
     collected = desk.trainkit("bench", "settings", "--collect", "runs/mine", "--json")
     assert json.loads(collected.stdout)["rows"] == value["rows"]
 
@@ -341,6 +347,19 @@ def test_a_bench_is_cancelled_from_its_last_array_on(
     assert "cannot tell whether" in capsys.readouterr().err
     assert main(["cancel", "out/array-1"]) == 0
     assert "the other arrays of the bench continue" in capsys.readouterr().err
+
+
+def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
+    tmp_path: Path,
+    sbatch: Sbatch,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert submit("--sweep", "seed=1,2") == 0
+    (tmp_path / "out/sweep.json").unlink()
+    monkeypatch.setattr(run_bench, "run_state", lambda bench, item: ("running", ""))
+    assert main(["cancel", "out"]) == 2
+    assert "Ctrl-C ends it in the terminal where it runs" in capsys.readouterr().err
 
 
 def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(

@@ -57,9 +57,7 @@ def _cancel_bench(bench: Bench, *, now: bool, wait: bool, as_json: bool) -> int:
 
     groups, problems, facts = bench.groups, list[TrainkitError](), list[Mapping[str, Any]]()
     if not groups:
-        raise UsageError(
-            f"{bench.folder} is a bench on this machine", hint="Ctrl-C ends it in the terminal where it runs"
-        )
+        return _refuse_running(bench, as_json)
     # The last array first: each of them starts when the one before has ended.
     for group in reversed(groups):
         try:
@@ -79,6 +77,21 @@ def _cancel_bench(bench: Bench, *, now: bool, wait: bool, as_json: bool) -> int:
         value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
         click.echo(json.dumps(value, ensure_ascii=False))
     return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
+
+
+def _refuse_running(bench: Bench, as_json: bool) -> int:
+    """Raise UsageError if a bench on this machine runs: the command in its terminal starts its runs."""
+    from trainkit.bench.run_bench import NOT_STARTED, have_ended, run_states
+
+    states = {state for state, _ in run_states(bench, lambda text: None)}
+    if not have_ended(states - {NOT_STARTED}):
+        raise UsageError(
+            f"{bench.folder} is a bench on this machine", hint="Ctrl-C ends it in the terminal where it runs"
+        )
+    click.echo(f"{bench.folder} has already ended", err=True)
+    if as_json:
+        click.echo(json.dumps({"run_dir": str(bench.folder), "state": "ended", "arrays": []}))
+    return EXIT_OK
 
 
 def _note_other_arrays(group: RunGroup) -> None:
