@@ -270,9 +270,11 @@ def test_the_runs_of_several_arrays_have_one_status_and_one_summary(
     assert (first[BATCH], first[GPUS], first["status"], first["run"]) == (2, 2, "finished", "array-2/0")
     assert main(["report", "out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"]["values"] == {BATCH: 2, GPUS: 2}
+    assert main(["logs", "out"]) == 2
+    assert "for example out/array-2/0" in capsys.readouterr().err
 
 
-def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "") -> list[str]:
+def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "", num_running: int = 0) -> list[str]:
     """The arrays that are cancelled, in order; Slurm says nothing of the one called `unknown`."""
     names: list[str] = []
 
@@ -280,7 +282,8 @@ def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "") -> list
         if group.path.name == unknown:
             raise UsageError(f"cannot tell whether {group.path} was submitted")
         names.append(group.path.name)
-        return CancelResult("cancelled", "2 runs killed", {"run_dir": str(group.path), "state": "cancelled"})
+        facts = {"run_dir": str(group.path), "state": "cancelled", "num_running": num_running}
+        return CancelResult("cancelled", "2 runs killed", facts)
 
     monkeypatch.setattr(control_cancel, "cancel_group", cancel)
     return names
@@ -299,9 +302,16 @@ def test_if_slurm_refuses_one_array_none_runs(
     err = capsys.readouterr().err
     assert "cancelled 77: not all arrays of the bench were submitted" in err
     assert "accounting/QOS policy" in err
+    assert not (tmp_path / "out").exists(), "nothing has run"
+    sbatch.taken = []
+    cancelled_groups(monkeypatch, num_running=1)
+    assert submit(*SIZES, "--sweep", "resources.nodes=1,2") == 2
+    assert "out is kept: some of its runs may have started" in capsys.readouterr().err
     assert [group.path.name for group in read_bench(tmp_path / "out").groups] == ["array-1"]
     assert main(["status", "out", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["states"] == {"not started": 6, "unknown": 2}
+    value = json.loads(capsys.readouterr().out)
+    assert value["states"] == {"unknown": 2, "not started": 6}
+    assert [point["job_id"] for point in value["points"]][:2] == ["77_0", None]
     sbatch.refused, sbatch.taken = 0, []
     shutil.rmtree(tmp_path / "out")
     assert submit(*SIZES) == 2
@@ -319,7 +329,6 @@ def test_an_array_that_may_have_been_submitted_is_cancelled_too(
     sbatch.unreachable = 1
     assert submit(*SIZES) == 3
     assert cancelled == ["array-2", "array-1"]
-    shutil.rmtree(tmp_path / "out")
     sbatch.taken = []
     cancelled_groups(monkeypatch, unknown="array-2")
     capsys.readouterr()
@@ -347,6 +356,9 @@ def test_a_bench_is_cancelled_from_its_last_array_on(
     assert "cannot tell whether" in capsys.readouterr().err
     assert main(["cancel", "out/array-1"]) == 0
     assert "the other arrays of the bench continue" in capsys.readouterr().err
+    (tmp_path / "out/bench.json").write_text("garbage")
+    assert main(["cancel", "out/array-2", "--json"]) == 0
+    assert "the other arrays" not in capsys.readouterr().err
 
 
 def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
@@ -357,9 +369,10 @@ def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
 ) -> None:
     assert submit("--sweep", "seed=1,2") == 0
     (tmp_path / "out/sweep.json").unlink()
-    monkeypatch.setattr(run_bench, "run_state", lambda bench, item: ("running", ""))
-    assert main(["cancel", "out"]) == 2
-    assert "Ctrl-C ends it in the terminal where it runs" in capsys.readouterr().err
+    for state in ("running", "not started"):
+        monkeypatch.setattr(run_bench, "run_state", lambda bench, item, state=state: (state, ""))
+        assert main(["cancel", "out"]) == 2
+        assert "Ctrl-C ends it in the terminal where it runs" in capsys.readouterr().err
 
 
 def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.control import cancel as control_cancel
 from trainkit.control import jobs as control_jobs
+from trainkit.control.cancel import cancel_run
 from trainkit.control.jobs import (
     cancel_follow_ups,
     job_statuses,
@@ -24,7 +26,7 @@ from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
 from trainkit.job.record import add_slurm_entry, read_job, submission_token
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.rundir import RunDir, write_json
+from trainkit.rundir import RunDir, read_json, write_json
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -204,10 +206,40 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
-    with pytest.raises(UsageError, match="has ended, but its job 7 still runs"):
+    with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
         require_not_running(run, "resume")
     jobs["7"] = JobInfo("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
     require_not_running(run, "resume")
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "is_cancelled"),
+    [
+        (JobState.RUNNING, False, False),
+        (JobState.RUNNING, True, True),
+        (JobState.PENDING, False, True),  # requeued by hand: it would start again
+        (JobState.COMPLETING, True, False),
+    ],
+)
+def test_the_job_of_a_run_that_has_ended_can_be_cancelled(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState, now: bool, is_cancelled: bool
+) -> None:
+    end = {"action": "failed", "state": "failed"}
+    write_json(run.attempt(1).end_file, end)
+    queue(monkeypatch, j7=JobInfo("?", state, state.name))
+    ids: list[str] = []
+    monkeypatch.setattr(control_cancel, "cancel", ids.extend)
+    result = cancel_run(run, now=now, wait=False, warn=print)
+    assert (result.state, ids) == ("ended", ["7"] if is_cancelled else [])
+    assert read_json(run.attempt(1).end_file) == end, "how it ended is not overwritten"
+
+
+def test_a_requeue_waits_for_the_job_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
+    monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
+    queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
+    with pytest.raises(UsageError, match="Slurm still has its job 7"):
+        requeue_run(run)
 
 
 def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from trainkit.bench.bench_file import Bench, BenchRun
@@ -22,7 +23,7 @@ from trainkit.control.jobs import (
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
-from trainkit.observe.group import ORDER, GroupFiles, GroupStatus, PointStatus
+from trainkit.observe.group import NOT_STARTED, ORDER, GroupFiles, GroupStatus, PointStatus
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
 from trainkit.observe.sweep_report import REPEAT
@@ -36,7 +37,6 @@ ASK_EVERY_S = 10.0
 """Seconds between queries: Slurm's controller serves the whole cluster."""
 ENDED = ("finished", "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
-NOT_STARTED = "not started"
 
 
 def run_here(
@@ -78,25 +78,24 @@ def _kill(run: RunDir) -> None:
 
 def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:
     """Return the state of each run and, unless it finished, the reason."""
-    groups = bench.groups
-    if not groups:
-        return [run_state(bench, item) for item in bench.runs]
-    points = {point.run_dir: point for status in _statuses(groups, warn) for point in status.points}
-    found = []
-    for run in map(bench.run_dir, bench.runs):
-        point = points.get(str(run.path))
-        # An array that was not submitted has no folder.
-        found.append(_with_failure(run, point.state, point.reason) if point else (NOT_STARTED, ""))
-    return found
+    return [(point.state, point.reason or "") for point in point_statuses(bench, warn)]
 
 
 def point_statuses(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
     """Return the status of each run; with several repeats their number is one of its values."""
+    known = {point.run_dir: point for status in _statuses(bench.groups, warn) for point in status.points}
     found = []
-    for index, (item, (state, failure)) in enumerate(zip(bench.runs, run_states(bench, warn), strict=True)):
-        values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
+    for index, item in enumerate(bench.runs):
         run = bench.run_dir(item)
-        found.append(PointStatus(index, values, state, failure or None, None, None, str(run.path)))
+        values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
+        point = known.get(str(run.path))
+        if point is not None:
+            state, reason = _with_failure(run, point.state, point.reason)
+            found.append(replace(point, index=index, values=values, state=state, reason=reason or None))
+            continue
+        # On this machine, or in an array that was not submitted and has no folder.
+        state, reason = run_state(bench, item)
+        found.append(PointStatus(index, values, state, reason or None, None, None, str(run.path)))
     return found
 
 
@@ -158,6 +157,8 @@ def have_ended(states: Iterable[str]) -> bool:
 
 def _statuses(groups: Sequence[RunGroup], warn: Callable[[str], None]) -> list[GroupStatus]:
     """The status of each array, from one query."""
+    if not groups:
+        return []
     for group in groups:
         recover_group_job_id(group)
     files = [GroupFiles(group) for group in groups]

@@ -261,17 +261,21 @@ def _undo(folder: Path, groups: Sequence[RunGroup], num_started: int) -> None:
         shutil.rmtree(group.path, ignore_errors=True)
     # The one that failed still has its folder if its job may exist.
     rest = [group for group in groups[: num_started + 1] if group.path.exists()]
-    if not rest:
-        shutil.rmtree(folder, ignore_errors=True)
     if len(groups) == 1:
-        return
+        return  # its folder is that of the bench
+    has_run = False
     for group in reversed(rest):
         try:
-            cancel_group(group, now=True, wait=False)
+            has_run |= cancel_group(group, now=True, wait=False).facts["num_running"] > 0
         except TrainkitError as error:
+            has_run = True
             click.echo(f"warning: {group.path} may still run: {error.message}", err=True)
         else:
             click.echo(f"cancelled {group.job_id}: not all arrays of the bench were submitted", err=True)
+    if has_run:
+        click.echo(f"{folder} is kept: some of its runs may have started", err=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def summarize_folder(folder: str, as_json: bool) -> int:

@@ -80,13 +80,13 @@ def _cancel_bench(bench: Bench, *, now: bool, wait: bool, as_json: bool) -> int:
 
 
 def _refuse_running(bench: Bench, as_json: bool) -> int:
-    """Raise UsageError if a bench on this machine runs: the command in its terminal starts its runs."""
-    from trainkit.bench.run_bench import NOT_STARTED, have_ended, run_states
+    """Raise UsageError unless a bench on this machine has ended: a command in a terminal starts its runs."""
+    from trainkit.bench.run_bench import have_ended, run_states
 
-    states = {state for state, _ in run_states(bench, lambda text: None)}
-    if not have_ended(states - {NOT_STARTED}):
+    if not have_ended(state for state, _ in run_states(bench, lambda text: None)):
         raise UsageError(
-            f"{bench.folder} is a bench on this machine", hint="Ctrl-C ends it in the terminal where it runs"
+            f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
+            hint="Ctrl-C ends it in the terminal where it runs",
         )
     click.echo(f"{bench.folder} has already ended", err=True)
     if as_json:
@@ -98,7 +98,10 @@ def _note_other_arrays(group: RunGroup) -> None:
     """Say that the other arrays of a bench continue, if the group is one of several."""
     from trainkit.bench.bench_file import find_bench
 
-    bench = find_bench(str(group.path.parent), with_groups=False)
+    try:
+        bench = find_bench(str(group.path.parent), with_groups=False)
+    except UsageError:
+        return  # damaged: its arrays can be cancelled one by one
     if bench is not None and len(bench.groups) > 1:
         shown = quote(str(bench.folder))
         click.echo(

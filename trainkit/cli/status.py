@@ -83,10 +83,12 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
 def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
     """Print the runs of a bench that is not a single group."""
     from trainkit.bench.run_bench import point_statuses
+    from trainkit.observe.group import ORDER
     from trainkit.observe.status_text import points_table, state_counts
 
     points = point_statuses(bench, _warn)
-    counts = dict(Counter(point.state for point in points).most_common())
+    names = Counter(point.state for point in points)
+    counts = {state: names[state] for state in ORDER if names[state]}
     if as_json:
         value = {
             "run_dir": str(bench.folder),

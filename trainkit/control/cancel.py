@@ -15,6 +15,7 @@ from trainkit.control.jobs import (
     cancel_follow_ups,
     in_queue,
     kill,
+    lingering_job,
     live_entry,
     recover_group_job_id,
     recover_job_id,
@@ -71,7 +72,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             else:
                 outcome = signal_job(run, entry, signal.SIGTERM)
     if entry is None:
-        return _run_result(run, None, "ended", f"{run.path} has already ended")
+        return _end_lingering(run, now)
     job_id = entry["job_id"]
     if now:
         return _run_result(run, job_id, "cancelled", f"killed {job_id}")
@@ -84,6 +85,15 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
     message = f"{job_id} is still running; `trainkit cancel {quote(str(run.path))} --now` kills it"
     return _run_result(run, job_id, "cancelling", message)
+
+
+def _end_lingering(run: RunDir, now: bool) -> CancelResult:
+    """End the job of a run that has ended, if Slurm has it and it hangs or would start again."""
+    job = lingering_job(run)
+    if job is None or not (now or job.state.is_waiting):
+        return _run_result(run, None, "ended", f"{run.path} has already ended")
+    cancel([job.job_id])
+    return _run_result(run, job.job_id, "ended", f"{run.path} had already ended; cancelled {job.job_id}")
 
 
 def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> CancelResult:

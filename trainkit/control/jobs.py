@@ -250,7 +250,7 @@ def recover_group_job_id(group: RunGroup) -> str | None:
 
 def require_not_running(run: RunDir, command: str) -> None:
     """Raise UsageError when the run has a pending or running job, or one that does not leave the queue."""
-    _wait_until_out_of_queue(run)
+    wait_until_out_of_queue(run)
     entry = live_entry(run, command)
     if entry is not None:
         raise UsageError(
@@ -260,34 +260,38 @@ def require_not_running(run: RunDir, command: str) -> None:
         )
 
 
-def _wait_until_out_of_queue(run: RunDir) -> None:
+def wait_until_out_of_queue(run: RunDir) -> None:
     """Wait for a Slurm job that has recorded the end of its run to exit: another one would wait for it.
 
     Raises UsageError when that takes longer than `SUPERVISOR_EXIT_S`.
     """
-    entry = newest_entry(run)
-    if entry is None or not is_slurm(entry) or not is_exiting(run, entry):
-        return
-    job_id, deadline_s, is_first = entry["job_id"], time.monotonic() + SUPERVISOR_EXIT_S, True
-    while _holds_nodes(entry):
+    deadline_s, is_first = time.monotonic() + SUPERVISOR_EXIT_S, True
+    while (job := lingering_job(run)) is not None:
         if time.monotonic() > deadline_s:
             raise UsageError(
-                f"{run.path} has ended, but its job {job_id} still runs",
-                hint=f"try again when `squeue --job {job_id}` no longer lists it",
+                f"{run.path} has ended, but Slurm still has its job {job.job_id} ({job.slurm_state})",
+                hint=f"`trainkit cancel {quote(str(run.path))} --now` ends it",
             )
         if is_first:
-            print(f"{job_id} has recorded its end: waiting until it exits", file=sys.stderr)
+            print(f"{job.job_id} has recorded its end: waiting until it exits", file=sys.stderr)
         is_first = False
         time.sleep(FIRST_QUERY_INTERVAL_S)
 
 
-def _holds_nodes(entry: Mapping[str, Any]) -> bool:
-    """Whether a job still runs; False if Slurm cannot say it."""
+def lingering_job(run: RunDir) -> JobInfo | None:
+    """The Slurm job of a run that has recorded its end, while Slurm still runs it, or starts it again.
+
+    None if Slurm does not answer. Raises UsageError for a job on a cluster that cannot be queried from here.
+    """
+    entry = newest_entry(run)
+    if entry is None or not is_slurm(entry) or not is_exiting(run, entry):
+        return None
     try:
         job = slurm_job(entry)
     except SlurmError:
-        return False
-    return job is not None and in_queue(job) and job.state is not JobState.COMPLETING
+        return None
+    # One that completes has only its epilog to run.
+    return job if in_queue(job) and job is not None and job.state is not JobState.COMPLETING else None
 
 
 def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:

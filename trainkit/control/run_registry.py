@@ -25,6 +25,8 @@ from trainkit.rundir import RUNS_FOLDER, RunDir, append_jsonl, read_jsonl, state
 from trainkit.rungroup import RunGroup, group_of, is_index
 from trainkit.slurm.job_id import base_id, is_job_id
 
+LIST_HINT = "`trainkit status` lists the runs"
+
 
 @dataclass(frozen=True)
 class KnownRun:
@@ -187,7 +189,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
         return _ensure_created(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
-        raise UsageError(f"{text} does not contain a run", hint=_folder_hint(Path(text)))
+        raise UsageError(f"{text} does not contain a run", hint=_folder_hint(Path(text)) or LIST_HINT)
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
         return _run_of_point(_newest(head, groups, to_change).group, int(tail))
@@ -206,12 +208,11 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     return newest.group
 
 
-def _folder_hint(folder: Path) -> str:
-    """What to name instead of a folder without a run, such as that of a bench."""
-    runs = sorted(path.parent for path in folder.glob("*/attempts") if RunDir(path.parent).exists())
-    if not runs:
-        return "`trainkit status` lists the runs"
-    return f"choose one of the {len(runs):,} runs in it, for example {quote(str(runs[0]))}"
+def _folder_hint(folder: Path) -> str | None:
+    """What to name instead of a folder with runs, such as that of a bench; None if it has none."""
+    found = [*folder.glob("*/attempts"), *folder.glob("*/*/attempts")]
+    runs = sorted(path.parent for path in found if RunDir(path.parent).exists())
+    return f"choose one of the {len(runs):,} runs in it, for example {quote(str(runs[0]))}" if runs else None
 
 
 def _matching_name(name: str) -> list[KnownRun]:
@@ -230,7 +231,10 @@ def _matching_name(name: str) -> list[KnownRun]:
 
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
-        raise UsageError(f"there is no run {text!r}", hint=_closest_name_hint(text, known_runs()))
+        in_folder = _folder_hint(Path(text)) or _folder_hint(Path(RUNS_FOLDER, text))
+        raise UsageError(
+            f"there is no run {text!r}", hint=in_folder or _closest_name_hint(text, known_runs())
+        )
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"
@@ -270,7 +274,7 @@ def _closest_name_hint(text: str, known: Sequence[KnownRun]) -> str:
     from difflib import get_close_matches
 
     close = get_close_matches(text, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else "`trainkit status` lists the runs"
+    return f"did you mean {close[0]!r}?" if close else LIST_HINT
 
 
 STATE_VARIABLE = "XDG_STATE_HOME"

@@ -23,6 +23,8 @@ NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
 NEWEST_END = "attempts/latest/end.json"
+NOT_STARTED = "not started"
+"""Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -33,6 +35,7 @@ ORDER = (
     "restarting",
     "requeueing",
     "pending",
+    NOT_STARTED,
     "stopped",
     "cancelled",
     "finished",

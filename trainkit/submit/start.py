@@ -22,6 +22,7 @@ from trainkit.control.jobs import (
     require_not_running,
     signal_job,
     slurm_job,
+    wait_until_out_of_queue,
 )
 from trainkit.control.run_registry import register
 from trainkit.errors import TrainkitError, UsageError
@@ -185,6 +186,7 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
     """
     with run_lock(run):
         recover_job_id(run)
+        wait_until_out_of_queue(run)
         entry = live_entry(run, "requeue")
         if entry is None:
             return start_again(run, "requeue"), True
