@@ -19,6 +19,8 @@ from trainkit.locks import file_lock
 from trainkit.rundir import RunDir, read_json, write_json
 
 GROUP_VERSION = 1
+BENCH_FILE = "bench.json"
+"""In the folder of a bench, which is a group of runs, or has them or several groups in it."""
 
 
 @dataclass(frozen=True)

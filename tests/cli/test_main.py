@@ -41,6 +41,21 @@ def test_help_imports_nothing_but_click():
     assert all(name in done.stdout for name in COMMANDS)
 
 
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_run_is_looked_up_without_configs(command, tmp_path):
+    """They take most of the start-up time of these commands."""
+    script = (
+        f"import sys\nfrom trainkit.cli.main import main\ncode = main(['{command}', 'nothere'])\n"
+        "heavy = {'torch', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(code)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, "there is no run" in done.stderr) == (2, True), done.stderr
+
+
 def test_help_answers_at_once():
     """Not much later than click can, on a machine that may be busy with something else."""
 

@@ -12,8 +12,8 @@ from trainkit.config import RunConfig
 from trainkit.config.changes import Change, short_training
 from trainkit.errors import UsageError
 from trainkit.plan.sweep import shown
-from trainkit.rundir import RUNS_FOLDER, RunDir, read_json, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.rungroup import BENCH_FILE, RunGroup
 
 PROFILED_STEPS = 3
 """The last steps are profiled. They are not measured, because the profiler slows them."""
@@ -116,7 +116,6 @@ def profiler_changes(config: RunConfig, length: BenchLength, world_size: int) ->
 
 BENCH_VERSION = 2
 """Version 1 has layouts only, one run of each."""
-BENCH_FILE = "bench.json"
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
@@ -255,23 +254,6 @@ def read_bench(folder: Path) -> Bench:
             f"{file} cannot be read: {error}",
             hint=f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
         ) from error
-
-
-def find_bench(text: str, *, with_groups: bool = True) -> Bench | None:
-    """The bench in the folder of this path, or of this name in ./runs; None without one.
-
-    `with_groups` includes a bench whose runs are one array, which is also a group of runs.
-    """
-    for folder in (Path(text), Path(RUNS_FOLDER, text)):
-        try:
-            is_group = RunGroup(folder).exists()
-            if (folder / BENCH_FILE).is_file():
-                return read_bench(folder) if with_groups or not is_group else None
-            if is_group or RunDir(folder).exists():
-                return None
-        except OSError:
-            return None  # whatever else looks for a run there reports it
-    return None
 
 
 def _from_version_1(record: Mapping[str, Any]) -> dict[str, Any]:

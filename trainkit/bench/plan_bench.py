@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,7 +130,7 @@ class PlannedBench:
             for index, (repeat, point) in enumerate(order)
         ]
 
-    @property
+    @cached_property
     def arrays(self) -> list[list[PlannedPoint]]:
         """The runs by the array on Slurm that has them, in the order in which the arrays run.
 

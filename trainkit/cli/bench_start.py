@@ -257,14 +257,13 @@ def _undo(folder: Path, groups: Sequence[RunGroup], num_started: int) -> None:
     from trainkit.control.cancel import cancel_group
     from trainkit.errors import TrainkitError
 
+    if len(groups) == 1:
+        return  # its folder is that of the bench, which `start_group` removes
     for group in groups[num_started + 1 :]:
         shutil.rmtree(group.path, ignore_errors=True)
-    # The one that failed still has its folder if its job may exist.
-    rest = [group for group in groups[: num_started + 1] if group.path.exists()]
-    if len(groups) == 1:
-        return  # its folder is that of the bench
     has_run = False
-    for group in reversed(rest):
+    # The one that failed still has its folder if its job may exist.
+    for group in reversed([group for group in groups[: num_started + 1] if group.path.exists()]):
         try:
             has_run |= cancel_group(group, now=True, wait=False).facts["num_running"] > 0
         except TrainkitError as error:

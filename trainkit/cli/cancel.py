@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +32,13 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
     For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    from trainkit.bench.bench_file import find_bench
     from trainkit.control.cancel import cancel_group, cancel_run
-    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.rungroup import RunGroup
 
-    bench = find_bench(run_name, with_groups=False)
-    if bench is not None:
-        return _cancel_bench(bench, now=now, wait=wait, as_json=as_json)
+    folder = find_bench_folder(run_name, with_groups=False)
+    if folder is not None:
+        return _cancel_bench(folder, now=now, wait=wait, as_json=as_json)
     found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
@@ -52,12 +52,16 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
-def _cancel_bench(bench: Bench, *, now: bool, wait: bool, as_json: bool) -> int:
+def _cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool) -> int:
+    """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
+    from trainkit.bench.bench_file import read_bench
     from trainkit.control.cancel import cancel_group
 
+    bench = read_bench(folder)
     groups, problems, facts = bench.groups, list[TrainkitError](), list[Mapping[str, Any]]()
     if not groups:
-        return _refuse_running(bench, as_json)
+        _require_ended(bench)
+        click.echo(f"{bench.folder} has already ended", err=True)
     # The last array first: each of them starts when the one before has ended.
     for group in reversed(groups):
         try:
@@ -67,20 +71,20 @@ def _cancel_bench(bench: Bench, *, now: bool, wait: bool, as_json: bool) -> int:
             continue
         facts.append(result.facts)
         click.echo(f"{group.path.name}: {result.message}", err=True)
-    states = [fact["state"] for fact in facts]
-    state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
     if problems:
         for other in problems[1:]:
             click.echo(other.render(), err=True)
         raise problems[0]
+    states = [fact["state"] for fact in facts]
+    state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
     if as_json:
         value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
         click.echo(json.dumps(value, ensure_ascii=False))
     return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
 
 
-def _refuse_running(bench: Bench, as_json: bool) -> int:
-    """Raise UsageError unless a bench on this machine has ended: a command in a terminal starts its runs."""
+def _require_ended(bench: Bench) -> None:
+    """Raise UsageError if a bench on this machine has not ended: a command in a terminal starts its runs."""
     from trainkit.bench.run_bench import have_ended, run_states
 
     if not have_ended(state for state, _ in run_states(bench, lambda text: None)):
@@ -88,22 +92,13 @@ def _refuse_running(bench: Bench, as_json: bool) -> int:
             f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
             hint="Ctrl-C ends it in the terminal where it runs",
         )
-    click.echo(f"{bench.folder} has already ended", err=True)
-    if as_json:
-        click.echo(json.dumps({"run_dir": str(bench.folder), "state": "ended", "arrays": []}))
-    return EXIT_OK
 
 
 def _note_other_arrays(group: RunGroup) -> None:
     """Say that the other arrays of a bench continue, if the group is one of several."""
-    from trainkit.bench.bench_file import find_bench
+    from trainkit.control.run_registry import find_bench_folder
 
-    try:
-        bench = find_bench(str(group.path.parent), with_groups=False)
-    except UsageError:
-        return  # damaged: its arrays can be cancelled one by one
-    if bench is not None and len(bench.groups) > 1:
-        shown = quote(str(bench.folder))
-        click.echo(
-            f"note: the other arrays of the bench continue: `trainkit cancel {shown}` ends all", err=True
-        )
+    folder = find_bench_folder(str(group.path.parent), with_groups=False)
+    if folder is not None and len(list(folder.glob("*/sweep.json"))) > 1:
+        whole = f"`trainkit cancel {quote(str(folder))}` cancels all"
+        click.echo(f"note: this was one array of a bench with several: {whole}", err=True)

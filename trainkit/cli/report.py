@@ -59,10 +59,14 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
 
 def _find(text: str) -> RunDir | RunGroup | Bench:
     """The bench in the folder of this name or path, else the run or group that RUN refers to."""
-    from trainkit.bench.bench_file import find_bench
-    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
 
-    return find_bench(text) or find_run_or_group(text)
+    folder = find_bench_folder(text)
+    if folder is None:
+        return find_run_or_group(text)
+    from trainkit.bench.bench_file import read_bench
+
+    return read_bench(folder)
 
 
 def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:

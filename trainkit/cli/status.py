@@ -18,7 +18,6 @@ from trainkit.errors import EXIT_OK
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainkit.bench.bench_file import Bench
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
@@ -40,15 +39,14 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
-    from trainkit.bench.bench_file import find_bench
-    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.rundir import RunDir
 
     if run_name is None:
         return show_all_runs(show_all, as_json)
-    bench = find_bench(run_name, with_groups=False)
-    if bench is not None:
-        return show_bench(bench, show_all, as_json)
+    folder = find_bench_folder(run_name, with_groups=False)
+    if folder is not None:
+        return show_bench(folder, show_all, as_json)
     found = find_run_or_group(run_name)
     return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
 
@@ -80,20 +78,23 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
+def show_bench(folder: Path, show_all: bool, as_json: bool) -> int:
     """Print the runs of a bench that is not a single group."""
+    from trainkit.bench.bench_file import read_bench
     from trainkit.bench.run_bench import point_statuses
     from trainkit.observe.group import ORDER
     from trainkit.observe.status_text import points_table, state_counts
 
+    bench = read_bench(folder)
     points = point_statuses(bench, _warn)
+    keys = list(points[0].values)
     names = Counter(point.state for point in points)
     counts = {state: names[state] for state in ORDER if names[state]}
     if as_json:
         value = {
             "run_dir": str(bench.folder),
             "name": bench.folder.name,
-            "keys": list(points[0].values),
+            "keys": keys,
             "num_points": len(points),
             "states": counts,
             "points": [point.to_dict() for point in points],
@@ -107,7 +108,7 @@ def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
         "runs": f"{len(points):,}: {state_counts(counts)}",
     }
     click.echo("\n".join(f"{key:<10}  {value}" for key, value in lines.items()))
-    click.echo(f"\n{points_table(points, list(points[0].values), lines['folder'], show_all)}")
+    click.echo(f"\n{points_table(points, keys, lines['folder'], show_all)}")
     return EXIT_OK
 
 

@@ -47,23 +47,20 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     Only reads, until a key that acts is pressed and confirmed. With --json or without a terminal, prints
     once.
     """
-    from trainkit.bench.bench_file import find_bench
-    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.rundir import RunDir
 
     prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
-    bench = None if run_name is None else find_bench(run_name, with_groups=False)
+    bench = None if run_name is None else find_bench_folder(run_name, with_groups=False)
     if bench is not None:
+        if not prints_once:
+            raise UsageError(
+                f"{run_name} is a bench: each of its runs has its own screen",
+                hint=f"`trainkit status {quote(str(bench))}` lists its runs",
+            )
         from trainkit.cli.status import show_bench
 
-        if prints_once:
-            return show_bench(bench, False, as_json)
-        first = quote(str(bench.run_dir(bench.runs[0]).path))
-        raise UsageError(
-            f"{run_name} is a bench: each of its runs has its own screen",
-            hint=f"`trainkit status {quote(str(bench.folder))}` lists them, "
-            f"`trainkit watch {first}` shows the first",
-        )
+        return show_bench(bench, False, as_json)
     found = None if run_name is None else find_run_or_group(run_name)
     if prints_once:
         if isinstance(found, RunDir):

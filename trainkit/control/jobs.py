@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from shlex import quote
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.job.processes import descendants
@@ -90,7 +90,7 @@ def liveness(entry: Mapping[str, Any]) -> Liveness:
     return Liveness.ALIVE if in_queue(job) else Liveness.GONE
 
 
-def in_queue(job: JobInfo | None) -> bool:
+def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
     """Whether the job is in Slurm's queue, pending or running."""
     return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
 
@@ -291,7 +291,7 @@ def lingering_job(run: RunDir) -> JobInfo | None:
     except SlurmError:
         return None
     # One that completes has only its epilog to run.
-    return job if in_queue(job) and job is not None and job.state is not JobState.COMPLETING else None
+    return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
 def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:

@@ -22,7 +22,7 @@ from shlex import quote
 from trainkit.errors import UsageError
 from trainkit.job.record import read_job
 from trainkit.rundir import RUNS_FOLDER, RunDir, append_jsonl, read_jsonl, state_folder, utc_now
-from trainkit.rungroup import RunGroup, group_of, is_index
+from trainkit.rungroup import BENCH_FILE, RunGroup, group_of, is_index
 from trainkit.slurm.job_id import base_id, is_job_id
 
 LIST_HINT = "`trainkit status` lists the runs"
@@ -206,6 +206,23 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if is_job_id(text) and "_" in text:
         return _run_of_point(newest.group, int(text.partition("_")[2]))
     return newest.group
+
+
+def find_bench_folder(text: str, *, with_groups: bool = True) -> Path | None:
+    """The folder of a bench at this path, or of this name in ./runs; None without one.
+
+    `with_groups` includes a bench whose runs are one array, which is also a group of runs.
+    """
+    for folder in (Path(text), Path(RUNS_FOLDER, text)):
+        try:
+            is_group = RunGroup(folder).exists()
+            if (folder / BENCH_FILE).is_file():
+                return folder if with_groups or not is_group else None
+            if is_group or RunDir(folder).exists():
+                return None
+        except OSError:
+            return None  # whatever else looks for a run there reports it
+    return None
 
 
 def _folder_hint(folder: Path) -> str | None:

@@ -37,7 +37,8 @@ SCALARS = (
 
 RECORD_KEYS = frozenset(
     (
-        *(*SCALARS, "step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen"),
+        *SCALARS,
+        *("step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen"),
         *("slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
     )
 )
