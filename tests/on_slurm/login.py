@@ -33,10 +33,15 @@ print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"],
 while not asked:
     time.sleep(0.02)
 print("asked by", asked[0], flush=True)
-time.sleep(0.3)
+for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
 sys.exit(75)
 """
-"""A trainer that trains nothing: it says when it is asked to stop, and that it has saved."""
+"""A trainer that trains nothing: it says when it is asked to stop, and that it has saved.
+
+Here Slurm signals the ranks as well as their agents. A Python that exits restores the default actions, so
+the second of the two signals would kill a rank that does not ignore it.
+"""
 
 DEAF = """
 import signal, time

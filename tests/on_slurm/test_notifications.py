@@ -27,6 +27,8 @@ if attempt == 1 and rank == world_size - 1:
 print("attempt", attempt, flush=True)
 while attempt == 1 and not asked:
     time.sleep(0.02)
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)  # the second of Slurm's and the agent's may come during the exit
 sys.exit(75 if attempt == 1 else 0)
 """
 """When all ranks listen, the last one says that it is slow. They save when asked to; attempt 2 finishes."""
