@@ -15,7 +15,7 @@ from itertools import islice
 from logging import getLogger
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
@@ -24,14 +24,13 @@ from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, line
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.task_batches import (
     PREFETCH,
+    ForkedLoader,
     Positions,
     TaskBatch,
     TaskStepBatch,
     digest_of,
     read_in_worker,
     seed_generators,
-    signals_blocked,
-    unchanged,
 )
 
 log = getLogger(__name__)
@@ -314,21 +313,14 @@ class StreamBatches:
         state = None if saved is None else StreamState(**saved)
         if takes_state and state is not None and state.samples and not data.continues_at(state):
             log.info(f"reading over {state.samples:,} samples of epoch {state.epoch} of the stream")
-        ahead: dict[str, Any] = {
-            "num_workers": 1,
-            "multiprocessing_context": "fork",
-            "prefetch_factor": PREFETCH * num_workers,
-        }
-        with signals_blocked():
-            self._iterator: Iterator[Any] | None = iter(
-                DataLoader(
-                    _Reader(data, collate, positions, start, state, takes_state),
-                    batch_size=None,
-                    collate_fn=unchanged,
-                    pin_memory=pin_memory,
-                    **(ahead if num_workers else {}),
-                )
+        self._iterator: Iterator[Any] | None = iter(
+            ForkedLoader(
+                _Reader(data, collate, positions, start, state, takes_state),
+                min(1, num_workers),
+                prefetch=PREFETCH * num_workers,
+                pin_memory=pin_memory,
             )
+        )
 
     def __next__(self) -> TaskStepBatch:
         assert self._iterator is not None

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import mmap
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from logging import getLogger
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -26,9 +30,15 @@ from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
 from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.torch_private import data_workers
 
+log = getLogger(__name__)
 PREFETCH = 2
-"""Microbatches that each worker reads ahead."""
+"""Items that each worker reads ahead: of a task, microbatches."""
+START_S = 30.0
+"""Seconds after which a worker that does not run yet hangs in its fork."""
+MAX_STARTS = 3
+POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024
 """Elements of every parameter that the ranks compare."""
 BLOCKED = (*NOTICE_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
@@ -171,6 +181,81 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+class ForkedLoader:
+    """A DataLoader with forked workers, which are forked again if one of them hangs in its fork.
+
+    Python before 3.12 has a lock that another thread can hold at the moment of a fork, such as one of Gloo
+    at the end of a collective; the new process then waits for it forever (python/cpython#112275).
+
+    Forked, so that the samples need not be pickled and are in memory once.
+    """
+
+    def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch: int = PREFETCH, **options: Any):
+        """Take the options of a DataLoader; with `num_workers` 0 this process reads the items itself."""
+        workers = {
+            "num_workers": num_workers,
+            "multiprocessing_context": "fork",
+            "prefetch_factor": prefetch,
+            "persistent_workers": True,
+        }
+        self._dataset = dataset
+        self._num_workers = num_workers
+        self._options = {"batch_size": None, "collate_fn": unchanged, **options}
+        if num_workers:
+            self._options |= workers
+        self._loader: DataLoader[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin at the first item, with the same workers as before.
+
+        Raises RuntimeError if they do not start.
+        """
+        if self._loader is not None:
+            return iter(self._loader)
+        for _ in range(MAX_STARTS):
+            started = _Started(self._num_workers)
+            loader = DataLoader(self._dataset, worker_init_fn=started.note, **self._options)
+            with signals_blocked():
+                items = iter(loader)
+            stuck = started.wait_for(data_workers(items))
+            if not stuck:
+                self._loader = loader
+                return items
+            log.warning(
+                f"{len(stuck)} of {self._num_workers} data workers hang in their fork; starting again"
+            )
+            del items, loader  # first, because a loader reports the death of its workers as an error
+            for worker in stuck:
+                worker.kill()
+                worker.join()
+        raise RuntimeError(f"data workers hang in their fork, {MAX_STARTS} times in a row")
+
+
+class _Started:
+    """Which workers of a loader run, in memory that they share with this process."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._is_started = mmap.mmap(-1, max(1, num_workers))
+
+    def note(self, worker_id: int) -> None:
+        """Note that a worker runs; called in the worker."""
+        self._is_started[worker_id] = 1
+
+    def wait_for(self, workers: Sequence[BaseProcess]) -> list[BaseProcess]:
+        """Wait until all workers run, or have ended; returns those that hang."""
+        # Counted, so that the time for which a job is suspended does not count.
+        for _ in range(round(START_S / POLL_S)):
+            stuck = [
+                worker
+                for worker, is_started in zip(workers, self._is_started[:], strict=False)
+                if not is_started and worker.is_alive()
+            ]
+            if not stuck:
+                break
+            time.sleep(POLL_S)
+        return stuck
+
+
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block the signals in processes that are started: only this one decides when to stop."""
@@ -183,17 +268,7 @@ def signals_blocked() -> Iterator[None]:
 
 def read_in_worker(dataset: Dataset[Any], indices: Sequence[int], config: RunConfig) -> Iterator[Any]:
     """The items of a dataset, read in a process of its own if the config has data workers."""
-    forked: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-    with signals_blocked():
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=indices,
-            collate_fn=unchanged,
-            **(forked if config.data.num_workers else {}),
-        )
-        items = iter(loader)
-    yield from items
+    yield from ForkedLoader(dataset, min(1, config.data.num_workers), sampler=indices)
 
 
 def unchanged(batch: Any) -> Any:
@@ -258,24 +333,18 @@ class TaskBatches:
         pin_memory: bool,
     ) -> None:
         self._positions, self._start, self._at = positions, start, start
-        # Forked, so that the samples need not be pickled and are in memory once.
-        processes: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": PREFETCH}
-        self._loader: DataLoader[Any] = DataLoader(
-            _Reader(samples, collate, seed, split, shuffle),
-            batch_size=None,  # a request is for a whole microbatch
+        self._loader: ForkedLoader | None = ForkedLoader(
+            _Reader(samples, collate, seed, split, shuffle),  # a request is for a whole microbatch
+            num_workers,
             sampler=_From(positions, start),
-            num_workers=num_workers,
-            collate_fn=unchanged,  # the reader has collated it
             pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
-            **(processes if num_workers else {}),
         )
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[TaskStepBatch]:
         """Begin at the first step, with the same workers."""
-        self._at = self._start
-        self._iterator = self._begin()
+        assert self._loader is not None
+        self._at, self._iterator = self._start, iter(self._loader)
         return self
 
     def __next__(self) -> TaskStepBatch:
@@ -288,11 +357,6 @@ class TaskBatches:
         self._at += self._positions.batch.global_batch_size
         return found
 
-    def _begin(self) -> Iterator[Any]:
-        with signals_blocked():
-            return iter(self._loader)
-
     def close(self) -> None:
         """Let the workers end."""
-        self._iterator = None
-        self._loader = None  # type: ignore[assignment]
+        self._iterator = self._loader = None

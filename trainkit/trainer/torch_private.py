@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import torch
@@ -66,6 +67,17 @@ def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
+
+
+# Data
+
+
+def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
+    """The worker processes of the iterator of a DataLoader; none if it has no workers.
+
+    When it goes: take those that are new in `multiprocessing.active_children()`.
+    """
+    return [*getattr(items, "_workers", ())]
 
 
 # Parameters, gradients and the optimizer

@@ -1,0 +1,87 @@
+"""The workers that read the samples of a task: one that hangs in its fork is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, _utils
+
+from trainkit.trainer import task_batches
+from trainkit.trainer.task_batches import ForkedLoader
+from trainkit.trainer.torch_private import data_workers
+
+to_hang: list[Path] = []
+"""A file for each process that is to hang in its fork; it leaves the file behind."""
+
+
+def hang() -> None:
+    """Hang before any code of the new process runs, as one does that waits for a lock of Python itself."""
+    for file in to_hang:
+        if not file.exists():
+            file.write_text(str(os.getpid()))
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            while True:
+                signal.sigwait([signal.SIGTERM])
+
+
+os.register_at_fork(after_in_child=hang)
+
+
+class Squares(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+@pytest.fixture
+def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Files of the processes that hang; tests add to them."""
+    monkeypatch.setattr(task_batches, "START_S", 5.0)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # how long a loader waits for its workers
+    yield to_hang
+    to_hang.clear()
+
+
+def loader(num_workers: int) -> ForkedLoader:
+    return ForkedLoader(Squares(), num_workers, sampler=range(9))
+
+
+def is_running(pid: int) -> bool:
+    return any(worker.pid == pid for worker in active_children()) or Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_loader_begins_again_with_the_same_workers(num_workers: int) -> None:
+    squares = loader(num_workers)
+    found: list[Any] = []
+    for _ in range(2):
+        items = iter(squares)
+        found.append(({worker.pid for worker in data_workers(items)}, list(items)))
+    assert found[0] == found[1]
+    assert (len(found[0][0]), found[0][1]) == (num_workers, [i**2 for i in range(9)])
+
+
+def test_a_worker_that_hangs_in_its_fork_is_replaced(
+    hangs: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs.append(tmp_path / "hangs")
+    items = iter(loader(2))
+    assert list(items) == [i**2 for i in range(9)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of 2 data workers hang in their fork; starting again"
+    ]
+    assert not is_running(int(hangs[0].read_text()))
+
+
+def test_it_gives_up(hangs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_batches, "MAX_STARTS", 2)
+    monkeypatch.setattr(task_batches, "START_S", 0.5)
+    hangs += [tmp_path / name for name in "ab"]
+    with pytest.raises(RuntimeError, match="data workers hang in their fork, 2 times in a row"):
+        iter(loader(1))
+    assert not any(is_running(int(file.read_text())) for file in hangs)
