@@ -13,15 +13,19 @@ from pathlib import Path
 import pytest
 
 import trainkit
+from tests.support.runs import train
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(trainkit.__file__).parents[1])}
+
+def environ():
+    """Trainkit can be imported in any folder; called in a test, which has no runs of the user."""
+    return os.environ | {"PYTHONPATH": str(Path(trainkit.__file__).parents[1])}
 
 
 def trainkit_data(*args, cwd, **options):
     command = [sys.executable, "-m", "trainkit", "data", *map(str, args)]
     return subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, **options
+        command, cwd=cwd, env=environ(), capture_output=True, text=True, timeout=300, **options
     )
 
 
@@ -48,7 +52,9 @@ def test_prepare_prints_the_folder_and_says_the_rest(tmp_path):
 
 @pytest.mark.slow
 def test_examples_of_the_help_run_as_they_stand(tmp_path):
-    for command in ([], ["prepare"], ["validate"]):
+    (tmp_path / "runs").mkdir()
+    train(tmp_path / "runs/small", ["train.steps=3"])
+    for command in ([], ["prepare"], ["validate"], ["show"]):
         shown = trainkit_data(*command, "-h", cwd=tmp_path)
         examples = shown.stdout.split("Examples:\n")[1].strip().splitlines()
         for example in examples:
@@ -110,7 +116,7 @@ def test_help_needs_nothing_heavy():
         "print({'numpy', 'tokenizers', 'torch', 'rich'} & set(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True
     )
     assert done.stderr.strip() == "set()"
 
@@ -143,7 +149,7 @@ if __name__ == "__main__":
 
 def start_prepare(cwd, out, workers):
     command = [sys.executable, "small_units.py", out, "bytes", str(workers)]
-    return subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=cwd, env=environ(), stderr=subprocess.PIPE, text=True)
 
 
 def processes_in(folder):
@@ -231,7 +237,7 @@ def test_full_disk_exits_1(tmp_path):
     write_rows(tmp_path / "a.jsonl", 3000)
     shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
     done = subprocess.run(
-        ["bash", "-c", shell], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+        ["bash", "-c", shell], cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == EXIT_FAILED
     assert f"error: cannot write to {tmp_path}/out: File too large" in done.stderr

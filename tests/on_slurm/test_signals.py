@@ -13,7 +13,8 @@ from trainkit.rundir import RunDir, read_json, read_jsonl, write_json
 ENDLESS = settings(
     *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),
     *("train.steps=1000000", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null"),
-    *("precision.dtype=fp32", "logging.tensorboard=false"),
+    # One thread: two that wait for each other at every operation make the steps of a busy machine long.
+    *("precision.dtype=fp32", "logging.tensorboard=false", "resources.cpus_per_gpu=1"),
 )
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 
