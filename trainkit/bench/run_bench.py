@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -30,11 +30,14 @@ from trainkit.observe.sweep_report import REPEAT
 from trainkit.observe.text import failure_line
 from trainkit.rundir import RunDir, read_end, read_metrics
 from trainkit.rungroup import RunGroup
+from trainkit.slurm.jobs import JobInfo
 from trainkit.submit.start import defer_sigint
 
 POLL_S = 0.1
 ASK_EVERY_S = 10.0
 """Seconds between queries: Slurm's controller serves the whole cluster."""
+Query = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
+"""What Slurm knows about jobs; None when it cannot be queried."""
 ENDED = ("finished", "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
 
@@ -83,20 +86,35 @@ def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str
 
 def point_statuses(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
     """Return the status of each run; with several repeats their number is one of its values."""
-    known = {point.run_dir: point for status in _statuses(bench.groups, warn) for point in status.points}
-    found = []
+    return bench_status(bench, lambda ids: query_known_jobs(ids, warn)).points
+
+
+def bench_status(bench: Bench, query: Query) -> GroupStatus:
+    """Return the status of the runs of a bench, as if they were one group."""
+    known = {point.run_dir: point for status in _statuses(bench.groups, query) for point in status.points}
+    points = []
     for index, item in enumerate(bench.runs):
         run = bench.run_dir(item)
         values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
         point = known.get(str(run.path))
         if point is not None:
             state, reason = _with_failure(run, point.state, point.reason)
-            found.append(replace(point, index=index, values=values, state=state, reason=reason or None))
+            points.append(replace(point, index=index, values=values, state=state, reason=reason or None))
             continue
         # On this machine, or in an array that was not submitted and has no folder.
         state, reason = run_state(bench, item)
-        found.append(PointStatus(index, values, state, reason or None, None, None, str(run.path)))
-    return found
+        points.append(PointStatus(index, values, state, reason or None, None, None, str(run.path)))
+    return GroupStatus(
+        name=bench.folder.name,
+        run_dir=str(bench.folder),
+        job_id=None,
+        array="",
+        keys=list(points[0].values),
+        num_nodes=None,
+        workers_per_node=None,
+        age_s=None,
+        points=points,
+    )
 
 
 def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
@@ -136,7 +154,7 @@ def wait_for_groups(groups: Sequence[RunGroup], log_line: Callable[[str], None])
     logged = ""
     while True:
         counts: Counter[str] = Counter()
-        for status in _statuses(groups, log_line):
+        for status in _statuses(groups, lambda ids: query_known_jobs(ids, log_line)):
             counts.update(status.states)
         states = {state: counts[state] for state in ORDER if counts[state]}
         text = state_counts(states)
@@ -155,14 +173,14 @@ def have_ended(states: Iterable[str]) -> bool:
     return all(state in ENDED for state in states)
 
 
-def _statuses(groups: Sequence[RunGroup], warn: Callable[[str], None]) -> list[GroupStatus]:
+def _statuses(groups: Sequence[RunGroup], query: Query) -> list[GroupStatus]:
     """The status of each array, from one query."""
     if not groups:
         return []
     for group in groups:
         recover_group_job_id(group)
     files = [GroupFiles(group) for group in groups]
-    jobs = query_known_jobs([job_id for item in files for job_id in item.open_ids], warn)
+    jobs = query([job_id for item in files for job_id in item.open_ids])
     return [item.status(jobs, _now()) for item in files]
 
 

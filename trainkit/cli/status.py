@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from trainkit.errors import EXIT_OK
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from trainkit.bench.bench_file import Bench
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
@@ -46,7 +46,9 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
         return show_all_runs(show_all, as_json)
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
-        return show_bench(folder, show_all, as_json)
+        from trainkit.bench.bench_file import read_bench
+
+        return show_bench(read_bench(folder), show_all, as_json)
     found = find_run_or_group(run_name)
     return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
 
@@ -78,25 +80,20 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def show_bench(folder: Path, show_all: bool, as_json: bool) -> int:
+def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
     """Print the runs of a bench that is not a single group."""
-    from trainkit.bench.bench_file import read_bench
-    from trainkit.bench.run_bench import point_statuses
-    from trainkit.observe.group import ORDER
+    from trainkit.bench.run_bench import bench_status
     from trainkit.observe.status_text import points_table, state_counts
 
-    bench = read_bench(folder)
-    points = point_statuses(bench, _warn)
-    keys = list(points[0].values)
-    names = Counter(point.state for point in points)
-    counts = {state: names[state] for state in ORDER if names[state]}
+    status = bench_status(bench, _query)
+    points = status.points
     if as_json:
         value = {
             "run_dir": str(bench.folder),
             "name": bench.folder.name,
-            "keys": keys,
+            "keys": status.keys,
             "num_points": len(points),
-            "states": counts,
+            "states": status.states,
             "points": [point.to_dict() for point in points],
         }
         click.echo(json.dumps(value, ensure_ascii=False))
@@ -105,10 +102,10 @@ def show_bench(folder: Path, show_all: bool, as_json: bool) -> int:
         "bench": bench.folder.name,
         "folder": str(bench.folder),
         "jobs": ", ".join(str(group.job_id) for group in bench.groups) or "on this machine",
-        "runs": f"{len(points):,}: {state_counts(counts)}",
+        "runs": f"{len(points):,}: {state_counts(status.states)}",
     }
     click.echo("\n".join(f"{key:<10}  {value}" for key, value in lines.items()))
-    click.echo(f"\n{points_table(points, keys, lines['folder'], show_all)}")
+    click.echo(f"\n{points_table(points, status.keys, lines['folder'], show_all)}")
     return EXIT_OK
 
 

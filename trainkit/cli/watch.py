@@ -7,7 +7,6 @@ import shutil
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -15,10 +14,12 @@ import click
 from trainkit.cli.completion import complete_run
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
+    from trainkit.bench.bench_file import Bench
     from trainkit.rundir import RunDir
+    from trainkit.rungroup import RunGroup
 
 INTERVAL_S = 2.0
 PIPE_WIDTH = 120
@@ -43,34 +44,36 @@ PIPE_WIDTH = 120
 def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) -> int:
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
-    RUN can also be a group of runs. Without RUN, lists active runs and the newest others to choose from.
-    Only reads, until a key that acts is pressed and confirmed. With --json or without a terminal, prints
-    once.
+    RUN can also be a group of runs or a bench. Without RUN, lists active runs and the newest others to
+    choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
+    terminal, prints once.
     """
     from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.rundir import RunDir
+    from trainkit.rungroup import RunGroup
 
     prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
-    bench = None if run_name is None else find_bench_folder(run_name, with_groups=False)
-    if bench is not None:
-        if not prints_once:
-            raise UsageError(
-                f"{run_name} is a bench: each of its runs has its own screen",
-                hint=f"`trainkit status {quote(str(bench))}` lists its runs",
-            )
-        from trainkit.cli.status import show_bench
+    folder = None if run_name is None else find_bench_folder(run_name, with_groups=False)
+    found: RunDir | RunGroup | Bench | None = None
+    if folder is not None:
+        from trainkit.bench.bench_file import read_bench
 
-        return show_bench(bench, False, as_json)
-    found = None if run_name is None else find_run_or_group(run_name)
-    if prints_once:
-        if isinstance(found, RunDir):
-            return _print_run(found, as_json)
-        from trainkit.cli.status import show_all_runs, show_group
+        found = read_bench(folder)
+    elif run_name is not None:
+        found = find_run_or_group(run_name)
+    if not prints_once:
+        from trainkit.cli.watch_screen import watch
 
-        return show_all_runs(False, as_json) if found is None else show_group(found, False, as_json)
-    from trainkit.cli.watch_screen import watch
+        return watch(found, interval_s)
+    if isinstance(found, RunDir):
+        return _print_run(found, as_json)
+    from trainkit.cli.status import show_all_runs, show_bench, show_group
 
-    return watch(found, interval_s)
+    if found is None:
+        return show_all_runs(False, as_json)
+    if isinstance(found, RunGroup):
+        return show_group(found, False, as_json)
+    return show_bench(found, False, as_json)
 
 
 def _print_run(run: RunDir, as_json: bool) -> int:

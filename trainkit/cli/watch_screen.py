@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual import work
@@ -22,7 +22,15 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
-from trainkit.cli.watch_source import GroupSource, Repeater, RunSource, RunsSource, SlurmPoller, utc_clock
+from trainkit.cli.watch_source import (
+    BenchSource,
+    GroupSource,
+    Repeater,
+    RunSource,
+    RunsSource,
+    SlurmPoller,
+    utc_clock,
+)
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.follow import last_lines
 from trainkit.observe.list_text import Listing, group_listing, runs_listing
@@ -32,14 +40,17 @@ from trainkit.observe.view_text import BAD, DIM, TITLE, Size, nodes_lines, notic
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 
+if TYPE_CHECKING:
+    from trainkit.bench.bench_file import Bench
+
 LOG_LINES = 200
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
 """After SIGHUP the terminal may be gone: the process then ends without restoring it."""
 
 
-def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
-    """Show a run, a group or the list of runs until the user quits; returns the exit code."""
+def watch(found: RunDir | RunGroup | Bench | None, interval_s: float) -> int:
+    """Show a run, the runs of a group or bench, or all runs, until the user quits; returns the exit code."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # else textual would not notice that the terminal is resized
     app = WatchApp(found, interval_s)
@@ -355,7 +366,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class WatchApp(App[int]):
-    """Shows a run, a group, or the list of runs."""
+    """Shows a run, the runs of a group or bench, or the list of runs."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -375,7 +386,7 @@ class WatchApp(App[int]):
 
     def __init__(
         self,
-        found: RunDir | RunGroup | None,
+        found: RunDir | RunGroup | Bench | None,
         interval_s: float,
         poller: SlurmPoller | None = None,
         clock: Callable[[], datetime] = utc_clock,
@@ -393,16 +404,20 @@ class WatchApp(App[int]):
             self.exit(EXIT_OK)
         self.open(self._found)
 
-    def open(self, found: RunDir | RunGroup | None) -> None:
-        """Show a run, a group, or the list of runs."""
+    def open(self, found: RunDir | RunGroup | Bench | None) -> None:
+        """Show a run, the runs of a group or bench, or the list of runs."""
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(RunSource(found, self._poller, self.clock), self._interval_s))
-        elif found is None:
-            runs = RunsSource(self._poller)
-            self.push_screen(ListScreen(runs.read, self._interval_s, _runs_listing))
+            return
+        source: GroupSource | BenchSource | RunsSource
+        listing = _group_listing
+        if isinstance(found, RunGroup):
+            source = GroupSource(found, self._poller)
+        elif found is not None:
+            source = BenchSource(found, self._poller)
         else:
-            group = GroupSource(found, self._poller)
-            self.push_screen(ListScreen(group.read, self._interval_s, _group_listing))
+            source, listing = RunsSource(self._poller), _runs_listing
+        self.push_screen(ListScreen(source.read, self._interval_s, listing))
 
     def action_leave(self) -> None:
         """Close the screen; the first one leads to the list of runs."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.control.jobs import QUERY_INTERVAL_S, JobStatus, job_statuses, open_job_ids, query_known_jobs
 from trainkit.observe.group import GroupFiles, GroupStatus
@@ -16,6 +17,9 @@ from trainkit.observe.status import RunStatus, read_status
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.jobs import JobInfo
+
+if TYPE_CHECKING:
+    from trainkit.bench.bench_file import Bench
 
 ANSWER_S = 5.0
 """How long a reading waits for Slurm when there are new jobs; then it shows what the files say."""
@@ -112,13 +116,28 @@ class RunSource:
         return read_view(self._files, status, now, job.job, Path.cwd()), problem
 
 
-class RunsSource:
-    """Reads the status of active runs and the newest others."""
+class _RunsOfJobs:
+    """A reader of several runs, which finds their jobs while it reads."""
 
     def __init__(self, poller: SlurmPoller) -> None:
         self._poller = poller
-        self._histories: dict[Path, EventHistory] = {}
         self._is_answered = True
+
+    def _query(self, ids: Sequence[str]) -> Jobs | None:
+        jobs = self._poller.jobs(ids)
+        self._is_answered = jobs is not None
+        return jobs
+
+    def _problem(self) -> str | None:
+        return None if self._is_answered else self._poller.problem
+
+
+class RunsSource(_RunsOfJobs):
+    """Reads the status of active runs and the newest others."""
+
+    def __init__(self, poller: SlurmPoller) -> None:
+        super().__init__(poller)
+        self._histories: dict[Path, EventHistory] = {}
 
     def read(self) -> tuple[list[RunStatus | GroupStatus], int, str | None]:
         """The runs, the number of older ones, and what keeps them from being complete."""
@@ -126,12 +145,21 @@ class RunsSource:
         from trainkit.observe.status_text import MAX_ENDED_RUNS
 
         statuses, num_hidden = read_all(MAX_ENDED_RUNS, self._query, self._histories)
-        return statuses, num_hidden, None if self._is_answered else self._poller.problem
+        return statuses, num_hidden, self._problem()
 
-    def _query(self, ids: Sequence[str]) -> Jobs | None:
-        jobs = self._poller.jobs(ids)
-        self._is_answered = jobs is not None
-        return jobs
+
+class BenchSource(_RunsOfJobs):
+    """Reads the status of the runs of a bench."""
+
+    def __init__(self, bench: Bench, poller: SlurmPoller) -> None:
+        super().__init__(poller)
+        self._bench = bench
+
+    def read(self) -> tuple[GroupStatus, str | None]:
+        """The runs as a group, and what keeps it from being complete."""
+        from trainkit.bench.run_bench import bench_status
+
+        return bench_status(self._bench, self._query), self._problem()
 
 
 class GroupSource:
