@@ -229,6 +229,7 @@ def test_completion_lists_commands_without_loading_them():
 @pytest.mark.parametrize("args", [["--help"], ["schema"], ["status", "--json"], ["env", "--json"]])
 def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    environ["XDG_STATE_HOME"] = str(tmp_path)  # else it asks Slurm about the runs of other tests
     argv = [sys.executable, "-m", "trainkit", *args]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
