@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -12,6 +12,7 @@ from trainkit.bench.bench_file import Bench, BenchRun
 from trainkit.bench.measure import measured
 from trainkit.control.jobs import (
     SUPERVISOR_EXIT_S,
+    JobQuery,
     kill,
     live_entry,
     liveness_probe,
@@ -30,14 +31,11 @@ from trainkit.observe.sweep_report import REPEAT
 from trainkit.observe.text import failure_line
 from trainkit.rundir import RunDir, read_end, read_metrics
 from trainkit.rungroup import RunGroup
-from trainkit.slurm.jobs import JobInfo
 from trainkit.submit.start import defer_sigint
 
 POLL_S = 0.1
 ASK_EVERY_S = 10.0
 """Seconds between queries: Slurm's controller serves the whole cluster."""
-Query = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
-"""What Slurm knows about jobs; None when it cannot be queried."""
 ENDED = ("finished", "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
 
@@ -89,7 +87,7 @@ def point_statuses(bench: Bench, warn: Callable[[str], None]) -> list[PointStatu
     return bench_status(bench, lambda ids: query_known_jobs(ids, warn)).points
 
 
-def bench_status(bench: Bench, query: Query) -> GroupStatus:
+def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
     """Return the status of the runs of a bench, as if they were one group."""
     known = {point.run_dir: point for status in _statuses(bench.groups, query) for point in status.points}
     points = []
@@ -173,7 +171,7 @@ def have_ended(states: Iterable[str]) -> bool:
     return all(state in ENDED for state in states)
 
 
-def _statuses(groups: Sequence[RunGroup], query: Query) -> list[GroupStatus]:
+def _statuses(groups: Sequence[RunGroup], query: JobQuery) -> list[GroupStatus]:
     """The status of each array, from one query."""
     if not groups:
         return []

@@ -15,9 +15,10 @@ from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainkit.bench.bench_file import Bench
+    from trainkit.control.jobs import JobQuery
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
@@ -146,7 +147,7 @@ def _query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
 
 def read_all(
     max_ended: int | None,
-    query: Callable[[Sequence[str]], Mapping[str, JobInfo] | None],
+    query: JobQuery,
     histories: dict[Path, EventHistory],
 ) -> tuple[list[RunStatus | GroupStatus], int]:
     """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.

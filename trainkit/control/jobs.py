@@ -59,6 +59,8 @@ KILL_TIMEOUT_S = 10.0
 CLOCK_SKEW = timedelta(seconds=30)
 """How far the clocks of a node and of the controller may differ; Slurm waits longer to start a job again."""
 ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
+JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
+"""Slurm's information about jobs; None when Slurm does not answer."""
 
 
 def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
