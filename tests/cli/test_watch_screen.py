@@ -263,7 +263,7 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
 
 
 def test_the_runs_of_a_bench_with_several_arrays_are_one_list(folder: Path) -> None:
-    places = {"one": ("12", 2), "two": ("13", 4)}
+    places = {"one": ("12", 2), "two": ("13", 4), "lost": (None, 8)}  # `watch` does not look up the third
     runs = []
     for name, (job_id, num_nodes) in places.items():
         (folder / name).mkdir()
@@ -280,10 +280,11 @@ def test_the_runs_of_a_bench_with_several_arrays_are_one_list(folder: Path) -> N
         return {job_id: JobInfo(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await shows(pilot, f"{folder.name}: 4 runs: 3 pending, 1 finished")
-        heading, *rows = (line.split() for line in screen_text(app).splitlines()[2:7])
+        await shows(pilot, f"{folder.name}: 6 runs: 2 unknown, 3 pending, 1 finished")
+        heading, *rows = (line.split() for line in screen_text(app).splitlines()[2:9])
         assert heading == ["point", "state", "seed", "nodes", "best", "reason"]
-        assert [row[:4] for row in rows] == [
+        assert [row[:2] for row in rows[:2]] == [["4", "unknown"], ["5", "unknown"]]
+        assert [row[:4] for row in rows[2:]] == [
             ["0", "pending", "1", "2"],
             ["1", "pending", "2", "2"],
             ["2", "pending", "1", "4"],

@@ -79,16 +79,21 @@ def _kill(run: RunDir) -> None:
 
 def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:
     """Return the state of each run and, unless it finished, the reason."""
-    return [(point.state, point.reason or "") for point in point_statuses(bench, warn)]
+    return [(point.state, point.reason or "") for point in query_bench_status(bench, warn).points]
 
 
-def point_statuses(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
-    """Return the status of each run; with several repeats their number is one of its values."""
-    return bench_status(bench, lambda ids: query_known_jobs(ids, warn)).points
+def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
+    """Return the status of a bench; looks up its arrays that Slurm has not acknowledged."""
+    for group in bench.groups:
+        recover_group_job_id(group)
+    return bench_status(bench, lambda ids: query_known_jobs(ids, warn))
 
 
 def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
-    """Return the status of the runs of a bench, as if they were one group."""
+    """Return the status of the runs of a bench, as if they were one group.
+
+    With several repeats their number is one of the values of a run.
+    """
     known = {point.run_dir: point for status in _statuses(bench.groups, query) for point in status.points}
     points = []
     for index, item in enumerate(bench.runs):
@@ -152,6 +157,8 @@ def wait_for_groups(groups: Sequence[RunGroup], log_line: Callable[[str], None])
     logged = ""
     while True:
         counts: Counter[str] = Counter()
+        for group in groups:
+            recover_group_job_id(group)
         for status in _statuses(groups, lambda ids: query_known_jobs(ids, log_line)):
             counts.update(status.states)
         states = {state: counts[state] for state in ORDER if counts[state]}
@@ -173,10 +180,6 @@ def have_ended(states: Iterable[str]) -> bool:
 
 def _statuses(groups: Sequence[RunGroup], query: JobQuery) -> list[GroupStatus]:
     """The status of each array, from one query."""
-    if not groups:
-        return []
-    for group in groups:
-        recover_group_job_id(group)
     files = [GroupFiles(group) for group in groups]
     jobs = query([job_id for item in files for job_id in item.open_ids])
     return [item.status(jobs, _now()) for item in files]

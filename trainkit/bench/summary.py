@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.bench.bench_file import LAYOUT, Bench, point_name
 from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
-from trainkit.bench.run_bench import have_ended, point_statuses, run_states
+from trainkit.bench.run_bench import have_ended, query_bench_status, run_states
 from trainkit.manifest import remove_all
 from trainkit.observe.group import NOT_STARTED
 from trainkit.observe.page import read_config, read_object
@@ -92,7 +92,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
         name=bench.folder.name,
         folder=bench.folder,
         keys=[*bench.keys, REPEAT] if bench.repeats > 1 else [*bench.keys],
-        points=point_statuses(bench, warn),
+        points=query_bench_status(bench, warn).points,
         world_sizes=sizes,
         is_cuda=bench.device == "cuda",
         config=read_config(first),

@@ -83,10 +83,10 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
 
 def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
     """Print the runs of a bench that is not a single group."""
-    from trainkit.bench.run_bench import bench_status
+    from trainkit.bench.run_bench import query_bench_status
     from trainkit.observe.status_text import points_table, state_counts
 
-    status = bench_status(bench, _query)
+    status = query_bench_status(bench, _warn)
     points = status.points
     if as_json:
         value = {

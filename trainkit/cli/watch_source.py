@@ -116,7 +116,7 @@ class RunSource:
         return read_view(self._files, status, now, job.job, Path.cwd()), problem
 
 
-class _RunsOfJobs:
+class _SeveralRuns:
     """A reader of several runs, which finds their jobs while it reads."""
 
     def __init__(self, poller: SlurmPoller) -> None:
@@ -132,7 +132,7 @@ class _RunsOfJobs:
         return None if self._is_answered else self._poller.problem
 
 
-class RunsSource(_RunsOfJobs):
+class RunsSource(_SeveralRuns):
     """Reads the status of active runs and the newest others."""
 
     def __init__(self, poller: SlurmPoller) -> None:
@@ -148,7 +148,7 @@ class RunsSource(_RunsOfJobs):
         return statuses, num_hidden, self._problem()
 
 
-class BenchSource(_RunsOfJobs):
+class BenchSource(_SeveralRuns):
     """Reads the status of the runs of a bench."""
 
     def __init__(self, bench: Bench, poller: SlurmPoller) -> None:

@@ -192,17 +192,16 @@ class ForkedLoader:
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch: int = PREFETCH, **options: Any):
         """Take the options of a DataLoader; with `num_workers` 0 this process reads the items itself."""
-        workers = {
-            "num_workers": num_workers,
-            "multiprocessing_context": "fork",
-            "prefetch_factor": prefetch,
-            "persistent_workers": True,
-        }
         self._dataset = dataset
         self._num_workers = num_workers
         self._options = {"batch_size": None, "collate_fn": unchanged, **options}
         if num_workers:
-            self._options |= workers
+            self._options |= {
+                "num_workers": num_workers,
+                "multiprocessing_context": "fork",
+                "prefetch_factor": prefetch,
+                "persistent_workers": True,
+            }
         self._loader: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
