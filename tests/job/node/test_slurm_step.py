@@ -1,4 +1,4 @@
-"""Where a process stands in a Slurm step, from variables as Slurm 22.05 sets them."""
+"""Where a process stands in a Slurm step, from variables as Slurm 22.05, 24.11 and 26.05 set them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,18 @@ def test_uneven_nodes() -> None:
     assert place.tasks == (2, 1)
 
 
-def test_the_batch_shell_is_no_task_although_it_has_a_procid() -> None:
-    assert find_slurm_task(BATCH_SHELL) is None
-    assert "shell of a Slurm job" in str(reason_not_a_task(BATCH_SHELL))
+@pytest.mark.parametrize("environ", [BATCH_SHELL, {**BATCH_SHELL, "SLURM_STEP_ID": "-5"}])
+def test_the_batch_shell_is_no_task_although_it_has_a_procid(environ: dict[str, str]) -> None:
+    assert find_slurm_task(environ) is None
+    assert "shell of a Slurm job" in str(reason_not_a_task(environ))
 
 
-@pytest.mark.parametrize("number", ["4294967290", "4294967291", "4294967292"])
+@pytest.mark.parametrize("number", ["4294967290", "4294967291", "4294967292", "-6", "-5", "-4"])
 def test_interactive_batch_and_extern_steps_are_no_tasks(number: str) -> None:
     assert find_slurm_task(step(SLURM_STEP_ID=number)) is None
+    assert ("interactive shell" in str(reason_not_a_task(step(SLURM_STEP_ID=number)))) is (
+        number not in ("4294967291", "-5")
+    )
 
 
 def test_no_job_at_all() -> None:
@@ -98,6 +102,7 @@ def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
     [
         ({"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not"),
         ({"SLURM_PROCID": "two"}, "'two' is not a whole number"),
+        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x' is not a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "contradict"),
         ({"SLURM_LOCALID": "2"}, "contradict"),
         ({"SLURM_NODEID": "2"}, "contradict"),

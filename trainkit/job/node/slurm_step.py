@@ -1,6 +1,7 @@
 """The task of a Slurm step that this process runs as, from the variables that srun sets.
 
 The batch shell has SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID tells them apart.
+Before Slurm 26.05 it has none; since then the shells of a job have the numbers of their special steps.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from dataclasses import dataclass
 from trainkit.errors import UsageError
 from trainkit.slurm.hosts import expand_hosts, tasks_per_node
 
-FIRST_SPECIAL_STEP = 4_294_967_280
-"""Step numbers from here on are batch, extern and interactive steps, whose only process is not a rank."""
+FIRST_SPECIAL_STEP = -16
+"""Step numbers from here to -1 are batch, extern and interactive steps, whose only process is not a rank.
+
+They are 32 bits long: Slurm 26.05 writes -6 where older versions write 4294967290.
+"""
+BATCH_STEP = -5
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,17 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why this process is not a task of a Slurm step; None when it is one."""
+    """Why this process is not a task of a Slurm step; None when it is one.
+
+    Raises UsageError when the number of the step is not one.
+    """
     if "SLURM_JOB_ID" not in environ:
         return "this process is not in a Slurm job"
-    step = environ.get("SLURM_STEP_ID")
-    if step is None:
+    step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else BATCH_STEP
+    step -= 2**32 if step >= 2**31 else 0
+    if step == BATCH_STEP:
         return "this is the batch shell of a Slurm job, not a task of a step: srun starts tasks"
-    if step.isdigit() and int(step) >= FIRST_SPECIAL_STEP:
+    if FIRST_SPECIAL_STEP <= step < 0:
         return "this is the interactive shell of an allocation: srun starts tasks from it"
     return None
 
@@ -130,6 +139,6 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
-    if not text.isdigit():
+    if not text.removeprefix("-").isdigit():
         raise UsageError(f"{name}={text!r} is not a whole number")
     return int(text)
