@@ -1,14 +1,14 @@
 # Everything is installed into .venv. Choose another Python with `PYTHON=python3.12 make …`.
 BIN := .venv/bin
 # Tests in one xdist_group share something slow to make, so one process runs them all.
-PYTEST := $(BIN)/python -m pytest --dist loadgroup --numprocesses
+PYTEST := $(BIN)/python -m pytest --second-try --dist loadgroup --numprocesses
 SLURM := $(BIN)/python -m tools.slurm_cluster
 
 # Container images often set this; every command would then compile all its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest test-newest lint parity bench gpu cluster clean programs slurm venv venv-test venv-rest
+.PHONY: help demo test test-all test-fast test-every test-smoke test-oldest test-newest lint parity bench gpu cluster clean programs slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -20,18 +20,19 @@ demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 test: venv-test ## Style, types, all unit tests, and one real run of each kind (6 minutes).
 	@$(MAKE) --no-print-directory --jobs 2 lint test-smoke
 
-test-all: test test-rest ## All tests (47 minutes).
+test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (47 minutes).
+	@$(MAKE) --no-print-directory --jobs 2 lint test-every
 
 test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
 
-# Many of these wait for Slurm: three at a time keep two cores busy.
-test-rest: slurm programs venv-rest ## The slow tests that `make test` leaves out.
-	@$(SLURM) install --slurm 24.11
-	$(PYTEST) 3 -m "slow and not smoke"
-
 test-smoke: slurm programs
 	$(PYTEST) 3 -m "not slow or smoke"
+
+# Many of these wait for Slurm: more at a time than there are cores.
+test-every: slurm programs
+	@$(SLURM) install --slurm 24.11
+	$(PYTEST) 3
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
 OLDEST := .venv-oldest

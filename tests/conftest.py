@@ -12,7 +12,7 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-pytest_plugins = ["tools.slurm_cluster.plugin"]
+pytest_plugins = ["tools.slurm_cluster.plugin", "tools.second_try"]
 
 FOREIGN = ("TRAINKIT_", "SLURM_", "SBATCH_")
 """Prefixes of variables that would change what trainkit does."""

@@ -240,7 +240,7 @@ def make(*args: str) -> str:
 
 def test_make_alone_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
-    tests = "test test-all test-fast test-rest test-oldest test-newest"
+    tests = "test test-all test-fast test-oldest test-newest"
     assert targets == f"help demo {tests} lint parity bench gpu cluster clean".split()
     assert make("help") == make()
 
@@ -285,39 +285,26 @@ def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
     assert float(table[-1][1]) < float(table[0][1])
 
 
-def test_the_parts_of_all_tests_exclude_each_other() -> None:
-    expressions = [chosen(part) for part in ("test", "test-rest")]
-    assert expressions == ["not slow or smoke", "slow and not smoke"]
-    both = [chosen("test-all", index) for index in (0, 1)]
-    assert both == expressions
-    for slow in (True, False):
-        for smoke in (True, False):
-            marks = {"slow": slow, "smoke": smoke}
-            assert [eval(expression, marks) for expression in expressions].count(True) == 1
+def test_all_tests_are_all() -> None:
+    assert chosen("test-fast") == "not slow"
+    assert chosen("test") == "not slow or smoke"
+    assert chosen("test-all") is None
+    [lint] = {line for line in make("--dry-run", "test-all").splitlines() if line.endswith(" -m mypy")}
+    assert lint in make("--dry-run", "test")
 
 
-def chosen(target: str, index: int = 0) -> str:
-    """What the pytest of a target, the first or a later one, chooses with `-m`."""
-    lines = [line for line in make("--dry-run", target).splitlines() if " -m pytest " in line]
-    return lines[index].partition('-m "')[2].rstrip('"')
+def chosen(target: str) -> str | None:
+    """What the pytest of a target chooses with `-m`; None is everything."""
+    [line] = [line for line in make("--dry-run", target).splitlines() if " -m pytest " in line]
+    return line.partition(' -m "')[2].rstrip('"') or None
 
 
-def run_ci(folder: Path, *failing: str) -> subprocess.CompletedProcess[str]:
-    """What .ci/run does in a folder in which `make` writes its argument down, and fails for some."""
-    (folder / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", folder / ".ci/run")
-    (folder / "make").write_text(
-        f'#!/bin/sh\necho "=== 7 passed in $1 ==="\ncase "{" ".join(failing)} " in *"$1 "*) exit 2 ;; esac\n'
-    )
-    (folder / "make").chmod(0o755)
-    path = f"{folder}:{os.environ['PATH']}"
-    environ = {**os.environ, "PATH": path}
-    return subprocess.run([folder / ".ci/run"], env=environ, cwd="/", capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("failing", [(), ("test",), ("test-rest",), ("test", "test-rest")])
-def test_ci_runs_both_parts_and_fails_if_one_does(tmp_path: Path, failing: tuple[str, ...]) -> None:
-    done = run_ci(tmp_path, *failing)
-    assert done.stdout == "=== 7 passed in test ===\n=== 7 passed in test-rest ===\n"
-    assert done.stderr == "".join(f"error: `make {part}` failed\n" for part in failing)
-    assert done.returncode == (1 if failing else 0)
+@pytest.mark.parametrize("code", [0, 2])
+def test_ci_runs_all_tests_and_fails_as_they_do(tmp_path: Path, code: int) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    (tmp_path / "make").write_text(f'#!/bin/sh\necho "make $* in $PWD"\nexit {code}\n')
+    (tmp_path / "make").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci/run"], env=environ, cwd="/", capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (f"make test-all in {tmp_path}\n", code)
