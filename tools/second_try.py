@@ -1,7 +1,7 @@
 """Pytest plugin: with ``--second-try``, a slow test that fails runs once more, alone, after all others.
 
-A test that passes then is flaky: a slow moment of the machine neither fails the run nor stays hidden. The name and
-the first traceback of each are printed, and more than MAX_FLAKY flaky tests fail the run.
+A test that passes then is flaky: a slow moment of the machine neither fails the run nor stays hidden. Names
+and first tracebacks are printed, and more than MAX_FLAKY flaky tests fail the run.
 """
 
 from __future__ import annotations
