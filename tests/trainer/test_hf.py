@@ -13,7 +13,7 @@ import torch
 
 from tests.support.hf_models import LLAMA3_ROPE, logits_of, need, save_model
 from tests.support.parity import MODEL, Case, close, curve, make_trainer, run_cases, worst_difference
-from tests.support.runs import TIMEOUT_S, log_text, make_attempt, start_workers, wait_for
+from tests.support.runs import TIMEOUT_S, fork_workers, log_text, make_attempt, wait_for
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import TrainkitError
@@ -167,7 +167,7 @@ def test_adapters_survive_kill_and_sigterm_bit_for_bit(tmp_path: Path) -> None:
     for stop in (signal.SIGKILL, signal.SIGTERM):
         before = newest_step(run)
         attempt = make_attempt(run.path, options, 2)
-        workers = start_workers(attempt, 2)
+        workers = fork_workers(attempt, 2)
         wait_for_step(run, attempt, before + 10)
         workers[1].send_signal(stop)
         if stop == signal.SIGKILL:
@@ -180,7 +180,7 @@ def test_adapters_survive_kill_and_sigterm_bit_for_bit(tmp_path: Path) -> None:
     steps = newest_step(run)
     for path in (run.path, tmp_path / "whole"):
         attempt = make_attempt(path, [*options, f"train.stop_at_step={steps + 7}"], 2)
-        assert wait_for(start_workers(attempt, 2)) == [75, 75], log_text(attempt)
+        assert wait_for(fork_workers(attempt, 2)) == [75, 75], log_text(attempt)
     assert len(read_metrics(RunDir(tmp_path / "whole"))) == steps + 7
     assert curve(run.path) == curve(tmp_path / "whole")
 
