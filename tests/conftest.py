@@ -31,7 +31,7 @@ HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No variables that trainkit reads, and a home of this process for what fixtures of several tests make."""
+    """No variables that trainkit reads, and a home of this process for what several tests share."""
     # Under `make test &` a shell without job control has set it to be ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
@@ -43,9 +43,7 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(autouse=True)
-def home_of_its_own(
-    isolated_environment: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def home_of_its_own(isolated_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """An empty home for each test: none sees the runs or the config of another."""
     with pytest.MonkeyPatch.context() as patch:
         _move_in(tmp_path_factory.getbasetemp() / "homes" / str(next(_numbers)), patch)
