@@ -35,6 +35,7 @@ test-smoke: slurm programs
 # Many of these wait for Slurm: more at a time than there are cores.
 test-every: slurm programs
 	@$(SLURM) install --slurm 24.11
+	@$(SLURM) install --slurm 26.05
 	$(PYTEST) 3
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
