@@ -39,8 +39,6 @@ def main() -> None:
         stacks.listen(stop)
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
-        # Loading libraries allocates much and frees little: collections would take a quarter of the start.
-        gc.disable()
         refuse_old_torch()
         if plan.replay is None:
             from trainkit.trainer.worker import run_worker as work
