@@ -26,7 +26,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tools import reference
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.config import load_config
+from trainkit.drill.inject import find_processes
 from trainkit.drill.result import HEADING
+from trainkit.manifest import published
+from trainkit.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,10 +40,10 @@ FENCE = re.compile(r"^```(.*)\n", re.MULTILINE)
 SHORT = {
     "TRAINKIT_MODEL__PRESET": "nano",
     "TRAINKIT_DATA__SEQ_LEN": "32",
-    "TRAINKIT_TRAIN__STEPS": "120",
+    "TRAINKIT_TRAIN__STEPS": "40",
     "TRAINKIT_TRAIN__EPOCHS": "null",
     "TRAINKIT_TRAIN__EVAL_BATCHES": "1",
-    "TRAINKIT_CHECKPOINT__EVERY_STEPS": "20",
+    "TRAINKIT_CHECKPOINT__EVERY_STEPS": "10",
     "TRAINKIT_LOGGING__TENSORBOARD": "false",
 }
 """Makes training take seconds without a change of the commands."""
@@ -111,7 +114,10 @@ def environ_of(folder: Path, **environ: str) -> dict[str, str]:
 
 
 def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Type a command; one that follows a log is left with Ctrl-C when there is a checkpoint."""
+    """Type a command; one that follows a log is left with Ctrl-C when there is a checkpoint.
+
+    Its run then waits for the next command: so short a one would be over.
+    """
     with subprocess.Popen(
         ["bash", "-c", f"exec {command}" if " | " not in command else command],
         cwd=folder,
@@ -121,9 +127,11 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
         text=True,
     ) as process:
         if command.endswith(" -f"):
-            name = shlex.split(command)[2]
-            while process.poll() is None and not list((folder / "runs" / name).glob("checkpoints/step-*0")):
-                time.sleep(0.05)
+            followed = RunDir(folder / "runs" / shlex.split(command)[2])
+            while process.poll() is None and not published(followed.checkpoints_dir):
+                time.sleep(0.02)
+            for pid in find_processes(followed).ranks.values():
+                os.kill(pid, signal.SIGSTOP)
             process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=600)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from tests.support.hf_models import need
-from tests.test_docs import ROOT, commands, environ_of, losses
+from tests.test_docs import ROOT, commands, environ_of
+from trainkit.drill.inject import find_processes, kill_all
 from trainkit.manifest import published
 from trainkit.rundir import RunDir, read_metrics
 
@@ -30,10 +33,21 @@ class Recipe:
     """Whether the export is a model of transformers."""
     before: str | None = None
     """The recipe from which it starts."""
+    environ: dict[str, str] = field(default_factory=dict)
+    """Makes it shorter without a change of the commands."""
 
 
 RECIPES = [
-    Recipe("gpt_3d", 3.0, is_text=True),
+    Recipe(
+        "gpt_3d",
+        3.0,
+        is_text=True,
+        environ={
+            "TRAINKIT_TRAIN__STEPS": "48",
+            "TRAINKIT_TRAIN__EVAL_EVERY": "16",
+            "TRAINKIT_CHECKPOINT__EVERY_STEPS": "16",
+        },
+    ),
     Recipe("dual_gpu_gpt", 3.0, is_text=True),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),
@@ -41,47 +55,76 @@ RECIPES = [
 ]
 
 
-def typed(command: str, folder: Path) -> str:
+RECOMPUTED = 3
+"""Steps after its first checkpoint at which a recipe is killed: they are computed twice."""
+NAMES = ("loss", "grad_norm", "lr", "val_loss", "samples_seen")
+
+
+def typed(command: str, folder: Path, **environ: str) -> str:
     done = subprocess.run(
-        shlex.split(command), cwd=folder, env=environ_of(folder), text=True, capture_output=True, timeout=900
+        shlex.split(command),
+        cwd=folder,
+        env=environ_of(folder, **environ),
+        text=True,
+        capture_output=True,
+        timeout=900,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-@pytest.mark.slow(seconds=200)
+@pytest.mark.slow(seconds=100)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe(recipe: Recipe, tmp_path: Path) -> None:
     need("transformers", "safetensors")
+    environ = {**recipe.environ, "TRAINKIT_TRAIN__LOG_EVERY": "1"}
     documented = [line for line in commands(PAGE, "console recipe") if recipe.name in line]
-    assert f"trainkit submit recipes/{recipe.name} --follow" in documented
+    train = f"trainkit submit recipes/{recipe.name} --follow"
     assert f"trainkit ckpt export {recipe.name} --out {recipe.name}-model" in documented
+    at = documented.index(train)
     if recipe.before is not None:
         typed(f"trainkit submit recipes/{recipe.before} --follow", tmp_path)
-    for command in documented:
-        typed(command, tmp_path)
-    whole = RunDir(tmp_path / "runs" / recipe.name)
-    values = [record["val_loss"] for record in read_metrics(whole) if "val_loss" in record]
+    for command in documented[:at]:
+        typed(command, tmp_path, **environ)
+    run = RunDir(tmp_path / "runs" / recipe.name)
+    kill(train, run, tmp_path, **environ)
+    saved = published(run.checkpoints_dir)[-1].step
+    first = {record["step"]: record for record in read_metrics(run) if record["step"] > saved}
+    assert len(first) >= RECOMPUTED
+    typed(f"trainkit resume {recipe.name} --follow", tmp_path, **environ)
+    for command in documented[at + 1 :]:
+        typed(command, tmp_path, **environ)
+    records = read_metrics(run)
+    again = {record["step"]: record for record in records if record["attempt"] == 2}
+    assert min(again) == saved + 1
+    for step, record in first.items():
+        assert [json.dumps(again[step].get(name)) for name in NAMES] == [
+            json.dumps(record.get(name)) for name in NAMES
+        ]
+    values = [record["val_loss"] for record in records if "val_loss" in record]
     assert values[-1] < recipe.val_loss, values
     assert values[-1] < values[0]
     check_export(tmp_path / f"{recipe.name}-model", recipe)
-    killed = RunDir(tmp_path / "runs" / "killed")
-    interrupt(recipe, killed, tmp_path)
-    typed("trainkit resume killed --follow", tmp_path)
-    assert losses(killed.path) == losses(whole.path)
-    assert {record["attempt"] for record in read_metrics(killed)} == {1, 2}
 
 
-def interrupt(recipe: Recipe, killed: RunDir, folder: Path) -> None:
-    """Start the recipe, and kill it after its first checkpoint."""
-    argv = ["trainkit", "run", f"recipes/{recipe.name}", "--name", "killed"]
-    with subprocess.Popen(argv, cwd=folder, env=environ_of(folder), stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None and not published(killed.checkpoints_dir):
-            try:
-                process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-        typed("trainkit cancel killed --now", folder)
+def kill(train: str, run: RunDir, folder: Path, **environ: str) -> None:
+    """Start a recipe, and kill all its processes soon after its first checkpoint."""
+    with subprocess.Popen(
+        shlex.split(train),
+        cwd=folder,
+        env=environ_of(folder, **environ),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while process.poll() is None and not is_due(run):
+            time.sleep(0.02)
+        assert kill_all(find_processes(run).everything) >= 3
+        process.wait(timeout=60)
+
+
+def is_due(run: RunDir) -> bool:
+    saved = published(run.checkpoints_dir)
+    return bool(saved) and read_metrics(run)[-1]["step"] >= saved[-1].step + RECOMPUTED
 
 
 def check_export(folder: Path, recipe: Recipe) -> None:
