@@ -1,4 +1,7 @@
-"""Each extra of setup.cfg in an environment of its own: installed by pip, and used by trainkit."""
+"""Each extra of setup.cfg, used by trainkit in an environment with what it requires and nothing else.
+
+Packages are links to those of this environment, into which pip has installed all extras (`make venv-rest`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import distribution, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,6 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
 
-LLAMA = """
-from transformers import LlamaConfig, LlamaForCausalLM
-sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
-LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
-"""
 TRAINS = """
 import sys
 from trainkit.cli.main import main
@@ -30,6 +28,11 @@ sets = "device=cpu data.tokenizer=bytes data.seq_len=32 train.steps=2 train.devi
     "train.global_batch_size=2"
 code = main(["run", "quickstart", *(w for item in sets.split() for w in ("--set", item)), *more])
 assert code == 0, code
+"""
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
+LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
 """
 ADAPTERS = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
 USES = {
@@ -51,7 +54,7 @@ apply_float8([layer], emulate=True)
 assert type(layer[0]) is not nn.Linear
 layer(torch.randn(16, 32)).sum().backward()
 """,
-    "hf": f"""{LLAMA}
+    "hf": f"""
 import pyarrow, pyarrow.parquet, sys
 pyarrow.parquet.write_table(pyarrow.table({{"text": ["a document of words " * 40] * 40}}), "texts.parquet")
 sys.argv[1:] = ["model.hf=llama", "data.source=texts.parquet"]
@@ -65,12 +68,10 @@ assert _image_problem(Path("image.png")) == ""
 Path("image.png").write_bytes(b"no image")
 assert "cannot be opened" in _image_problem(Path("image.png"))
 """,
-    "peft": f"""{LLAMA}
-import sys
+    "peft": f"""import sys
 sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}]
 {TRAINS}""",
-    "qlora": f"""{LLAMA}
-import sys
+    "qlora": f"""import sys
 sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}, "model.quantize=nf4"]
 {TRAINS}""",
     "mlflow": f"""import sys
@@ -104,42 +105,53 @@ def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
 
 def closure(requirements: list[str]) -> set[str]:
     """The distributions of this environment that a list of requirements takes."""
-    found: set[str] = set()
-    pending = [Requirement(line) for line in requirements]
+    seen: set[tuple[str, str]] = set()
+    pending = [(Requirement(line), "") for line in requirements]
     while pending:
-        item = pending.pop()
+        item, extra = pending.pop()
         name = re.sub(r"[-_.]+", "-", item.name).lower()
-        if name not in found and (item.marker is None or item.marker.evaluate({"extra": ""})):
-            found.add(name)
-            pending += [Requirement(line) for line in requires(name) or ()]
-    return found
+        if item.marker is not None and not item.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in {"", *item.extras}:
+            if (name, wanted) not in seen:
+                seen.add((name, wanted))
+                pending += [(Requirement(line), wanted) for line in requires(name) or ()]
+    return {name for name, _ in seen}
+
+
+def link(requirements: list[str], folder: Path) -> Path:
+    """Fill a folder with links to the packages that a list of requirements takes."""
+    folder.mkdir()
+    for name in closure(requirements):
+        files = distribution(name).files
+        assert files is not None
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (folder / top).is_symlink():
+                (folder / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    execute(Path(sys.executable), LLAMA, folder)
+    return folder / "llama"
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with links to what trainkit itself requires, and a constraints file that keeps it."""
-    folder = tmp_path_factory.mktemp("core")
-    (folder / "site").mkdir()
-    names = closure(setup_cfg()[0])
-    for name in names:
-        files = distribution(name).files
-        assert files is not None
-        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            link = folder / "site" / top
-            if not link.is_symlink():
-                link.symlink_to(Path(sysconfig.get_path("purelib")) / top)
-    lines = [f"{name}=={distribution(name).version}\n" for name in sorted(names)]
-    (folder / "constraints.txt").write_text("".join(lines))
-    return folder
+    """A folder with what trainkit itself requires."""
+    return link(setup_cfg()[0], tmp_path_factory.mktemp("core") / "site")
 
 
 @pytest.fixture
 def python(core: Path, tmp_path: Path) -> Path:
-    """The interpreter of a new environment that has what trainkit requires and nothing else."""
+    """The interpreter of a new environment that has what trainkit requires, and what is in `more`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"
     site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
-    (Path(site.decode().strip()) / "core.pth").write_text(f"{core / 'site'}\n{ROOT}\n")
+    (Path(site.decode().strip()) / "core.pth").write_text(f"{core}\n{ROOT}\n{tmp_path / 'more'}\n")
     return python
 
 
@@ -162,20 +174,17 @@ def execute(python: Path, code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("extra", sorted(USES))
-def test_an_extra_is_all_that_its_feature_needs(extra: str, core: Path, python: Path, tmp_path: Path) -> None:
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    subprocess.run(
-        [*pip, "-c", core / "constraints.txt", *setup_cfg()[1][extra]], check=True, timeout=TIMEOUT_S
-    )
+def test_an_extra_is_all_that_its_feature_needs(
+    extra: str, python: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    try:
+        link(setup_cfg()[1][extra], tmp_path / "more")
+    except PackageNotFoundError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"{error}: make venv-rest")
+    if "llama" in USES[extra]:
+        (tmp_path / "llama").symlink_to(request.getfixturevalue("llama"))
     execute(python, USES[extra], tmp_path)
 
 

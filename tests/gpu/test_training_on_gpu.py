@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import log_text, losses, make_attempt, start_workers, train, wait_for
+from tests.support.runs import fork_workers, log_text, losses, make_attempt, train, wait_for
 from trainkit.config import read_effective
 from trainkit.manifest import Checkpoint, find_damage, published
 from trainkit.plan.launch import LaunchPlan
@@ -65,14 +65,14 @@ def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> 
     run = RunDir(tmp_path / "killed")
     attempt = make_attempt(run.path, options)
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    [worker] = start_workers(attempt, env=deterministic)
+    [worker] = fork_workers(attempt, env=deterministic)
     wait_for_checkpoint(run, attempt, 10)
     worker.kill()
     worker.wait()
     saved = max(found.step for found in published(run.checkpoints_dir))
     for folder in (run.path, tmp_path / "whole"):
         attempt = make_attempt(folder, [*options, f"train.stop_at_step={saved + 10}"])
-        assert wait_for(start_workers(attempt, env=deterministic)) == [75], log_text(attempt)
+        assert wait_for(fork_workers(attempt, env=deterministic)) == [75], log_text(attempt)
     expected = losses(tmp_path / "whole")
     assert len(expected) == saved + 10
     assert losses(run.path) == expected
