@@ -8,10 +8,10 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-every test-smoke test-oldest test-newest lint parity bench gpu cluster clean programs slurm venv venv-test venv-rest
+.PHONY: help demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster clean programs slurm venv venv-test venv-rest
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 	@$(BIN)/python -m tools.demo
@@ -26,12 +26,16 @@ test-all: venv-rest ## Style, types and all tests, as continuous integration run
 test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
 
+test-changed: venv-test ## The unit tests that import what changed since `main`, or since the upstream of the branch.
+	@$(BIN)/python -m tools.changed_tests
+
 test-smoke: slurm programs
 	$(PYTEST) 3 -m "not slow or smoke"
 
 # Many of these wait for Slurm: more at a time than there are cores.
 test-every: slurm programs
 	@$(SLURM) install --slurm 24.11
+	@$(SLURM) install --slurm 26.05
 	$(PYTEST) 3
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,22 +25,35 @@ FOREIGN_NAMES = (
     "PYTHONDONTWRITEBYTECODE",
 )
 
+_numbers = itertools.count(1)
 HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty home for the run registry and the user's config, and no variables that trainkit reads."""
+    """No variables that trainkit reads, and a home of this process for what several tests share."""
     # Under `make test &` a shell without job control has set it to be ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
                 patch.delenv(name)
-        patch.setenv("XDG_STATE_HOME", str(home / "state"))
-        patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        _move_in(tmp_path_factory.mktemp("home"), patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def home_of_its_own(isolated_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty home for each test: none sees the runs or the config of another."""
+    with pytest.MonkeyPatch.context() as patch:
+        _move_in(tmp_path_factory.getbasetemp() / "homes" / str(next(_numbers)), patch)
+        yield
+
+
+def _move_in(home: Path, patch: pytest.MonkeyPatch) -> None:
+    """Set the folders in which trainkit keeps its state and its config; they need not exist."""
+    patch.setenv("XDG_STATE_HOME", str(home / "state"))
+    patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,4 @@
-"""Each extra of setup.cfg, used by trainkit in an environment with what it requires and nothing else.
-
-Packages are links to those of this environment, into which pip has installed all extras (`make venv-rest`).
-"""
+"""Each extra of setup.cfg in an environment that has nothing else, used by trainkit."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import distribution, requires
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
 
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
+LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+"""
 TRAINS = """
 import sys
 from trainkit.cli.main import main
@@ -28,11 +30,6 @@ sets = "device=cpu data.tokenizer=bytes data.seq_len=32 train.steps=2 train.devi
     "train.global_batch_size=2"
 code = main(["run", "quickstart", *(w for item in sets.split() for w in ("--set", item)), *more])
 assert code == 0, code
-"""
-LLAMA = """
-from transformers import LlamaConfig, LlamaForCausalLM
-sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
-LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
 """
 ADAPTERS = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
 USES = {
@@ -105,53 +102,30 @@ def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
 
 def closure(requirements: list[str]) -> set[str]:
     """The distributions of this environment that a list of requirements takes."""
-    seen: set[tuple[str, str]] = set()
-    pending = [(Requirement(line), "") for line in requirements]
+    found: set[str] = set()
+    pending = [Requirement(line) for line in requirements]
     while pending:
-        item, extra = pending.pop()
+        item = pending.pop()
         name = re.sub(r"[-_.]+", "-", item.name).lower()
-        if item.marker is not None and not item.marker.evaluate({"extra": extra}):
-            continue
-        for wanted in {"", *item.extras}:
-            if (name, wanted) not in seen:
-                seen.add((name, wanted))
-                pending += [(Requirement(line), wanted) for line in requires(name) or ()]
-    return {name for name, _ in seen}
+        if name not in found and (item.marker is None or item.marker.evaluate({"extra": ""})):
+            found.add(name)
+            pending += [Requirement(line) for line in requires(name) or ()]
+    return found
 
 
-def link(requirements: list[str], folder: Path) -> Path:
-    """Fill a folder with links to the packages that a list of requirements takes."""
-    folder.mkdir()
+def environment(folder: Path, requirements: list[str]) -> Path:
+    """The interpreter of a new environment with what these take, as links to the packages of this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    [site] = (folder / "venv").glob("lib/*/site-packages")
+    (site / "trainkit.pth").write_text(f"{ROOT}\n")
     for name in closure(requirements):
         files = distribution(name).files
         assert files is not None
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            if not (folder / top).is_symlink():
-                (folder / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of transformers."""
-    folder = tmp_path_factory.mktemp("model")
-    execute(Path(sys.executable), LLAMA, folder)
-    return folder / "llama"
-
-
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what trainkit itself requires."""
-    return link(setup_cfg()[0], tmp_path_factory.mktemp("core") / "site")
-
-
-@pytest.fixture
-def python(core: Path, tmp_path: Path) -> Path:
-    """The interpreter of a new environment that has what trainkit requires, and what is in `more`."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv/bin/python"
-    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
-    (Path(site.decode().strip()) / "core.pth").write_text(f"{core}\n{ROOT}\n{tmp_path / 'more'}\n")
+            link = site / top
+            if not link.is_symlink():
+                link.symlink_to(Path(sysconfig.get_path("purelib")) / top)
     return python
 
 
@@ -173,22 +147,26 @@ def execute(python: Path, code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    execute(Path(sys.executable), LLAMA, folder)
+    return folder / "llama"
+
+
 @pytest.mark.parametrize("extra", sorted(USES))
 def test_an_extra_is_all_that_its_feature_needs(
-    extra: str, python: Path, tmp_path: Path, request: pytest.FixtureRequest
+    extra: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    try:
-        link(setup_cfg()[1][extra], tmp_path / "more")
-    except PackageNotFoundError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"{error}: make venv-rest")
+    core, extras = setup_cfg()
     if "llama" in USES[extra]:
         (tmp_path / "llama").symlink_to(request.getfixturevalue("llama"))
-    execute(python, USES[extra], tmp_path)
+    execute(environment(tmp_path, core + extras[extra]), USES[extra], tmp_path)
 
 
-def test_trainkit_is_imported_without_any_extra(python: Path, tmp_path: Path) -> None:
+def test_trainkit_is_imported_without_any_extra(tmp_path: Path) -> None:
+    python = environment(tmp_path, setup_cfg()[0])
     code = """
 import importlib, pkgutil, trainkit
 names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]

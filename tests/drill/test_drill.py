@@ -85,17 +85,17 @@ def results(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {result["scenario"]: result for result in value["scenarios"]}
 
 
-CRASHES = ("rank", "damaged-checkpoint")
-NEEDS_SLURM = ("requeue", "preempt", "time-limit")
-OF_A_TASK = ("signal", "mid-save")
+DAMAGED_SAVES = ("mid-save", "damaged-checkpoint")
+OF_A_TASK = ("signal", "rank")
 OF_A_COMMAND = ("signal", "node")
-"""The injection is the same, whatever trains: together they are all."""
+NEEDS_SLURM = ("requeue", "preempt", "time-limit")
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow
 @pytest.mark.smoke
-def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) -> None:
-    names = (*CRASHES, *NEEDS_SLURM)
+def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
+    """Of the other interruptions, any trainer is a test: the injection is the same."""
+    names = (*DAMAGED_SAVES, *NEEDS_SLURM)
     assert {*names, *OF_A_TASK, *OF_A_COMMAND} == set(NAMES)
     shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "80")
     done = place.drill(*shape, "--json", *(word for name in names for word in ("--only", name)))
@@ -108,7 +108,8 @@ def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) 
     }
     passed = [result for result in found.values() if result["state"] == "passed"]
     assert {result["curve"] for result in passed} == {"equal"}
-    assert [found[name]["restarted_by"] for name in CRASHES] == ["restart", "resume"]
+    for name in set(names) - set(NEEDS_SLURM):
+        assert found[name]["restarted_by"] == ("resume" if name == "damaged-checkpoint" else "restart")
     assert all(result["restart_s"] > 0 for result in passed)
     for run in place.runs():
         assert find_processes(run).everything == ()
@@ -131,7 +132,7 @@ logging: {{tensorboard: false}}
 """
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow
 def test_a_task_of_ones_own_survives(place: Place) -> None:
     """With torch's dropout, batch norms, random augmentation, and data workers that die with their rank."""
     (place.folder / "small.yaml").write_text(USER_TASK.format(file=tasks.__file__))
@@ -141,16 +142,15 @@ def test_a_task_of_ones_own_survives(place: Place) -> None:
     found = results(json.loads(done.stdout))
     assert {
         name: (result["state"], result["curve"], result["restarted_by"]) for name, result in found.items()
-    } == {"signal": ("passed", "equal", "restart"), "mid-save": ("passed", "equal", "restart")}
+    } == dict.fromkeys(OF_A_TASK, ("passed", "equal", "restart"))
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow
 def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     example = str(ROOT / "examples" / "resumable_train.py")
     ways = [word for name in OF_A_COMMAND for word in ("--only", name)]
     shape = ("--nodes", "2", "--gpus-per-node", "1")
-    # This seed interrupts soon: an interruption takes time to arrive.
-    done = place.drill(*shape, *ways, "--seed", "2856", "--", sys.executable, example, "--steps", "400")
+    done = place.drill(*shape, *ways, "--seed", "165", "--", sys.executable, example, "--steps", "300")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 of 2 passed"
     signal_row = done.stdout.splitlines()[1].split()
@@ -160,13 +160,13 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_survives(place: Place) -> None:
-    """With dropout and a scheduler, on two ranks that are asked to stop; test_loop.py kills them."""
+    """With dropout and a scheduler; that it stops when it is asked to: `tests/trainer/test_loop.py`."""
     example = str(ROOT / "examples" / "own_loop.py")
-    shape = ("--nodes", "2", "--gpus-per-node", "1", "--only", "signal", "--seed", "2856")
-    done = place.drill(*shape, "--", sys.executable, example, "--steps", "400")
+    shape = ("--nodes", "2", "--gpus-per-node", "1", "--only", "node")
+    done = place.drill(*shape, "--seed", "43", "--", sys.executable, example, "--steps", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "1 of 1 passed"
-    assert done.stdout.splitlines()[1].split()[-4:] == ["0", "steps", "equal", "passed"]
+    assert done.stdout.splitlines()[1].split()[-2:] == ["equal", "passed"]
 
 
 @pytest.mark.slow

@@ -51,28 +51,30 @@ def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
     while not any(found.step >= step for found in published(run.checkpoints_dir)):
         assert time.monotonic() < deadline_s, log_text(attempt)
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
     "own", [(), MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "mesh", "8bit"]
 )
-def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
+def test_resumes_exactly_after_sigkill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # train.deterministic requires it
     options = [
         *(ON_DEVICE, "precision.dtype=bf16", "model.dropout=0.1", "train.deterministic=true"),
         *("train.steps=20000", "checkpoint.every_steps=5", *own),
     ]
     run = RunDir(tmp_path / "killed")
     attempt = make_attempt(run.path, options)
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    [worker] = fork_workers(attempt, env=deterministic)
+    [worker] = fork_workers(attempt)
     wait_for_checkpoint(run, attempt, 10)
     worker.kill()
     worker.wait()
     saved = max(found.step for found in published(run.checkpoints_dir))
     for folder in (run.path, tmp_path / "whole"):
         attempt = make_attempt(folder, [*options, f"train.stop_at_step={saved + 10}"])
-        assert wait_for(fork_workers(attempt, env=deterministic)) == [75], log_text(attempt)
+        assert wait_for(fork_workers(attempt)) == [75], log_text(attempt)
     expected = losses(tmp_path / "whole")
     assert len(expected) == saved + 10
     assert losses(run.path) == expected
@@ -95,6 +97,7 @@ def test_compiled_and_eager_agree(tmp_path: Path) -> None:
 
 def test_fp16_skips_what_overflows_and_then_learns(tmp_path: Path) -> None:
     options = ["precision.dtype=fp16", "precision.init_loss_scale=1.0e9", "train.steps=60"]
+    options.append("train.global_batch_size=4")
     attempt = train(tmp_path / "run", [ON_DEVICE, *options, "optimizer.lr=0.01", "schedule.warmup_steps=1"])
     assert "skipped: loss or gradient is not finite" in log_text(attempt)
     finite = [loss for loss in losses(tmp_path / "run").values() if loss is not None]
@@ -114,7 +117,7 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None
     state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
     saver = CheckpointSaver(RunDir(tmp_path), 1, World(0, 1, DEVICE, None, None), state, keep_last=9)
     saver.allocate_buffers()
-    work = torch.randn(2048, 2048, device=DEVICE)
+    work = torch.randn(2 * SIZE, 2 * SIZE, device=DEVICE)
     for step in range(1, 5):
         for _ in range(20):
             work = torch.tanh(work @ work)

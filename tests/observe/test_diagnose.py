@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,23 @@ def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
     found = diagnose(run.attempt(1), load_signatures(), alive=True, slurm_job=job)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
     assert "`sacct -j 7 --duplicates" in found.advice[0]
+
+
+def test_an_attempt_that_never_started(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
+    found = newest(run, job=job)
+    assert found.cause == "no known cause was found: the job ended before the supervisor began"
+    job = replace(job, exit_signal=53)
+    found, logs = newest(run, job=job), run.attempt(1).logs_dir
+    cause = f"Slurm did not start the job: a node could not open its log in {logs}"
+    assert (found.name, found.cause) == ("log-not-opened", cause)
+    logs.rmdir()
+    cause = f"Slurm did not start the job: it could not open its log, whose folder {logs} does not exist"
+    assert newest(run, job=job).cause == cause
 
 
 def test_accounting_says_how_an_attempt_without_an_end_ended(

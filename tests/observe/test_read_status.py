@@ -94,6 +94,44 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
     assert reason.endswith("did not restart it") == is_later
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ({"reason": "JobLaunchFailure", "exit_code": 0, "exit_signal": 9}, "the job was killed by SIGKILL"),
+        ({"reason": "RaisedSignal:9(Killed)", "exit_signal": 9}, "the job was killed by SIGKILL"),
+        ({"exit_signal": 9}, "the job was killed by SIGKILL"),
+        (
+            {"reason": "JobLaunchFailure", "exit_code": 0},
+            "the job could not be launched, for example because",
+        ),
+        ({"reason": "NonZeroExitCode", "exit_code": 75}, "exit code 75 (state saved)"),
+    ],
+)
+def test_how_slurm_ended_a_job(run, end, words):
+    """The reason of the same end differs between versions; accounting has none."""
+    reason = read_status(run, False, NOW, JobInfo("7", JobState.FAILED, slurm_state="FAILED", **end)).reason
+    assert reason.startswith(f"Slurm reports FAILED; {words}")
+
+
+@pytest.mark.parametrize("reason", ["JobLaunchFailure", "RaisedSignal:53(Real-time signal 19)", ""])
+def test_a_job_whose_log_slurm_could_not_open(run, reason):
+    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600)}
+    write_json(run.job_file, {"attempts": [entry]})
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", reason=reason, exit_code=0, exit_signal=53)
+    status = read_status(run, False, NOW, job)
+    words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
+    assert (status.state, status.reason) == ("died", words)
+    log, resume = run.attempt(1).supervisor_log, f"`trainkit resume {run.path}` starts the run again"
+    assert status.warnings == [f"a node could not open {log}: {resume} with a new log folder"]
+    log.parent.rmdir()
+    missing = f"the folder of the log, {log.parent}, does not exist"
+    assert read_status(run, False, NOW, job).warnings == [f"{missing}: {resume} with a new log folder"]
+    write_json(run.job_file, {"attempts": [{**entry, "started_at": ago(60)}]})
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9)
+    ended = "the supervisor exited without recording how the attempt ended"
+    assert read_status(run, False, NOW, job).warnings == [ended]
+
+
 def test_running_then_stopping(run):
     metrics(run, 2, 1)
     assert read_status(run, True, NOW).state == "running"

@@ -71,6 +71,17 @@ def time_limit_deaf(login: Login) -> RunDir:
     return over(login, run)
 
 
+@broken("log-not-opened")
+def log_folder_replaced(login: Login) -> RunDir:
+    """A file is in the place of the log folder: no version of Slurm can create the log of the job."""
+    run = login.submit("--set", "resources.extra.hold=true", "--", "true")
+    run.attempt(1).logs_dir.rmdir()
+    run.attempt(1).logs_dir.touch()
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    login.wait_for_job(run, "FAILED")
+    return run
+
+
 @broken("cancelled")
 def scancel_by_hand(login: Login) -> RunDir:
     run = login.submit_listeners(*ON_TWO_HOSTS)

@@ -71,6 +71,8 @@ def write_recorded(name: str, login: Login, run: RunDir, found: dict[str, Any]) 
     if job is not None:
         content["slurm"] = {"job_id": job.job_id, "state": job.state.value, "slurm_state": job.slurm_state}
         content["slurm"] |= {"reason": job.reason} if job.reason else {}
+        content["slurm"] |= {"exit_code": job.exit_code} if job.exit_code else {}
+        content["slurm"] |= {"exit_signal": job.exit_signal} if job.exit_signal else {}
     files = broken_runs.recorded_files(run.path, lambda text: neutral(text, cluster, str(login.folder)))
     own = f"attempts/{truth.attempt:03d}/"
     content["files"] = {path: text for path, text in files.items() if path.startswith((own, "events"))}

@@ -216,6 +216,12 @@ class Login:
         """The jobs that Slurm has in its queue."""
         return self.run(["squeue", "--noheader", "--format=%i"], check=True).stdout.split()
 
+    @property
+    def slurm_version(self) -> str:
+        """The version of the cluster's Slurm, such as ``26.05``."""
+        printed = self.run(["sbatch", "--version"], check=True).stdout
+        return ".".join(printed.split()[1].split(".")[:2])
+
     def logs_and_attempts(self, run: RunDir) -> str:
         """All logs and attempts of a run, for the message of a failed test."""
         logs = sorted(run.attempts_dir.glob("*/logs/*.log"))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.on_slurm.broken_hosts import log_folder_replaced
+from tests.on_slurm.broken_runs import diagnosed
 from tests.on_slurm.login import BACKENDS, TRAINKIT, Login, log_of, settings
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
@@ -15,6 +17,7 @@ from trainkit.errors import EXIT_STOPPED
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir
 
+HOLD = settings("resources.extra.hold=true")
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 REFUSED = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
@@ -163,13 +166,38 @@ def test_a_cluster_without_accounting(login: Login) -> None:
 
 
 def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
-    run = login.submit("--set", "resources.extra.hold=true", "--", "true")
+    """Newer versions of Slurm create the folder, and the run starts; 22.05 does not start the job."""
+    run = login.submit(*HOLD, "--", "echo", "ran")
     shutil.rmtree(run.attempt(1).logs_dir)
     login.run(["scontrol", "release", login.job_id(run)], check=True)
-    login.wait_for_job(run, "FAILED")
+    if login.slurm_version == "22.05":
+        login.wait_for_job(run, "FAILED")
+        a_job_without_a_log_is_explained_and_resumes(login, run)
+    else:
+        assert login.wait_for_job(run, "FAILED", "COMPLETED")["JobState"] == "COMPLETED"
+        login.finish(run)
+        assert (login.status(run)["state"], log_of(run)) == ("finished", "ran\n")
+        assert run.attempt(1).supervisor_log.exists()
+
+
+def test_a_log_that_no_version_of_slurm_can_open(login: Login) -> None:
+    run = log_folder_replaced(login)
+    a_job_without_a_log_is_explained_and_resumes(login, run)
+
+
+def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> None:
+    """Slurm has failed the job without starting it: `status` says so, and its advice works."""
+    assert login.cluster.job(login.job_id(run))["ExitCode"] == "0:53"
     status = login.status(run)
-    assert (status["state"], status["step"]) == ("died", None)
-    assert "could not be launched" in status["reason"]
+    words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
+    assert (status["state"], status["reason"], status["step"]) == ("died", words, None)
+    [warning] = status["warnings"]
+    assert str(run.attempt(1).logs_dir) in warning
+    assert warning.endswith(f"`trainkit resume {run.path}` starts the run again with a new log folder")
+    assert diagnosed(login, run, 1)["name"] == "log-not-opened"
+    resumed = login.trainkit("resume", str(run.path), *settings("resources.extra.hold=false"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert login.wait_for_end(run, 2)["state"] == "finished"
 
 
 def test_the_log_folder_is_deleted_while_it_runs(login: Login) -> None:

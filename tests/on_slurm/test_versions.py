@@ -1,4 +1,7 @@
-"""The same on a newer Slurm: training, preemption, requeue, cancel, steps, and what `status` reads."""
+"""The same on newer versions of Slurm: training, preemption, requeue, cancel, steps, and what `status` reads.
+
+Then what these versions do differently: the variables of shells and steps, and a missing log folder.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_slurm import test_commands, test_signals, test_steps
+from tests.on_slurm import test_commands, test_interactive, test_signals, test_steps, test_trouble
 from tests.on_slurm.login import BACKENDS, Login, settings
 from tests.slurm import test_control_on_cluster, test_jobs_on_cluster
 from tests.support.runs import losses
@@ -17,32 +20,39 @@ from tools.slurm_cluster.plugin import require_cluster
 from tools.slurm_cluster.processes import Pid
 from trainkit.slurm.states import JobState
 
-VERSION = "24.11"
+# The tests of a version stay together: one process starts its cluster, whatever the number of processes.
+pytestmark = pytest.mark.slow(seconds=40)
+VERSIONS = [
+    pytest.param(version, marks=pytest.mark.xdist_group(f"Slurm {version}")) for version in ("24.11", "26.05")
+]
 
-# One process starts this cluster, whatever the number of processes.
-pytestmark = pytest.mark.xdist_group("newer Slurm")
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def slurm_version(request: pytest.FixtureRequest) -> str:
+    """A version, in place of the installed one."""
+    version: str = request.param
+    return version
 
 
 @pytest.fixture(scope="module")
-def clusters_possible() -> None:
-    """Skip these tests where the packages of this version cannot be had; fail them instead if CI=true."""
-    require_cluster(VERSION)
+def clusters_possible(slurm_version: str) -> None:
+    """Skip these tests where the packages of a version cannot be had; fail them instead if CI=true."""
+    require_cluster(slurm_version)
 
 
 @pytest.fixture(scope="module")
-def cluster(clusters_possible: None) -> Iterator[Cluster]:
-    """A cluster with this version, in place of the installed one."""
-    made = up(owner=Pid.of(os.getpid()), slurm=VERSION)
+def cluster(clusters_possible: None, slurm_version: str) -> Iterator[Cluster]:
+    """A cluster with this version."""
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version)
     yield made
     made.down()
 
 
-def test_it_is_that_version(cluster: Cluster) -> None:
-    assert cluster.run(["sbatch", "--version"], check=True).stdout.startswith(f"slurm-wlm {VERSION}.")
+def test_it_is_that_version(cluster: Cluster, login: Login, slurm_version: str) -> None:
+    assert login.slurm_version == slurm_version
     test_control_on_cluster.test_discover_cluster(cluster)
 
 
-@pytest.mark.slow(seconds=40)
 def test_both_backends_train_on_two_hosts(login: Login) -> None:
     shape = ("--nodes", "2", "--gpus-per-node", "1")
     short = [*test_signals.ENDLESS, *settings("train.steps=3")]
@@ -57,12 +67,10 @@ def test_ranks_have_everything_that_trainers_read(login: Login) -> None:
     test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read(login)
 
 
-@pytest.mark.slow(seconds=30)
 def test_a_preemption_saves_and_requeues(login: Login) -> None:
     test_signals.test_a_preemption_that_tells_only_the_ranks_saves(login)
 
 
-@pytest.mark.slow(seconds=40)
 def test_a_requeued_and_a_resumed_run_repeat_no_step(login: Login) -> None:
     test_signals.test_a_requeued_job_goes_on_as_the_next_attempt(login)
 
@@ -77,8 +85,28 @@ def test_srun_trainkit_run(login: Login) -> None:
 
 
 def test_states_of_jobs(cluster: Cluster, tmp_path: Path) -> None:
-    for body, state, code in (("exit 0\n", JobState.COMPLETED, 0), ("exit 75\n", JobState.FAILED, 75)):
-        test_jobs_on_cluster.test_ends(cluster, tmp_path, body, state, code, None)
+    for body, state, code, number in (
+        ("exit 0\n", JobState.COMPLETED, 0, None),
+        ("exit 75\n", JobState.FAILED, 75, None),
+        ("kill -9 $$\n", JobState.FAILED, 0, 9),
+    ):
+        test_jobs_on_cluster.test_ends(cluster, tmp_path, body, state, code, number)
     test_jobs_on_cluster.test_a_running_job(cluster, tmp_path)
     cluster.cancel_all()
     test_jobs_on_cluster.test_requeued_is_not_the_end(cluster, tmp_path)
+
+
+def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None:
+    test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps(login)
+
+
+def test_what_a_process_is_in_an_interactive_shell(login: Login) -> None:
+    test_interactive.test_a_shell_in_an_allocation_of_two_nodes(login)
+
+
+def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
+    test_trouble.test_the_log_folder_is_deleted_before_the_start(login)
+
+
+def test_a_log_that_cannot_be_opened(login: Login) -> None:
+    test_trouble.test_a_log_that_no_version_of_slurm_can_open(login)

@@ -7,22 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.replay.test_replay import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.flipped import run_flipped
 from tests.support.ranks import start_ranks, wait_for_all
+from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.cli.main import main
 from trainkit.rundir import RunDir, read_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("replays")]
 
 TP, PP = ["parallel.tp=2", "parallel.dp_shard=1"], ["parallel.pp=2", "parallel.dp_shard=1"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("layout", "other"), [(TP, "pp=2"), (PP, "dp_shard=2")], ids=["tensor parallel", "pipeline"]
 )
@@ -41,6 +43,7 @@ def test_layouts_that_split_the_model(
     assert found["rounding"] == [f"layout {other} instead of {layout[0].removeprefix('parallel.')}"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_large_flipped_bit_shows_on_another_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,10 +61,10 @@ def test_a_large_flipped_bit_shows_on_another_layout(
     assert "which rank is not known" in text
 
 
-def test_a_job_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    train(run, [*OPTIONS, *DDP], 2)
-    add_job(run)
+def test_a_job_on_this_machine(
+    tmp_path: Path, trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(DDP)
     before = files_of(run)
     words = ["--step", "4", "--submit", "--run-dir", str(tmp_path / "again"), "--follow"]
     code, found = call(capsys, "replay", str(run), *words)
@@ -78,24 +81,17 @@ def test_a_job_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "has not computed a step yet" in capsys.readouterr().err
 
 
-def trained(folder: Path) -> tuple[Path, Path]:
-    """A run below a folder, and an empty folder for temporary files."""
-    run, temporary = folder / "run", folder / "tmp"
-    temporary.mkdir()
-    train(run, OPTIONS)
-    add_job(run)
-    return run, temporary
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interruption_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    run, temporary = trained(tmp_path)
+def test_an_interruption_leaves_nothing(
+    tmp_path: Path, trained: Callable[..., Path], number: signal.Signals
+) -> None:
+    run = trained()
     argv = [sys.executable, "-m", "trainkit", "replay", str(run), "--step", "6"]
     with subprocess.Popen(
-        argv, env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL
+        argv, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL
     ) as process:
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not (logs := list(temporary.glob("trainkit-replay-*/attempts/001/logs/rank-0000.log"))):
+        while not (logs := list(tmp_path.glob("trainkit-replay-*/attempts/001/logs/rank-0000.log"))):
             assert time.monotonic() < deadline_s
             assert process.poll() is None
             time.sleep(0.02)
@@ -117,13 +113,15 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interruption_while_a_rank_is_started(tmp_path: Path, number: signal.Signals) -> None:
-    run, temporary = trained(tmp_path)
+def test_an_interruption_while_a_rank_is_started(
+    tmp_path: Path, trained: Callable[..., Path], number: signal.Signals
+) -> None:
+    run = trained()
     argv = [sys.executable, "-c", AT_FORK.format(number=int(number)), "replay", str(run), "--step", "6"]
-    environ = {**os.environ, "TMPDIR": str(temporary)}
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == (130 if number == signal.SIGINT else 143), done.stderr
-    assert not list(temporary.glob("trainkit-replay-*"))
+    assert not list(tmp_path.glob("trainkit-replay-*"))
 
 
 def mentions(file: Path, folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +14,24 @@ import pytest
 from tests.support import tasks
 from tests.support.flipped import run_flipped
 from tests.support.ranks import start_ranks, wait_for_all
+from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.cli.main import main
 from trainkit.replay import run_replay
 from trainkit.replay.compare import rank_record
-from trainkit.rundir import RunDir, read_metrics, write_json
+from trainkit.rundir import RunDir, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("replays")]
 
-OPTIONS = ["train.steps=6", "checkpoint.every_steps=2", "model.dropout=0.1", "train.device_batch_size=2"]
-DDP, FSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=1"], ["parallel.dp_shard=2"]
 BAD_LINE = 38
 
 
-def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
-    """The exit code and the JSON of a command."""
-    code = main([*argv, "--json"])
-    out, err = capsys.readouterr()
-    assert out, err
-    return code, json.loads(out.splitlines()[-1])
-
-
-def files_of(run: Path) -> dict[str, int]:
-    return {str(path): path.lstat().st_mtime_ns for path in run.rglob("*")}
-
-
-def add_job(run: Path) -> None:
-    write_json(
-        RunDir(run).job_file, {"backend": "local", "name": "t", "cwd": str(run.parent), "attempts": []}
-    )
-
-
-@pytest.mark.parametrize(
-    ("layout", "num_procs"), [([], 1), (DDP, 2), (FSDP, 2)], ids=["one process", "ddp", "fsdp"]
-)
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("layout", [(), DDP, FSDP], ids=["one process", "ddp", "fsdp"])
 def test_a_replay_is_equal_to_the_last_digit(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    layout: Sequence[str],
-    num_procs: int,
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture[str], layout: Sequence[str]
 ) -> None:
-    run = tmp_path / "run"
-    train(run, [*OPTIONS, *layout], num_procs)
-    add_job(run)
+    run = trained(layout)
     before = files_of(run)
     for steps, start in (("2", 0), ("5", 4), ("3..6", 2)):
         code, found = call(capsys, "replay", str(run), "--step", steps)
@@ -69,8 +43,23 @@ def test_a_replay_is_equal_to_the_last_digit(
     assert len(losses) == 16
     assert sum(losses) / 16 == pytest.approx(read_metrics(RunDir(run))[-1]["loss"], rel=1e-5)
     assert files_of(run) == before, "a replay changes nothing"
-    if num_procs > 1:
+    if layout != FSDP:
         return
+    code, found = call(capsys, "replay", str(run), "--step", "5", "--layout", "single")
+    assert (code, found["verdict"], found["is_exact"]) == (0, "equal", False), "within rounding"
+    for step in found["steps"]:
+        assert step["recorded"]["loss"] == pytest.approx(step["replayed"]["loss"], abs=1e-5)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_replay_begins_with_a_checkpoint_that_is_intact(
+    tmp_path: Path,
+    trained: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained(), run)
     # Of a damaged checkpoint it uses the one before, but it never computes everything instead.
     for step, expected in ((4, 2), (2, None)):
         for file in RunDir(run).checkpoint_dir(step).glob("*.distcp"):
@@ -93,16 +82,6 @@ def test_a_replay_is_equal_to_the_last_digit(
     monkeypatch.setattr(run_replay, "_run_ranks", remove_and_run)
     assert main(["replay", str(run), "--step", "5"]) == 1
     assert "no checkpoint before the steps is intact any more" in capsys.readouterr().err
-
-
-def test_another_layout_is_equal_within_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    train(run, [*OPTIONS, *FSDP], 2)
-    add_job(run)
-    code, found = call(capsys, "replay", str(run), "--step", "5", "--layout", "single")
-    assert (code, found["verdict"], found["is_exact"]) == (0, "equal", False)
-    for step in found["steps"]:
-        assert step["recorded"]["loss"] == pytest.approx(step["replayed"]["loss"], abs=1e-5)
 
 
 def write_corpus(folder: Path) -> Path:
@@ -140,6 +119,7 @@ def test_a_bad_document_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"corpus.jsonl line {BAD_LINE}" in "\n".join(first.splitlines()[:4])
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("layout", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_a_flipped_bit_in_a_gradient_names_the_rank_and_the_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: Sequence[str]
@@ -193,6 +173,7 @@ def test_samples_are_those_that_the_step_read(tmp_path: Path, capsys: pytest.Cap
     assert "has no step 7" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", ["Classify", "ClassifyStream"])
 def test_tasks_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     run = tmp_path / "run"

@@ -96,17 +96,18 @@ def test_preempted_is_not_the_end_of_a_job_that_comes_back() -> None:
     ("status", "code", "signal"),
     [
         *[("0", 0, None), ("256", 1, None), ("19200", 75, None), ("9", 0, 9)],
-        *[("0:0", 0, None), ("75:0", 75, None), ("0:9", 0, 9)],
+        *[("4021", 0, 53)],
+        *[("0:0", 0, None), ("75:0", 75, None), ("0:9", 0, 9), ("0:53", 0, 53)],
     ],
 )
 def test_exit_codes_of_squeue_22_05_and_of_newer_ones(status: str, code: int, signal: int | None) -> None:
     job = parse_queue(queue_line(7, state="FAILED", exit_code=status))["7"]
-    assert (job.exit_code, job.exit_signal) == (code, signal)
+    assert (job.exit_code, job.exit_signal, job.log_not_opened) == (code, signal, signal == 53)
     assert parse_queue(queue_line(7, exit_code=status))["7"].exit_code is None
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "signal"), [("0:0", 0, None), ("75:0", 75, None), ("0:9", 0, 9), ("", None, None)]
+    ("text", "code", "signal"), [("0:0", 0, None), ("75:0", 75, None), ("0:53", 0, 53), ("", None, None)]
 )
 def test_exit_codes_of_sacct(text: str, code: int | None, signal: int | None) -> None:
     job = parse_accounting(accounting_line("7", "FAILED", text))["7"]

@@ -17,7 +17,7 @@ import click
 
 from trainkit.control.jobs import SUPERVISOR_EXIT_S, liveness_probe, wait_until_gone
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
-from trainkit.job.record import newest_entry
+from trainkit.job.record import has_started, newest_entry
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
 from trainkit.rundir import AttemptDir, RunDir, read_end
@@ -137,6 +137,10 @@ def print_end(run: RunDir) -> int:
     """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     end = _end_soon(run)
     if end is None:
+        if not has_started(newest_entry(run) or {}):
+            shown = f"`trainkit status {quote(str(run.path))}` shows what Slurm reports"
+            click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
+            return EXIT_FAILED
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
         last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
         click.echo(

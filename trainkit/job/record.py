@@ -289,6 +289,11 @@ def is_slurm(entry: Mapping[str, Any]) -> bool:
     return entry.get("backend") in ("sbatch", "submitit", "srun")
 
 
+def has_started(entry: Mapping[str, Any]) -> bool:
+    """Whether the supervisor of an entry has begun: Slurm can end a job before that."""
+    return not is_slurm(entry) or "started_at" in entry
+
+
 def num_auto_restarts(run: RunDir) -> int:
     """The number of automatic restarts since a command last started the run."""
     reasons = [entry.get("reason") for entry in read_job(run)["attempts"]]

@@ -29,6 +29,8 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
         **_plan_values(plan),
         **_disk_values(run),
     }
+    if not attempt.logs_dir.exists():
+        values["missing_logs_dir"] = str(attempt.logs_dir)
     try:
         config = read_effective(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     except (OSError, TrainkitError):

@@ -40,6 +40,8 @@ class AttemptFiles:
             # squeue calls a job that it has requeued PENDING.
             state = "REQUEUED" if job.state is JobState.REQUEUED else job.slurm_state
             line = f"{state or job.state.value.upper()} {job.reason}".strip()
+            if job.exit_code or job.exit_signal:
+                line += f" ExitCode={job.exit_code or 0}:{job.exit_signal or 0}"
             yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
 
     def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from trainkit.job.record import is_guessed
+from trainkit.job.record import find_entry, has_started, is_guessed
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_events import AttemptEvents
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
@@ -391,6 +391,8 @@ class _Case:
         tail = [] if text is None else self._tail(text)
         if first is None:
             gone = "the supervisor was killed or its host went down: it recorded no end"
+            if not has_started(find_entry(self.run, self.attempt.number) or {}):
+                gone = "the job ended before the supervisor began"
             reason = clean(str(self.end.get("reason") or gone))
             advice = [] if self.end else self._resume_advice()
             cause = f"no known cause was found: {reason}"

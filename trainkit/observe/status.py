@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
+from trainkit.job.record import has_started
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
+from trainkit.observe.launcher_output import describe_signal
 from trainkit.observe.restarts import Restart
 from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
 from trainkit.observe.text import slowdown_line
@@ -156,6 +159,7 @@ def read_status(
         checkpoint=newest_checkpoint(run),
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
+            *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(slowdown_line(event) for event in slowdowns),
         ],
         slowdowns=slowdowns,
@@ -233,6 +237,11 @@ def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, An
 def _slurm_end(job: JobInfo) -> str:
     """Slurm's information about the end of a job, as text."""
     words = [f"Slurm reports {job.slurm_state}"]
+    if job.log_not_opened:
+        return f"{words[0]}; it could not open the log of the job and did not start it"
+    if job.state is JobState.FAILED and job.exit_signal:
+        # Slurm's reason is then RaisedSignal:9(Killed), but JobLaunchFailure in 22.05.
+        return f"{words[0]}; the job was killed by {describe_signal(job.exit_signal)}"
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")
@@ -306,9 +315,20 @@ def _warnings(
             host = entry.get("host")
             where = "Slurm does not answer" if host is None else f"it was started on {host}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
-    if state == "died":
+    if state == "died" and has_started(entry):
         warnings.append("the supervisor exited without recording how the attempt ended")
     return warnings
+
+
+def _log_warning(run: RunDir, attempt: object, job: JobInfo | None) -> list[str]:
+    """What is wrong with the log of a job that Slurm could not open, and how to start the run again."""
+    if job is None or not job.log_not_opened or not isinstance(attempt, int):
+        return []
+    log = run.attempt(attempt).supervisor_log
+    problem = f"a node could not open {log}"
+    if not log.parent.exists():
+        problem = f"the folder of the log, {log.parent}, does not exist"
+    return [f"{problem}: `trainkit resume {quote(str(run.path))}` starts the run again with a new log folder"]
 
 
 def _usual_interval_s(metrics: list[dict[str, Any]]) -> float:

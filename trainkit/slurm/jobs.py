@@ -40,6 +40,11 @@ UNKNOWN_JOB = "neither squeue nor sacct lists it"
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
 """Linux limits an argument to 128 KiB."""
+_LOG_NOT_OPENED = 53
+"""The signal that Slurm reports when a node cannot open the output of the batch script.
+
+Nobody sends it: it is what an exit status keeps of Slurm's own error 4021, on all versions.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ class JobInfo:
     def is_terminal(self) -> bool:
         """Whether the job has ended and will not restart; False when unknown."""
         return self.state.is_terminal
+
+    @property
+    def log_not_opened(self) -> bool:
+        """Whether the job failed before its batch script began, because a node could not open its log."""
+        return self.state is JobState.FAILED and self.exit_signal == _LOG_NOT_OPENED
 
     @property
     def sentence(self) -> str:
@@ -273,7 +283,8 @@ def _exit_of(text: str) -> tuple[int | None, int | None]:
     if not code.isdigit():
         return None, None
     if not colon:
-        return int(code) >> 8 & 0xFF, int(code) & 0x7F or None
+        number = int(code) & 0x7F
+        return (0, number) if number else (int(code) >> 8 & 0xFF, None)
     return int(code), (int(signal) if signal.isdigit() and int(signal) else None)
 
 

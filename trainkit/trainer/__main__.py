@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -21,6 +22,8 @@ from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 
 def main() -> None:
     """Run one worker and end the process with its exit code."""
+    # Garbage collections would take a fifth of the import of torch, and find nothing to free.
+    gc.disable()
     # Before torch is imported, which takes seconds in which a signal must not be lost.
     stop = StopRequest()
     stop.install()
@@ -41,6 +44,8 @@ def main() -> None:
             from trainkit.trainer.worker import run_worker as work
         else:
             from trainkit.trainer.replay import run_replay as work
+        gc.freeze()
+        gc.enable()
         code = work(attempt, plan, stop, progress)
     except BaseException as error:
         code = record_failure(attempt, rank_info, error, progress.current)

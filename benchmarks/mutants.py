@@ -1,0 +1,113 @@
+"""Breaks ten lines on which runs depend, one at a time, and shows whether the tests notice.
+
+    python -m benchmarks.mutants [NAME ...]
+
+For use after tests were merged or removed. It changes files of the checkout, which must have no uncommitted
+changes, and restores each. Exit code 1 if a mutant survives.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 1200
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of a file that is replaced, and the tests that must fail then."""
+
+    file: str
+    line: str
+    becomes: str
+    tests: str
+
+
+MUTANTS = {
+    "supervisor-forgets-cancel": Mutant(
+        "job/supervisor.py", "if is_cancelled(attempt):", "if False:", "tests/job tests/cli/test_cancel.py"
+    ),
+    "supervisor-leaves-jobs": Mutant(
+        "job/supervisor.py", "self.allocation.cancel_pending()", "pass", "tests/job tests/control"
+    ),
+    "restart-of-what-cannot-be-helped": Mutant(
+        "job/decision.py", "if EXIT_NO_RESTART in codes:", "if False:", "tests/job"
+    ),
+    "restart-without-end": Mutant(
+        "job/decision.py",
+        'elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):',
+        "elif False:",
+        "tests/job",
+    ),
+    "checkpoint-without-manifest": Mutant(
+        "trainer/checkpoint/saver.py",
+        "write_json(self._partial / MANIFEST_NAME, manifest)",
+        "pass",
+        "tests/trainer/test_saver.py tests/trainer/test_resume.py",
+    ),
+    "checkpoint-in-place": Mutant(
+        "trainer/checkpoint/saver.py",
+        "self._partial.rename(self._target)",
+        "self._target.mkdir(); [f.rename(self._target / f.name) for f in sorted(self._partial.iterdir())]",
+        "tests/trainer/test_saver.py tests/trainer/test_faults.py tests/trainer/test_kill.py",
+    ),
+    "damage-is-not-seen": Mutant(
+        "manifest.py",
+        "return plain_damage(checkpoint) or hash_damage(checkpoint)",
+        'return ""',
+        "tests/test_manifest.py tests/trainer/test_faults.py",
+    ),
+    "other-order": Mutant("data/order.py", "_NUM_ROUNDS = 10", "_NUM_ROUNDS = 9", "tests/data"),
+    "epochs-alike": Mutant(
+        "data/order.py",
+        "epochs.ravel().astype(np.uint64)",
+        "0 * epochs.ravel().astype(np.uint64)",
+        "tests/data",
+    ),
+    "hosts-in-another-order": Mutant(
+        "slurm/hosts.py",
+        "for picked in itertools.product(*reversed(numbers[:-1]), numbers[-1]):",
+        "for picked in itertools.product(*reversed(numbers[:-1]), sorted(numbers[-1])[::-1]):",
+        "tests/slurm",
+    ),
+    "tasks-of-one-node": Mutant(
+        "slurm/hosts.py", 'int(match["repeat"] or 1)', "1", "tests/slurm tests/job/node/test_slurm_step.py"
+    ),
+}
+
+
+def main(names: list[str]) -> int:
+    """Try the mutants; returns the exit code."""
+    if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT).returncode:
+        print("error: there are uncommitted changes\n\nhint: commit or stash them", file=sys.stderr)
+        return 2
+    survivors = [name for name in names or MUTANTS if not is_caught(name, MUTANTS[name])]
+    return 1 if survivors else 0
+
+
+def is_caught(name: str, mutant: Mutant) -> bool:
+    """Whether a test fails with a mutant; prints the first one."""
+    file = ROOT / "trainkit" / mutant.file
+    text = file.read_text()
+    assert text.count(mutant.line) == 1, f"{name}: {mutant.line!r} stands {text.count(mutant.line)} times"
+    began_s = time.monotonic()
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    try:
+        file.write_text(text.replace(mutant.line, mutant.becomes))
+        argv = [*pytest, "--numprocesses=2", "--dist=loadgroup", *mutant.tests.split()]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    finally:
+        file.write_text(text)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    verdict = f"caught by {failed[0].split()[1]}" if failed else "SURVIVED"
+    print(f"{name:34} {time.monotonic() - began_s:4.0f} s  {verdict}", flush=True)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,33 @@
+"""What tests of replays share: the options of a run, and how they call the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.cli.main import main
+from trainkit.rundir import RunDir, write_json
+
+OPTIONS = ["train.steps=6", "checkpoint.every_steps=2", "model.dropout=0.1", "train.device_batch_size=2"]
+DDP, FSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=1"], ["parallel.dp_shard=2"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    """The exit code and the JSON of a command."""
+    code = main([*argv, "--json"])
+    out, err = capsys.readouterr()
+    assert out, err
+    return code, json.loads(out.splitlines()[-1])
+
+
+def files_of(run: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in run.rglob("*")}
+
+
+def add_job(run: Path) -> None:
+    write_json(
+        RunDir(run).job_file, {"backend": "local", "name": "t", "cwd": str(run.parent), "attempts": []}
+    )

@@ -1,0 +1,114 @@
+"""Runs the unit tests that import what changed: ``python -m tools.changed_tests [BASE] [-- PYTEST_ARGS]``.
+
+Changed is what differs from the last commit that the branch shares with BASE, by default its upstream, else
+``main``; uncommitted and untracked files too. A test imports a file directly, through other files of tests/
+and tools/, or through files of the same package of trainkit: a change of plan/batch.py selects the tests of
+plan/make_plan.py, not those of every command. A file that is no module selects the tests whose text has its
+name or that of its top folder in quotes. `make test` runs all unit tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTEST = ("-m", "pytest", "--dist", "loadgroup", "--numprocesses", "2", "-m", "not slow")
+NO_TESTS = 5
+"""The exit code of pytest if all tests are deselected."""
+
+
+def imports_of(source: str) -> set[str]:
+    """The dotted names that a module imports, inside functions too; with ``from a import b`` also a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def select_tests(changed: Iterable[str], sources: dict[str, str], python_path: Sequence[str]) -> list[str]:
+    """The test files that a change of some files can break; `sources` are all texts of the tree by path."""
+    modules = {}
+    for path in sources:
+        for folder in python_path:
+            if path.endswith(".py") and (folder == "." or path.startswith(f"{folder}/")):
+                inside = path if folder == "." else path.removeprefix(f"{folder}/")
+                modules[inside[:-3].replace("/", ".").removesuffix(".__init__")] = path
+    imported = {
+        path: {modules[name] for name in imports_of(source) if name in modules}
+        for path, source in sources.items()
+        if path.endswith(".py")
+    }
+    texts = {path for path in changed if not path.endswith(".py")}
+    words = {PurePath(path).name for path in texts} | {path.split("/")[0] for path in texts if "/" in path}
+    is_named = re.compile("|".join(rf"[\"'/]{re.escape(word)}[\"'/]" for word in sorted(words)) or r"(?!)")
+    changed = set(changed)
+    selected = []
+    for test in filter(is_test, imported):
+        seen = {test, *(conftest for conftest in _conftests(test) if conftest in imported)}
+        todo = list(seen)
+        for path in todo:
+            new = {other for other in imported[path] if _follows(path, other)} - seen
+            seen |= new
+            todo += new
+        if seen & changed or is_named.search(sources[test]):
+            selected.append(test)
+    return sorted(selected)
+
+
+def is_test(path: str) -> bool:
+    """Whether pytest collects the file."""
+    return path.startswith("tests/") and PurePath(path).name.startswith("test_") and path.endswith(".py")
+
+
+def _conftests(test: str) -> list[str]:
+    # That of all tests is left out: it would make each of them depend on what its plugins import.
+    return [f"{folder}/conftest.py" for folder in PurePath(test).parents if str(folder) not in (".", "tests")]
+
+
+def _follows(path: str, other: str) -> bool:
+    """Whether what a file imports counts as imported by the tests that import the file."""
+    return not path.startswith("trainkit/") or path.split("/")[:2] == other.split("/")[:2]
+
+
+def _git(*args: str) -> list[str]:
+    """The entries that a command of git prints separated by NUL or lines; none if it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+    return [line for line in re.split("[\0\n]", done.stdout) if line] if done.returncode == 0 else []
+
+
+def main(args: Sequence[str]) -> int:
+    """Print what is selected and run it; returns the exit code of pytest, 0 if there is nothing to run."""
+    split = args.index("--") if "--" in args else len(args)
+    refs = args[:split] or ("@{upstream}", "main")
+    base = next((found[0] for ref in refs if (found := _git("merge-base", "HEAD", ref))), None)
+    if base is None:
+        print(f"error: HEAD shares no commit with {' or '.join(refs)}", file=sys.stderr)
+        return 2
+    untracked = _git("ls-files", "-z", "--others", "--exclude-standard")
+    changed = [*_git("diff", "--name-only", "--no-renames", "-z", base), *untracked]
+    paths = [path for path in (*_git("ls-files", "-z"), *untracked) if (ROOT / path).exists()]
+    sources = {path: (ROOT / path).read_text(errors="replace") for path in paths if path.endswith(".py")}
+    found = re.search(r"^pythonpath = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    selected = select_tests(changed, sources, ast.literal_eval(found[1]))
+    print(f"changed files since {base[:10]}: {len(changed)}; test files that import them: {len(selected)}")
+    slow = [path for path in selected if re.search(r"mark\.slow|on_slurm|on_cluster", sources[path] + path)]
+    if slow:
+        print(f"their slow tests: .venv/bin/python -m pytest -m slow {' '.join(slow)}")
+    if not selected:
+        return 0
+    sys.stdout.flush()
+    code = subprocess.run([sys.executable, *PYTEST, *args[split + 1 :], *selected], cwd=ROOT).returncode
+    return 0 if code == NO_TESTS else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
