@@ -51,7 +51,7 @@ apply_float8([layer], emulate=True)
 assert type(layer[0]) is not nn.Linear
 layer(torch.randn(16, 32)).sum().backward()
 """,
-    "hf": f"""{LLAMA}
+    "hf": f"""
 import pyarrow, pyarrow.parquet, sys
 pyarrow.parquet.write_table(pyarrow.table({{"text": ["a document of words " * 40] * 40}}), "texts.parquet")
 sys.argv[1:] = ["model.hf=llama", "data.source=texts.parquet"]
@@ -65,12 +65,10 @@ assert _image_problem(Path("image.png")) == ""
 Path("image.png").write_bytes(b"no image")
 assert "cannot be opened" in _image_problem(Path("image.png"))
 """,
-    "peft": f"""{LLAMA}
-import sys
+    "peft": f"""import sys
 sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}]
 {TRAINS}""",
-    "qlora": f"""{LLAMA}
-import sys
+    "qlora": f"""import sys
 sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}, "model.quantize=nf4"]
 {TRAINS}""",
     "mlflow": f"""import sys
@@ -149,9 +147,21 @@ def execute(python: Path, code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    execute(Path(sys.executable), LLAMA, folder)
+    return folder / "llama"
+
+
 @pytest.mark.parametrize("extra", sorted(USES))
-def test_an_extra_is_all_that_its_feature_needs(extra: str, tmp_path: Path) -> None:
+def test_an_extra_is_all_that_its_feature_needs(
+    extra: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     core, extras = setup_cfg()
+    if "llama" in USES[extra]:
+        (tmp_path / "llama").symlink_to(request.getfixturevalue("llama"))
     execute(environment(tmp_path, core + extras[extra]), USES[extra], tmp_path)
 
 

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ranks import preload
+from trainkit.cli.ckpt import chosen_checkpoint
+from trainkit.rundir import RunDir
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,6 +45,7 @@ def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     """Write a model with random weights; its biases and norms are random too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    preload("tests.support.preloaded_hf")
     config = AutoConfig.for_model(kind, **{**SIZES, **changes})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -50,6 +55,17 @@ def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
                 param.add_(torch.randn_like(param) * 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def export_run(run: Path, out: Path, merge: bool = False) -> None:
+    """What `trainkit ckpt export` does, without a process that imports all libraries again."""
+    from trainkit.trainer.export import ExportRequest, export
+
+    folder = RunDir(run)
+    config_file = folder.attempt(folder.attempt_numbers()[-1]).config_file
+    out.mkdir()
+    checkpoint = chosen_checkpoint(folder, None).path
+    export(ExportRequest(str(run), str(config_file), str(checkpoint), str(out), "fp32", merge=merge))
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
+PRELOADED = ["tests.support.preloaded"]
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+def preload(module: str) -> None:
+    """Let the ranks that are started from now on have imported a module too."""
+    if module not in PRELOADED:
+        PRELOADED.append(module)
+        CONTEXT.set_forkserver_preload(PRELOADED)
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next rank starts it again
 
 
 def start_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> list[ForkServerProcess]:
@@ -21,9 +33,21 @@ def start_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> li
     return [_start(_as_rank, function, rank, args) for rank in range(num_procs)]
 
 
-def start_worker(run_dir: Path, log: Path, environ: Mapping[str, str]) -> ForkServerProcess:
-    """Begin what ``python -m trainkit.trainer RUN_DIR`` does, with an environment and a log of its own."""
-    return _start(_as_worker, str(run_dir), str(log), dict(environ))
+def start_worker(
+    run_dir: Path, log: Path, environ: Mapping[str, str], first: Callable[[], None] | None = None
+) -> ForkServerProcess:
+    """Begin what ``python -m trainkit.trainer RUN_DIR`` does, with an environment and a log of its own.
+
+    `first` is called before, in that process.
+    """
+    return _start(_as_worker, str(run_dir), str(log), dict(environ), first)
+
+
+def start_script(
+    folder: Path, argv: Sequence[str], log: Path, environ: Mapping[str, str]
+) -> ForkServerProcess:
+    """Begin what ``python ARGV`` does in a folder, with an environment and a log of its own."""
+    return _start(_as_script, str(folder), list(argv), str(log), dict(environ))
 
 
 class ForkedWorker:
@@ -79,7 +103,37 @@ def _as_rank(function: Callable[..., None], rank: int, args: Sequence[Any]) -> N
     os._exit(0)
 
 
-def _as_worker(run_dir: str, log: str, environ: dict[str, str]) -> None:
+def _as_worker(run_dir: str, log: str, environ: dict[str, str], first: Callable[[], None] | None) -> None:
+    _use(log, environ)
+    sys.argv = ["trainkit.trainer", run_dir]
+    if first is not None:
+        first()
+
+    from trainkit.trainer.__main__ import main
+
+    main()
+
+
+def _as_script(folder: str, argv: list[str], log: str, environ: dict[str, str]) -> None:
+    _use(log, environ)
+    os.chdir(folder)
+    sys.argv = argv
+    code: int | str | None = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    # As at the end of an interpreter, which a child of a fork server does not have.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _use(log: str, environ: dict[str, str]) -> None:
+    """Give this process a log, an environment and one thread."""
     os.environ.clear()
     os.environ.update(environ)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -87,11 +141,6 @@ def _as_worker(run_dir: str, log: str, environ: dict[str, str]) -> None:
         os.dup2(descriptor, number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _use_one_thread()
-    sys.argv = ["trainkit.trainer", run_dir]
-
-    from trainkit.trainer.__main__ import main
-
-    main()
 
 
 def _use_one_thread() -> None:

@@ -61,16 +61,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def fork_workers(attempt: AttemptDir, num_procs: int = 1) -> list[ForkedWorker]:
-    """The ranks of an attempt with torch already imported; each one's output goes to its log."""
+def fork_workers(
+    attempt: AttemptDir,
+    num_procs: int = 1,
+    env: dict[str, str] | None = None,
+    first: Callable[[], None] | None = None,
+) -> list[ForkedWorker]:
+    """The ranks of an attempt with torch already imported; each one's output goes to its log.
+
+    `first` is a function of a test module that each rank calls before: it changes something.
+    """
     return [
-        ForkedWorker(start_worker(attempt.run.path, attempt.rank_log(rank), environ))
+        ForkedWorker(
+            start_worker(attempt.run.path, attempt.rank_log(rank), {**environ, **(env or {})}, first)
+        )
         for rank, environ in enumerate(environs(attempt, num_procs))
     ]
 
 
 def start_workers(
-    attempt: AttemptDir, num_procs: int = 1, env: dict[str, str] | None = None, **popen: Any
+    attempt: AttemptDir, num_procs: int = 1, env: dict[str, str] | None = None
 ) -> list[subprocess.Popen[bytes]]:
     """The ranks of an attempt as plain processes: for tests of their start, or with another environment."""
     procs = []
@@ -82,7 +92,6 @@ def start_workers(
                     env={**environ, **(env or {})},
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    **popen,
                 )
             )
     return procs

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.hf_models import need, save_model
+from tests.support.hf_models import export_run, need, save_model
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.trainer.test_multimodal import ARGS, config_of, options
-from trainkit.cli.main import main
 from trainkit.errors import TrainkitError
 from trainkit.manifest import published
 from trainkit.rundir import RunDir
@@ -22,7 +21,7 @@ from trainkit.trainer.load_task import TaskError, load_task
 from trainkit.trainer.task_check import Smoke, definite_problem
 from trainkit.trainer.user_task import UserTask
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 TARGETS = "target_modules: [q_proj, v_proj]"
 TASK = """
 import torch
@@ -67,8 +66,8 @@ def saved_names(run: Path) -> set[str]:
     return {name.removeprefix("model.") for name in names if name.startswith("model.")}
 
 
-def export(run: Path, out: Path, *more: str) -> dict[str, torch.Tensor]:
-    assert main(["ckpt", "export", str(run), "--out", str(out), *more]) == 0
+def export(run: Path, out: Path, merge: bool = False) -> dict[str, torch.Tensor]:
+    export_run(run, out, merge)
     found = StoredWeights(out)
     return {name: found.read(name) for name in found._tensors}
 
@@ -93,7 +92,7 @@ def test_a_language_model_in_a_task(tmp_path: Path) -> None:
 
     adapted, merged = (
         export(tmp_path / "fsdp", tmp_path / "a"),
-        export(tmp_path / "fsdp", tmp_path / "b", "--merge"),
+        export(tmp_path / "fsdp", tmp_path / "b", merge=True),
     )
     prefix = "lm.model.model.layers.3.self_attn.q_proj"
     base = StoredWeights(tmp_path / "model").read("model.layers.3.self_attn.q_proj.weight")
@@ -118,7 +117,7 @@ def test_the_second_phase_adds_adapters_to_a_model_that_was_frozen(tmp_path: Pat
     assert embedding in saved_names(tmp_path / "whole")
     base = StoredWeights(tmp_path / "model").read("model.embed_tokens.weight")
     for name in ("whole", "parts"):
-        found = export(tmp_path / name, tmp_path / f"{name}-out", "--merge")
+        found = export(tmp_path / name, tmp_path / f"{name}-out", merge=True)
         assert torch.equal(found[embedding], base)
 
 
@@ -134,7 +133,7 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
     cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})]
     run_cases(tmp_path, cases, chosen)
     assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
-    merged = export(tmp_path / "fsdp", tmp_path / "out", "--merge")
+    merged = export(tmp_path / "fsdp", tmp_path / "out", merge=True)
     assert {name: tuple(value.shape) for name, value in merged.items()} == {
         "body.0.weight": (8, 4),
         "body.0.bias": (8,),

@@ -17,12 +17,11 @@ from tests.support.runs import (
     losses,
     make_attempt,
     samples_seen,
-    start_workers,
     train,
     wait_for,
 )
 from trainkit.manifest import best_step, find_damage, published
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl
+from trainkit.rundir import RunDir, read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -155,23 +154,17 @@ def test_when_all_are_damaged_a_person_decides(run: Path, num_procs: int) -> Non
     assert losses(run) == before, "no step was done"
 
 
-class TestFullDisk:
-    @staticmethod
-    def start(
-        run_dir: Path, options: list[str], num_procs: int = 1, **popen: Any
-    ) -> tuple[AttemptDir, list[int]]:
-        attempt = make_attempt(run_dir, options, num_procs)
-        return attempt, wait_for(start_workers(attempt, num_procs, **popen))
+def limit_to_200_kb() -> None:
+    limit_file_size(200_000)
 
+
+class TestFullDisk:
     @pytest.mark.parametrize("async_save", ["true", "false"])
     def test_saves_that_fail_do_not_end_the_training(self, run: Path, whole: Path, async_save: str) -> None:
         """No file may be as large as a shard: every save fails, the last one too, which is an error."""
-        attempt, codes = self.start(
-            run,
-            [*OPTIONS, "checkpoint.every_steps=1", f"checkpoint.async={async_save}"],
-            preexec_fn=lambda: limit_file_size(200_000),
-        )
-        assert codes == [1]
+        options = [*OPTIONS, "checkpoint.every_steps=1", f"checkpoint.async={async_save}"]
+        attempt = make_attempt(run, options)
+        assert wait_for(fork_workers(attempt, first=limit_to_200_kb)) == [1]
         assert "checkpoint step=5 could not be saved" in log_text(attempt)
         assert "the state after step 6 could not be saved" in log_text(attempt)
         assert [event["step"] for event in events(run, "checkpoint_failed")] == [5, 6]

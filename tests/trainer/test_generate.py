@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
+from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.config.training import ModelConfig
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import UsageError
 from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.rundir import RunDir
 from trainkit.trainer.build import init_parameters
 from trainkit.trainer.generate import (
     GenerateRequest,
@@ -26,6 +29,7 @@ from trainkit.trainer.generate import (
     _WholeSession,
     choose_token,
     generate,
+    main,
 )
 from trainkit.trainer.models.decoder import Decoder
 
@@ -99,36 +103,67 @@ def test_characters_are_shown_once_they_are_complete(
     assert out.getvalue() == f"a\t€{escape}[2J\ufffd\n"
 
 
-def ask(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "trainkit", "generate", *args]
+def ask(*args: str) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "trainkit", "generate", *args, "--json"]
     done = subprocess.run(argv, text=True, capture_output=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    return done
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+VALUES: dict[str, Any] = {
+    "checkpoint": "",
+    "prompt": "def ",
+    "max_tokens": 8,
+    "temperature": 0.0,
+    "top_k": None,
+    "top_p": None,
+    "seed": 0,
+    "device": "cpu",
+    "dtype": None,
+    "tokenizer": None,
+    "as_json": False,
+}
+
+
+def request(run: Path, **changes: Any) -> GenerateRequest:
+    """What the process that `trainkit generate` starts is asked for."""
+    folder = RunDir(run)
+    paths = {"run": str(run), "config_file": str(folder.attempt(1).config_file)}
+    return GenerateRequest(
+        **{**VALUES, **paths, "checkpoint": str(chosen_checkpoint(folder, None).path), **changes}
+    )
 
 
 @pytest.mark.slow
-def test_checkpoints_of_every_layout_continue_a_prompt(tmp_path: Path) -> None:
+def test_checkpoints_of_every_layout_continue_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = [Case("alone", 1, {}), Case("tp-pp", 4, {"tp": 2, "pp": 2})]
     run_cases(tmp_path, cases, ("train.steps=4", "data.seq_len=32"))
-    options = ("--temperature", "0", "--json", "--max-tokens", "8")
-    texts = []
-    for case in cases:
-        value = json.loads(ask(str(tmp_path / case.name), "def ", *options).stdout)
-        assert value["num_tokens"] == 8
-        assert value["stopped_by"] == "max_tokens"
-        texts.append(value["text"])
-    assert texts[0] == texts[1]
-    run = str(tmp_path / "alone")
-    shown = ask(run, "def ", "--seed", "1").stdout
+    alone, split = (tmp_path / case.name for case in cases)
+    capsys.readouterr()
+
+    def answer(asked: GenerateRequest) -> str:
+        generate(asked)
+        return capsys.readouterr().out
+
+    expected = ask(str(alone), "def ", "--temperature", "0", "--max-tokens", "8")
+    assert (expected["num_tokens"], expected["stopped_by"]) == (8, "max_tokens")
+    assert json.loads(answer(request(split, as_json=True)))["text"] == expected["text"]
+    shown = answer(request(alone, temperature=1.0, seed=1))
     assert shown.startswith("def ")
-    assert shown == ask(run, "def ", "--seed", "1").stdout
-    long = ask(run, "def ", "--temperature", "0", "--max-tokens", "1000")
-    assert "stopped after 32 tokens" in long.stderr
-    assert "the prompt has 40 tokens" in ask(run, "x" * 40, code=2).stderr
+    assert shown == answer(request(alone, temperature=1.0, seed=1))
+    generate(request(alone, max_tokens=1000))
+    assert "stopped after 32 tokens" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(request(alone, prompt="x" * 40)))))
+    assert main() == 2
+    assert "the prompt has 40 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_models_of_transformers_continue_a_prompt(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("transformers")
+def test_models_of_transformers_continue_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("transformers", "peft")
     folder = save_model(tmp_path / "model")
     common = ("train.steps=2", "data.tokenizer=bytes", f"model.hf={folder}", "model.preset=tiny")
@@ -141,8 +176,9 @@ def test_models_of_transformers_continue_a_prompt(tmp_path: Path) -> None:
     run_cases(tmp_path, cases, common, keep_labels=True)
     texts = {}
     for case in cases:
-        found = ask(str(tmp_path / case.name), "def ", "--temperature", "0", "--json", "--max-tokens", "9")
-        texts[case.name] = json.loads(found.stdout)["text"]
+        capsys.readouterr()
+        generate(request(tmp_path / case.name, max_tokens=9, as_json=True))
+        texts[case.name] = json.loads(capsys.readouterr().out)["text"]
     assert texts["theirs"] == texts["ours"]
     assert texts["lora"]
 
@@ -150,20 +186,5 @@ def test_models_of_transformers_continue_a_prompt(tmp_path: Path) -> None:
 def test_only_language_models_continue_a_prompt(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("task: ring.py:Ring\n")
-    request = GenerateRequest(
-        run=str(tmp_path),
-        config_file=str(file),
-        checkpoint="",
-        prompt="x",
-        max_tokens=1,
-        temperature=0.0,
-        top_k=None,
-        top_p=None,
-        seed=0,
-        device="cpu",
-        dtype=None,
-        tokenizer=None,
-        as_json=False,
-    )
     with pytest.raises(UsageError, match=r"task is ring\.py:Ring: only language models"):
-        generate(request)
+        generate(GenerateRequest(**{**VALUES, "run": str(tmp_path), "config_file": str(file)}))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf_models import LLAMA3_ROPE, logits_of, need, save_model
+from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, save_model
 from tests.support.parity import MODEL, Case, close, curve, make_trainer, run_cases, worst_difference
 from tests.support.runs import TIMEOUT_S, fork_workers, log_text, make_attempt, wait_for
 from trainkit.cli.main import main
@@ -25,7 +25,7 @@ from trainkit.trainer.export import ExportRequest, export
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +110,7 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_adapters_alone_are_saved_and_resumed_exactly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     lora = (*of(folder), LORA, "train.steps=6")
     cases = [
@@ -136,9 +134,8 @@ def test_adapters_alone_are_saved_and_resumed_exactly(
 
     tokens = torch.arange(24).view(1, -1) * 7 % 257
     run = tmp_path / "fsdp"
-    assert main(["ckpt", "export", str(run), "--out", str(tmp_path / "adapters")]) == 0
-    assert main(["ckpt", "export", str(run), "--out", str(tmp_path / "merged"), "--merge"]) == 0
-    capsys.readouterr()
+    export_run(run, tmp_path / "adapters")
+    export_run(run, tmp_path / "merged", merge=True)
     assert {item.name for item in (tmp_path / "adapters").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -248,7 +245,7 @@ def trained_logits(
 def test_the_decoder_of_the_quickstart_exports_with_its_tokenizer(tmp_path: Path) -> None:
     run_cases(tmp_path, [Case("run", 1, {})], ("train.steps=2", "train.eval_every=null"), keep_labels=True)
     out = tmp_path / "exported"
-    assert main(["ckpt", "export", str(tmp_path / "run"), "--out", str(out)]) == 0
+    export_run(tmp_path / "run", out)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(out)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import free_port
+from tests.support.ranks import ForkedWorker, start_script
+from tests.support.runs import free_port, wait_for
 from trainkit.manifest import published
 from trainkit.rundir import RunDir, read_metrics
 
@@ -74,16 +75,14 @@ def start(folder: Path, num_ranks: int, *args: object) -> list[int]:
     """The exit codes of the ranks of the script, with the environment that torchrun would set."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    port, procs = free_port(), []
+    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "PATH": "/usr/bin:/bin"}
+    ranks = []
     for rank in range(num_ranks):
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        root = str(Path(__file__).parents[2])
-        with (folder / f"log-{rank}").open("ab") as log:
-            argv = [sys.executable, "train.py", *map(str, args)]
-            environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root} | {k: str(v) for k, v in env.items()}
-            procs.append(subprocess.Popen(argv, cwd=folder, env=environ, stdout=log, stderr=log))
-    return [process.wait(timeout=200) for process in procs]
+        environ = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        argv = ["train.py", *map(str, args)]
+        ranks.append(ForkedWorker(start_script(folder, argv, folder / f"log-{rank}", environ)))
+    return wait_for(ranks)
 
 
 def curve(folder: Path) -> list[tuple[int, float, float]]:

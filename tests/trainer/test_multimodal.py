@@ -115,6 +115,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
 def test_a_language_model_of_transformers(tmp_path: Path) -> None:
     need("transformers")
     folder = save_model(tmp_path / "model")

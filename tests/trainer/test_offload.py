@@ -74,6 +74,7 @@ def test_a_task(tmp_path: Path) -> None:
     check(tmp_path, {"fp32": TASK, "bf16": (*TASK, BF16), "8bit": (*TASK, EIGHT_BIT)})
 
 
+@pytest.mark.xdist_group("transformers")
 def test_models_of_transformers(tmp_path: Path) -> None:
     need("transformers", "peft")
     folder = save_model(tmp_path / "model", tie_word_embeddings=True)

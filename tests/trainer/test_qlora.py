@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.hf_models import logits_of, need, save_model
+from tests.support.hf_models import export_run, logits_of, need, save_model
 from tests.support.parity import Case, close, curve, make_trainer, run_cases, worst_difference
-from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.manifest import published
@@ -20,7 +19,7 @@ from trainkit.trainer.nf4 import NF4Linear, quantize_linears, quantized_layers
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 
 LORA = "model.lora={r: 4, target_modules: [q_proj, v_proj]}"
 NF4 = "model.quantize=nf4"
@@ -92,7 +91,7 @@ def sizes(rank: int, attempt: AttemptDir) -> None:
     close(trainer)
 
 
-def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     own = of(folder, NF4)
     cases = [
@@ -128,9 +127,8 @@ def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(".lora_" in name for name in saved)
 
     tokens = torch.arange(24).view(1, -1) * 7 % 257
-    for name, more in (("adapters", []), ("merged", ["--merge"])):
-        assert main(["ckpt", "export", str(one), "--out", str(tmp_path / name), *more]) == 0
-    capsys.readouterr()
+    for name in ("adapters", "merged"):
+        export_run(one, tmp_path / name, merge=name == "merged")
     config = load_config(
         None, overrides=[*own, "data.tokenizer=bytes", "data.seq_len=32"], layers=False
     ).config

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from tests.support.runs import (
     log_text,
     losses,
     make_attempt,
-    site,
     start_workers,
     train,
     wait_for,
@@ -93,22 +93,20 @@ def has_signal(pid: int, mask: str, number: signal.Signals) -> bool:
     return bool(int(found.split()[1], 16) & (1 << (number - 1)))
 
 
-TOLD_IN_VALIDATION = """
-import sys
-if "trainkit.trainer" in sys.orig_argv:
-    import os, signal
-    from trainkit.trainer.evaluate import Evaluator
+def signal_in_validation() -> None:
+    """The rank is asked to stop in the middle of its first validation."""
     from trainkit.trainer.progress import Progress
+
     enter, num_batches = Progress.enter, 0
-    def enter_and_signal(progress, phase):
-        global num_batches
+
+    def enter_and_signal(progress: Progress, phase: Any) -> None:
+        nonlocal num_batches
         num_batches += phase == "evaluate"
         if phase == "evaluate" and num_batches == 10:
             os.kill(os.getpid(), signal.SIGUSR2)
         enter(progress, phase)
-    Progress.enter = enter_and_signal
-"""
-"""A sitecustomize.py: the rank is told in the middle of its first validation."""
+
+    Progress.enter = enter_and_signal  # type: ignore[method-assign]
 
 
 def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
@@ -116,8 +114,7 @@ def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
     train(tmp_path / "whole", [*options, "train.eval_batches=100"])
     long = [*options, "train.eval_batches=100"]
     attempt = make_attempt(tmp_path / "cut", long)
-    procs = start_workers(attempt, env=site(tmp_path, TOLD_IN_VALIDATION))
-    assert wait_for(procs) == [75], log_text(attempt)
+    assert wait_for(fork_workers(attempt, first=signal_in_validation)) == [75], log_text(attempt)
     assert not has_event(attempt, "evaluated")
     train(tmp_path / "cut", long)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -145,7 +142,7 @@ def test_during_an_asynchronous_save(tmp_path: Path) -> None:
 def test_during_the_first_compile(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true", "requeue.grace_s=600"])
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    procs = start_workers(attempt, env=env)
+    procs = fork_workers(attempt, env=env)
     wait_until(lambda: has_event(attempt, "training"))
     time.sleep(0.5)
     procs[0].send_signal(signal.SIGTERM)

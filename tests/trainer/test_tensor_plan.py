@@ -181,6 +181,7 @@ def test_a_plan_that_does_not_fit_ends_the_run(tmp_path: Path, options: list[str
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -326,6 +327,7 @@ def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize(
     ("kind", "tp", "message"),
     [

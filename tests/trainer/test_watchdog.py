@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.runs import (
+    fork_workers,
     free_port,
     log_text,
     losses,
     make_attempt,
     site,
-    start_workers,
     wait_for,
 )
 from trainkit.job.failure.stacks import gather
@@ -37,21 +38,22 @@ OPTIONS = [
     "requeue.hang_factor=2",
 ]
 
-SLEEPER = """
-import os, time
-if os.environ.get("RANK") == "1":
+
+def let_rank_1_sleep() -> None:
+    """The data of rank 1 never comes at step 8."""
     from trainkit.trainer.batches import PrefetchedBatches
-    give = PrefetchedBatches.__next__
-    num_given = 0
-    def give_or_sleep(self):
-        global num_given
+
+    give, num_given = PrefetchedBatches.__next__, 0
+
+    def give_or_sleep(batches: PrefetchedBatches) -> Any:
+        nonlocal num_given
         num_given += 1
         while num_given == 8:
             time.sleep(1)
-        return give(self)
-    PrefetchedBatches.__next__ = give_or_sleep
-"""
-"""A sitecustomize.py: the data of rank 1 never comes at step 8."""
+        return give(batches)
+
+    if os.environ["RANK"] == "1":
+        PrefetchedBatches.__next__ = give_or_sleep  # type: ignore[method-assign]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
@@ -61,31 +63,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         time.sleep(0.05)
 
 
-@contextmanager
-def ranks(
-    attempt: AttemptDir, num_procs: int, env: dict[str, str] | None = None
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Workers that nobody supervises; they are killed at the end."""
-    procs = start_workers(attempt, num_procs, env)
-    try:
-        yield procs
-    finally:
-        for proc in procs:
-            proc.kill()
-            proc.wait()
-
-
 def plan_of(attempt: AttemptDir) -> LaunchPlan:
     return LaunchPlan.from_dict(read_json(attempt.plan_file))
 
 
 def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_path: Path) -> None:
-    env = site(tmp_path, SLEEPER)
     attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
-    with ranks(attempt, 3, env):
+    traces = [attempt.rank_stacks(rank).with_suffix(".collectives.json") for rank in range(3)]
+    workers = fork_workers(attempt, 3, first=let_rank_1_sleep)  # nobody supervises them
+    try:
         wait_until(lambda: len(read_hangs(attempt)) == 3)
-        traces = [attempt.rank_stacks(rank).with_suffix(".collectives.json") for rank in range(3)]
         wait_until(lambda: all(trace.exists() for trace in traces))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
     records = read_hangs(attempt)
     assert [(record.step, record.phase) for record in records] == [
         (8, "forward"),
@@ -153,19 +145,18 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
     assert "rank 1 does not respond" in attempt.node_log(0).read_text()
 
 
-SLOW_WRITER = """
-import sys
-if "trainkit.trainer" in sys.orig_argv:
-    import time
+def write_slowly() -> None:
+    """The checkpoint of step 2 takes more than twice as long as a phase may."""
     from trainkit.trainer.checkpoint.storage import HashingWriter
+
     finish = HashingWriter.finish
-    def finish_slowly(self, *args):
-        if "step-00000002" in str(self.path):
+
+    def finish_slowly(writer: HashingWriter, *args: Any) -> None:
+        if "step-00000002" in str(writer.path):
             time.sleep(14)
-        finish(self, *args)
-    HashingWriter.finish = finish_slowly
-"""
-"""A sitecustomize.py: the checkpoint of step 2 takes more than twice as long as a phase may."""
+        finish(writer, *args)
+
+    HashingWriter.finish = finish_slowly  # type: ignore[method-assign]
 
 
 def test_a_best_checkpoint_that_is_still_written_is_no_hang_of_the_validation(tmp_path: Path) -> None:
@@ -174,8 +165,7 @@ def test_a_best_checkpoint_that_is_still_written_is_no_hang_of_the_validation(tm
         *("train.eval_every=2", "train.eval_batches=1", "checkpoint.best_metric=val_loss"),
     ]
     attempt = make_attempt(tmp_path / "run", options)
-    [proc] = start_workers(attempt, 1, site(tmp_path, SLOW_WRITER))
-    assert wait_for([proc]) == [0], log_text(attempt)
+    assert wait_for(fork_workers(attempt, first=write_slowly)) == [0], log_text(attempt)
     assert "no progress for" not in log_text(attempt)
     events = list(read_jsonl(attempt.run.events_file))
     [saved] = [event for event in events if event["event"] == "checkpoint_commit" and event["step"] == 2]

@@ -1,0 +1,10 @@
+"""What ranks with a model of transformers need, imported once; see `tests.support.ranks`."""
+
+import contextlib
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import peft  # noqa: F401
