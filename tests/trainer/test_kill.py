@@ -11,9 +11,10 @@ import pytest
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=20)
 def test_killed_at_random_moments_the_curve_stays_the_same(tmp_path: Path) -> None:
-    argv = [sys.executable, str(CAMPAIGN), "--rounds", "1", "--seed", "7", "--keep", str(tmp_path / "runs")]
+    # This seed kills one rank.
+    argv = [sys.executable, str(CAMPAIGN), "--rounds", "1", "--seed", "54", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "1 of 1 equal"

@@ -141,8 +141,7 @@ def test_during_an_asynchronous_save(tmp_path: Path) -> None:
 
 def test_during_the_first_compile(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true", "requeue.grace_s=600"])
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    procs = fork_workers(attempt, env=env)
+    procs = fork_workers(attempt, env={"TORCHINDUCTOR_FX_GRAPH_CACHE": "0"})
     wait_until(lambda: has_event(attempt, "training"))
     time.sleep(0.5)
     procs[0].send_signal(signal.SIGTERM)
