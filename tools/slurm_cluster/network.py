@@ -41,6 +41,9 @@ def make_bridge(state: State) -> None:
     ip("link", "add", state.name, "type", "bridge")
     ip("address", "add", f"{state.address(MACHINE_INDEX)}/24", "dev", state.name)
     ip("link", "set", state.name, "up")
+    # slurmdbd sends each message in two parts, and without this waits 40 ms for the answer to the first one.
+    route = ("local", state.address(MACHINE_INDEX), "dev", state.name, "table", "local", "proto", "kernel")
+    ip("route", "change", *route, "scope", "host", "src", state.address(MACHINE_INDEX), "quickack", "1")
 
 
 def remove_bridge(state: State) -> None:
