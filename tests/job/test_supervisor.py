@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from slurm_job import RUNNING, Slurm, reasons, record_signal, step
@@ -21,6 +22,7 @@ from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.record import (
     AUTO_RESTART,
     add_slurm_entry,
+    mark_cancelled,
 )
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import attempt as attempt_module
@@ -63,6 +65,21 @@ def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slu
     events = [event["event"] for event in read_jsonl(run.events_file)]
     assert events.count("started") == 2
     assert "restart" in events
+
+
+def test_a_cancellation_before_the_start_of_the_ranks_starts_none(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_the_lock = supervisor.become_sole_supervisor
+
+    def cancelled_meanwhile(*args: Any) -> None:
+        wait_for_the_lock(*args)
+        mark_cancelled(run)
+
+    monkeypatch.setattr(supervisor, "become_sole_supervisor", cancelled_meanwhile)
+    code, end = step(run, "pass")
+    assert (code, end["state"]) == (EXIT_STOPPED, "cancelled")
+    assert "started" not in [event["event"] for event in read_jsonl(run.events_file)]
 
 
 def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm) -> None:
