@@ -8,6 +8,7 @@ changes, and restores each. Exit code 1 if a mutant survives.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -81,12 +82,15 @@ MUTANTS = {
 }
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Try the mutants; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(MUTANTS)}")
+    names = parser.parse_args().names or MUTANTS
     if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT).returncode:
         print("error: there are uncommitted changes\n\nhint: commit or stash them", file=sys.stderr)
         return 2
-    survivors = [name for name in names or MUTANTS if not is_caught(name, MUTANTS[name])]
+    survivors = [name for name in names if not is_caught(name, MUTANTS[name])]
     return 1 if survivors else 0
 
 
@@ -110,4 +114,4 @@ def is_caught(name: str, mutant: Mutant) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

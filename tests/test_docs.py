@@ -177,7 +177,7 @@ def losses(run_folder: Path) -> dict[int, object]:
     return found
 
 
-@pytest.mark.slow(seconds=50)
+@pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize("page", pages_with("console slurm"))
 def test_every_slurm_command_works(page: str, sandbox: Path, cluster: Cluster) -> None:
     # The GPUs of the cluster are not real.

@@ -95,8 +95,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder far from the checkout, with a config."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "outside.yaml").write_text(CONFIG)
     return tmp_path
 

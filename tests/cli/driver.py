@@ -1,24 +1,31 @@
 """`trainkit` with a small script in place of the trainer: ``python driver.py WORKER ARG …``."""
 
 import dataclasses
+import gc
 import os
 import sys
 
-from trainkit.cli.main import main
-from trainkit.job import hosts_run
-from trainkit.submit import plan_run as module
 
-real_plan_run = module.plan_run
+def run():
+    from trainkit.cli.main import main
+    from trainkit.job import hosts_run
+    from trainkit.submit import plan_run as module
 
+    real_plan_run = module.plan_run
 
-def plan_run(loaded, *args, **kwargs):
-    return dataclasses.replace(
-        real_plan_run(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1])
-    )
+    def plan_run(loaded, *args, **kwargs):
+        return dataclasses.replace(
+            real_plan_run(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1])
+        )
 
-
-if __name__ == "__main__":
     module.plan_run = plan_run
     if "VISIBLE_TIMEOUT_S" in os.environ:
         hosts_run.VISIBLE_TIMEOUT_S = float(os.environ["VISIBLE_TIMEOUT_S"])
-    sys.exit(main(sys.argv[2:]))
+    return main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    gc.set_threshold(100_000)  # as the program does, and at the end too
+    code = run()
+    gc.freeze()
+    sys.exit(code)

@@ -34,7 +34,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(array_spec, "show_config", dict)
     monkeypatch.setattr(sbatch_backend, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)

@@ -226,8 +226,8 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
 def test_two_processes_on_two_layouts(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(1500)))
     (tmp_path / "small.yaml").write_text(
-        "name: small\ndevice: cpu\nmodel: {preset: nano}\nprecision: {dtype: fp32}\n"
-        "data: {source: text.txt, seq_len: 64}\ntrain: {device_batch_size: 4, global_batch_size: 16}\n"
+        "name: small\ndevice: cpu\nmodel: {preset: nano, num_layers: 2}\nprecision: {dtype: fp32}\n"
+        "data: {source: text.txt, seq_len: 64}\ntrain: {device_batch_size: 2, global_batch_size: 4}\n"
     )
     home = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     layouts = [word for name in ("tp=2", "pp=2") for word in ("--layout", name)]
@@ -249,11 +249,11 @@ def test_two_processes_on_two_layouts(tmp_path: Path) -> None:
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 2, abs=1e-4)
     for row in rows:
         run = RunDir(tmp_path / "out" / row["run"])
-        assert row["samples_per_s"] * row["step_s"] == pytest.approx(16, rel=0.3)
+        assert row["samples_per_s"] * row["step_s"] == pytest.approx(4, rel=0.3)
         assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * 64, rel=0.01)
         assert row["mfu"] is None
         assert row["mem_gib_peak"] > 0.05
         assert 0 < row["exposed_comm_s"] < 60
-        assert read_json(run.plan_file)["batch"]["global_batch_size"] == 16
+        assert read_json(run.plan_file)["batch"]["global_batch_size"] == 4
         assert list(run.checkpoints_dir.iterdir()) == []
         assert run.attempt(1).rank_profile(1).exists()

@@ -162,7 +162,6 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sbatch:
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     (tmp_path / "small.yaml").write_text("name: small\ndevice: cpu\ndata: {source: text.txt, seq_len: 32}\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
     return Sbatch(monkeypatch)
 
@@ -375,9 +374,7 @@ def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
         assert "Ctrl-C ends it in the terminal where it runs" in capsys.readouterr().err
 
 
-def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(
-    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(tmp_path: Path, sbatch: Sbatch) -> None:
     assert submit("--sweep", "seed=1,2") == 0
     assert main(["bench", "settings", "small.yaml", "--backend", "sbatch", "--no-snapshot",
                  "--out", "runs/out", *SIZES]) == 0  # fmt: skip

@@ -17,7 +17,6 @@ from trainkit.cli.main import main
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     (tmp_path / "a;b 'c.yaml").write_text("extends: quickstart.yaml\ndevice: cpu\nresources: {nodes: 2}\n")
     return "a;b 'c.yaml"
 

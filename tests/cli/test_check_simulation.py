@@ -15,7 +15,6 @@ SHARDS = ("--set", "train.device_batch_size=1", "--set", "train.global_batch_siz
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     (tmp_path / "run.yaml").write_text("extends: quickstart.yaml\n")
     return "run.yaml"
 

@@ -17,9 +17,8 @@ from trainkit.rundir import RunDir, log_event, read_json, write_json
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(tmp_path: Path) -> RunDir:
     """A run that has ended, with checkpoints of the steps 10, 20, 30 and 40; the best is that of 20."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = RunDir(tmp_path / "run")
     run.attempts_dir.mkdir(parents=True)
     run.config_file.write_text("name: run\n")

@@ -51,8 +51,7 @@ def test_prepare_prints_the_folder_and_says_the_rest(tmp_path):
 
 
 @pytest.mark.slow
-def test_examples_of_the_help_run_as_they_stand(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # with no run but this one
+def test_examples_of_the_help_run_as_they_stand(tmp_path):
     (tmp_path / "runs").mkdir()
     train(tmp_path / "runs/small", ["train.steps=3"])
     for command in ([], ["prepare"], ["validate"], ["show"]):

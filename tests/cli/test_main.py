@@ -128,7 +128,6 @@ def test_exit_codes_are_in_the_help(capsys):
 def complete(tmp_path, monkeypatch):
     """What is offered for the last word of a command line."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     def complete(*args):
         found = ShellComplete(cli, {}, "trainkit", "_TRAINKIT_COMPLETE").get_completions(
@@ -229,7 +228,6 @@ def test_completion_lists_commands_without_loading_them():
 @pytest.mark.parametrize("args", [["--help"], ["schema"], ["status", "--json"], ["env", "--json"]])
 def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
-    environ["XDG_STATE_HOME"] = str(tmp_path)  # else it asks Slurm about the runs of other tests
     argv = [sys.executable, "-m", "trainkit", *args]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(

@@ -20,7 +20,6 @@ LLAMA = ["--set", "model.vocab_size=32000"]
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     (tmp_path / "a;b 'c.yaml").write_text(
         "extends: models/7b.yaml\ntrain: {global_batch_size: 64}\n"
         "parallel: {zero: 3, activation_checkpointing: full}\n"

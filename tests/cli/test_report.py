@@ -17,7 +17,6 @@ from trainkit.control import jobs
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a sweep of three points, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(jobs, "query_known_jobs", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4, 1e-3]}, failed=2)
     return tmp_path

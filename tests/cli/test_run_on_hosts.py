@@ -380,7 +380,7 @@ def apart(hosts: Hosts) -> Iterator[tuple[Hosts, Namespaces]]:
         namespaces.remove()
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(seconds=20)
 def test_hosts_with_addresses_of_their_own(apart: tuple[Hosts, Namespaces]) -> None:
     hosts, namespaces = apart
     hosts.desk.works("print(os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'], flush=True)")
@@ -391,7 +391,7 @@ def test_hosts_with_addresses_of_their_own(apart: tuple[Hosts, Namespaces]) -> N
         assert shown == f"10.213.0.1 {device}"
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(seconds=40)
 def test_a_host_that_is_cut_off_ends_the_attempt_on_both_sides(apart: tuple[Hosts, Namespaces]) -> None:
     hosts, namespaces = apart
     hosts.desk.works("time.sleep(600)")

@@ -13,7 +13,6 @@ from trainkit.rundir import RunDir, append_jsonl, write_json
 
 @pytest.fixture(autouse=True)
 def state(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 

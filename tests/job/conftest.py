@@ -32,7 +32,6 @@ EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     """Start a job whose workers run a script; whatever is left of it is killed after the test."""
     monkeypatch.setenv("PYTHONPATH", str(Path(trainkit.__file__).parents[1]))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     jobs: list[Job] = []
 
     def start(

@@ -57,6 +57,8 @@ TIMEOUT_S = 240.0
 POLL_S = 0.05
 ASK_SLURM_S = 0.3
 """A question to Slurm takes a tenth of a core when it is asked so often."""
+ASK_TRAINKIT_S = 1.0
+"""A command of trainkit takes a whole core for 0.2 s."""
 
 
 def wait_for(
@@ -136,6 +138,15 @@ class Login:
         }
         environ = {**self.cluster.environ, **self.env}
         return subprocess.Popen(list(argv), cwd=self.folder, env=environ, **given)
+
+    def trainkit_at_once(self, *commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+        """Commands that run at the same time, when all of them have ended."""
+        started = [self.start([*TRAINKIT, *words]) for words in commands]
+        printed = [process.communicate(timeout=TIMEOUT_S) for process in started]
+        return [
+            subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+            for process, (stdout, stderr) in zip(started, printed, strict=True)
+        ]
 
     @contextmanager
     def port_held(self, host: int, port: int) -> Iterator[None]:

@@ -21,7 +21,9 @@ name: survivor
 device: cpu
 model: {{preset: nano, dropout: 0.1}}
 data: {{source: {text}, seq_len: 64, val_fraction: 0.1}}
-train: {{steps: {num_steps}, device_batch_size: 16, global_batch_size: 32, log_every: 1, eval_every: null}}
+train:
+  {{steps: {num_steps}, log_every: 1, eval_every: null,
+   device_batch_size: {batch_size}, global_batch_size: {global_batch_size}}}
 resources: {{nodes: 2, gpus_per_node: 1, cpus_per_gpu: 1, time: "10"}}
 checkpoint: {{every_steps: 20}}
 precision: {{dtype: fp32}}
@@ -29,6 +31,18 @@ logging: {{tensorboard: false}}
 requeue: {{grace_s: 20}}
 """
 """Two ranks on two hosts; a step takes some 50 ms on a core, so that a disturbance falls between two."""
+WAITS_IN_EACH_STEP = """
+import sys
+if "trainkit.trainer" in sys.orig_argv:
+    import time
+    from trainkit.trainer.progress import Progress
+    begin_at_once = Progress.begin_step
+    def begin_later(progress, step):
+        time.sleep(0.1)
+        begin_at_once(progress, step)
+    Progress.begin_step = begin_later
+"""
+"""A sitecustomize.py that makes steps slow and cheap: while a test waits, the CPUs are for others."""
 BUGS = """
 import os, sys
 if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
@@ -53,12 +67,13 @@ RESTART_S = 400.0
 Curve = list[tuple[int, str, int]]
 
 
-def survivor_config(folder: Path, num_steps: int = 120) -> Path:
+def survivor_config(folder: Path, num_steps: int = 120, batch_size: int = 16) -> Path:
     """The config of the training, and its text, in a folder."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
     config = folder / "survivor.yaml"
-    config.write_text(CONFIG.format(text=text, num_steps=num_steps))
+    sizes = {"batch_size": batch_size, "global_batch_size": 2 * batch_size}
+    config.write_text(CONFIG.format(text=text, num_steps=num_steps, **sizes))
     return config
 
 

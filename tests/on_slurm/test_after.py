@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.on_slurm.login import BACKENDS, Login, wait_for
+from tests.on_slurm.login import ASK_TRAINKIT_S, BACKENDS, Login, wait_for
 from trainkit.observe.group import GroupFiles
 from trainkit.rundir import RunDir, read_json
 from trainkit.rungroup import RunGroup
@@ -42,7 +42,7 @@ def wait_for_reason(login: Login, run: RunDir) -> dict[str, Any]:
         now = login.status(run)
         return now if "depends" in (now["reason"] or "") else None
 
-    return wait_for(waiting_status, "the reason") or {}
+    return wait_for(waiting_status, "the reason", poll_s=ASK_TRAINKIT_S) or {}
 
 
 def state_of(login: Login, run: RunDir) -> str:
@@ -85,7 +85,9 @@ def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
     run = login.submit("--after", "first", "--name", "second", "--", "true")
     release_waiter(login, 3)
     seen = wait_for(
-        lambda: (found := login.status(run))["reason"] and "never" in found["reason"] and found, "the reason"
+        lambda: (found := login.status(run))["reason"] and "never" in found["reason"] and found,
+        "the reason",
+        poll_s=ASK_TRAINKIT_S,
     )
     assert seen["state"] == "pending"
     assert seen["reason"] == "will never start, because a job that it depends on failed: cancel it"
@@ -108,7 +110,8 @@ def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
     assert many.returncode == 0, many.stderr
     waiting = RunGroup(many.stdout.splitlines()[0])
     said = "waiting for the jobs that it depends on"
-    wait_for(lambda: said in login.trainkit("status", str(waiting.path)).stdout, "the reason")
+    is_said = lambda: said in login.trainkit("status", str(waiting.path)).stdout  # noqa: E731
+    wait_for(is_said, "the reason", poll_s=ASK_TRAINKIT_S)
     release_waiter(login, 0)
     for waiter in (run, one, waiting.run(0), waiting.run(1)):
         login.finish(waiter)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.on_slurm import test_signals
-from tests.on_slurm.login import Login, log_of, settings, wait_for
+from tests.on_slurm.login import ASK_TRAINKIT_S, Login, agents_of, log_of, settings, wait_for
 from tools.slurm_cluster import cgroups
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.packages import NotPossible
@@ -74,9 +73,16 @@ def test_each_rank_has_its_own_cpu(login: Login) -> None:
     assert shown[2] != shown[3]
 
 
-@pytest.mark.slow(seconds=50)
 def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:
-    test_signals.test_a_requeued_job_goes_on_as_the_next_attempt(login)
+    run = login.submit_listeners("--nodes", "2", "--gpus-per-node", "1")
+    for command, attempt in ((["requeue"], 2), (["cancel", "--wait"], 2), (["resume"], 3)):
+        done = login.trainkit(*command, str(run.path))
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)
+    assert login.wait_for_end(run, 1)["reason"].startswith("saved after SIGUSR2")
+    assert login.wait_for_end(run, 2)["state"] == "cancelled"
+    assert login.wait_for_end(run, 2)["reason"] == "saved after SIGTERM"
 
 
 def submit_to_be_killed(login: Login, memory: str, per: str) -> RunDir:
@@ -94,18 +100,17 @@ def test_full_shared_memory_is_named(login: Login) -> None:
     has_ended = run.attempt(1).end_file.exists()
     wanted = "OutOfMemory: killed by SIGKILL: out of memory" if has_ended else "Slurm reports OUT_OF_MEMORY"
     # Accounting may hear of the end of the job a little later.
-    wait_for(lambda: wanted in login.trainkit("status", str(run.path)).stdout, wanted, 60, 1)
+    wait_for(lambda: wanted in login.trainkit("status", str(run.path)).stdout, wanted, 60, ASK_TRAINKIT_S)
 
 
-@pytest.mark.parametrize("per", ["gpu", "node"])
-def test_a_kill_for_memory_is_named(login: Login, per: str) -> None:
-    run = submit_to_be_killed(login, "own", per)
-    end = login.wait_for_end(run)
-    assert (end["state"], end["exit_code"]) == ("failed", 137), login.logs_and_attempts(run)
-    assert end["verdict"]["type"] == "OutOfMemory", login.logs_and_attempts(run)
-    assert end["verdict"]["host"] == login.cluster.hosts[0]
-    shown = login.trainkit("status", str(run.path)).stdout
-    assert "OutOfMemory: killed by SIGKILL: out of memory\nhint        raise resources.mem" in shown
+def test_a_kill_for_memory_is_named(login: Login) -> None:
+    for run in [submit_to_be_killed(login, "own", per) for per in ("gpu", "node")]:
+        end = login.wait_for_end(run)
+        assert (end["state"], end["exit_code"]) == ("failed", 137), login.logs_and_attempts(run)
+        assert end["verdict"]["type"] == "OutOfMemory", login.logs_and_attempts(run)
+        assert end["verdict"]["host"] == agents_of(run)[0][1]
+        shown = login.trainkit("status", str(run.path)).stdout
+        assert "OutOfMemory: killed by SIGKILL: out of memory\nhint        raise resources.mem" in shown
 
 
 def test_no_process_is_left(login: Login) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.on_slurm.login import Login
 from tests.support.two_lines import two_lines
 from trainkit.rundir import RunDir, read_jsonl
@@ -29,6 +31,7 @@ def ends(run_dir: str) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow(seconds=45)
 def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     command = ("--", "python", login.script(two_lines(steps=100), "train.py"))
     found = drill(login, *command)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.login import ASK_TRAINKIT_S, Login, settings, wait_for
 from tests.support.runs import FAST, losses
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.job.record import read_job
@@ -21,7 +21,7 @@ from trainkit.rungroup import RunGroup
 from trainkit.slurm.submit import write_batch_script
 
 HELD = settings("resources.extra.hold=true")
-TRAINED = ("train.steps=3", "train.eval_every=3", "checkpoint.every_steps=null")
+TRAINED = ("train.steps=3", "train.eval_every=3", "train.eval_batches=1", "checkpoint.every_steps=null")
 LISTENS = ("--", "python", "listens.py")
 SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sacctmgr")
 
@@ -49,7 +49,7 @@ def wait_for_states(
         now = status(login, group)
         return now if now["states"] == expected else None
 
-    return wait_for(seen, f"{expected}, not {status(login, group)['states']}", timeout_s) or {}
+    return wait_for(seen, f"the states {expected}", timeout_s, ASK_TRAINKIT_S) or {}
 
 
 def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
@@ -66,16 +66,9 @@ def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
 
 
 def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
-    fast = settings(*FAST, *TRAINED)
-    args = [
-        *fast,
-        "--name",
-        "fast",
-        "--sweep",
-        "optimizer.lr=1e-3,1e-2",
-        "--sweep",
-        "train.device_batch_size=4",
-    ]
+    fast = ["--gpus-per-node", "1", *settings(*FAST, *TRAINED)]
+    points = ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "train.device_batch_size=4"]
+    args = [*fast, "--name", "fast", *points]
     shown = login.trainkit("submit", str(login.config), *args, "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert "2 runs: optimizer.lr=0.001,0.01 x train.device_batch_size=4" in shown.stderr
@@ -148,7 +141,7 @@ def test_tasks_know_their_index_and_a_limit_holds(login: Login) -> None:
         most = max(most, sum(states.get(state, 0) for state in ("starting", "running")))
         return states == {"finished": 3}
 
-    wait_for(all_ended, "all to finish")
+    wait_for(all_ended, "all to finish", poll_s=ASK_TRAINKIT_S)
     assert most == 1
     texts = [group.run(index).attempt(1).rank_log(0).read_text() for index in range(3)]
     assert texts == ["0 0 a\n", "1 0 b c\n", "2 0 d\n"]

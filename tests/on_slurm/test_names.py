@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.on_slurm.login import Login, log_of, settings
+from tests.on_slurm.login import BACKENDS, Login, log_of, settings
 from trainkit.rundir import RunDir
 
 EXECUTED = "executed"
@@ -47,26 +47,29 @@ def assert_nothing_was_executed(*folders: Path) -> None:
     assert [place for place in places if (place / EXECUTED).exists()] == []
 
 
-CASES = [("sbatch", name) for name in HOSTILE]
-CASES += [("submitit", name) for name in ("quotes", "shell", "newline", "backslash", "percent")]
+CASES = {"sbatch": tuple(HOSTILE), "submitit": ("quotes", "shell", "newline", "backslash", "percent")}
 
 
-@pytest.mark.parametrize(("backend", "name"), CASES)
-def test_folders_with_such_names(login: Login, backend: str, name: str) -> None:
-    there = hostile(login, name)
-    value = HOSTILE[name]
-    command = ["python", "-c", SHOWS, value, "", "*"]
-    args = ["--backend", backend, "--nodes", "2", "--run-dir", f"runs/{value}", *in_env(value)]
-    done = there.trainkit("submit", str(there.config), "--json", *args, "--", *command)
-    answer = json.loads(done.stdout)
-    if done.returncode:
-        assert done.returncode == 2
-        assert answer["hint"], answer
-        assert name == "newline" or (backend == "submitit" and name in NOT_FOR_SUBMITIT), answer
-        assert not (there.folder / "runs").exists() or list((there.folder / "runs").iterdir()) == []
-        assert there.jobs() == []
-    else:
-        run = there.finish(RunDir(answer["run_dir"]))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_folders_with_such_names(login: Login, backend: str) -> None:
+    runs = {}
+    for name in CASES[backend]:
+        there, value = hostile(login, name), HOSTILE[name]
+        command = ["python", "-c", SHOWS, value, "", "*"]
+        args = ["--backend", backend, "--nodes", "2", "--run-dir", f"runs/{value}", *in_env(value)]
+        done = there.trainkit("submit", str(there.config), "--json", *args, "--", *command)
+        answer = json.loads(done.stdout)
+        if done.returncode:
+            assert done.returncode == 2
+            assert answer["hint"], answer
+            assert name == "newline" or (backend == "submitit" and name in NOT_FOR_SUBMITIT), answer
+            assert not (there.folder / "runs").exists() or list((there.folder / "runs").iterdir()) == []
+            assert set(there.jobs()) <= {login.job_id(run) for _, run in runs.values()}
+        else:
+            runs[name] = there, RunDir(answer["run_dir"])
+    for name, (there, run) in runs.items():
+        value = HOSTILE[name]
+        there.finish(run)
         assert run.path == there.folder / "runs" / value
         for rank in range(2):
             assert json.loads(log_of(run, rank)) == [[value, "", "*"], value, str(run.work_dir)]
@@ -88,7 +91,7 @@ def test_job_names_are_letters_and_digits(login: Login, name: str) -> None:
     assert_nothing_was_executed(login.folder)
 
 
-@pytest.mark.parametrize("backend", ["sbatch", "submitit"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_slurm_is_told_arrives_as_it_is(login: Login, backend: str) -> None:
     comment = f'it\'s 100% "mine" {SHELL} ; 1#2 模型'
     asked = ["--qos", "short", "--constraint", "rack1", "--account", "research", "--time", "5"]

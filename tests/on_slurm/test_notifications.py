@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.on_slurm.login import Login, agents_of, log_of, settings, wait_for
 from tests.on_slurm.test_secrets import files_with
 from tests.support.webhooks import SECRET, webhook
@@ -34,7 +32,6 @@ sys.exit(75 if attempt == 1 else 0)
 """When all ranks listen, the last one says that it is slow. They save when asked to; attempt 2 finishes."""
 
 
-@pytest.mark.slow(seconds=45)
 def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
     """Inside the allocation with a spare node, else through the queue."""
     script, hosts = login.script(LISTENS_ONCE), login.cluster.hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
+from tests.on_slurm.login import ASK_SLURM_S, BACKENDS, Login, settings, wait_for
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir
 
@@ -60,7 +60,9 @@ def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
     run = login.submit(*settings("requeue.follow_ups=2", "resources.extra.hold=true"), "--", "true")
     first, second = login.job_id(run), read_job(run)["follow_ups"][0]
     login.run(["scancel", first], check=True)  # by hand: the next one stands in for it, and is held too
-    wait_for(lambda: login.cluster.job(first)["JobState"] == "CANCELLED", "the first job's end")
+    wait_for(
+        lambda: login.cluster.job(first)["JobState"] == "CANCELLED", "the first job's end", poll_s=ASK_SLURM_S
+    )
     assert login.status(run)["state"] in ("pending", "requeueing")
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, f"is running as {second}" in refused.stderr) == (2, True)

@@ -97,7 +97,7 @@ def test_interactive_steps_and_saves(cluster: Cluster, nfs: Path) -> None:
     """The first task announces the run to the others, and a resume finds what other hosts have saved."""
     login = Login(cluster, nfs)
     (nfs / "nano.yaml").write_text(NANO)
-    step = ["srun", "--nodes=2", "--ntasks-per-node=2", "trainkit", "run", "nano.yaml"]
+    step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]
     done = login.run([*step, *settings("train.stop_at_step=2")], timeout_s=300)
     assert done.returncode == 0, done.stderr
     run = on_server(RunDir(done.stdout.splitlines()[0]), nfs)

@@ -6,7 +6,18 @@ import json
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, DEAF, TRAINKIT, Login, events, log_of, settings, wait_for
+from tests.on_slurm.login import (
+    ASK_SLURM_S,
+    BACKENDS,
+    DEAF,
+    TRAINKIT,
+    Login,
+    events,
+    log_of,
+    settings,
+    wait_for,
+)
+from tests.on_slurm.survival import WAITS_IN_EACH_STEP
 from trainkit.manifest import published
 from trainkit.rundir import RunDir, read_json, read_jsonl, write_json
 
@@ -26,6 +37,7 @@ def steps_of(run: RunDir) -> list[tuple[int, int]]:
 
 def train(login: Login, *args: str) -> RunDir:
     """A training without end that has done a few steps."""
+    login.script(WAITS_IN_EACH_STEP, "sitecustomize.py")
     run = login.submit(*ON_TWO_HOSTS, *ENDLESS, *args)
     wait_for(lambda: len(steps_of(run)) >= 3, "the first steps")
     return run
@@ -180,7 +192,9 @@ def test_cancel_of_a_job_that_waits(login: Login) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
-    wait_for(lambda: login.cluster.job(login.job_id(run))["JobState"] == "RUNNING", "the start of the job")
+    wait_for(
+        lambda: login.cluster.job(login.job_id(run))["JobState"] == "RUNNING", "the start", poll_s=ASK_SLURM_S
+    )
     done = login.trainkit("cancel", str(run.path), "--wait")
     assert done.returncode == 0, done.stderr + login.logs_and_attempts(run)
     assert login.wait_for_end(run)["state"] == "cancelled"

@@ -9,7 +9,7 @@ from tests.on_slurm.login import Login
 from tools.slurm_cluster import cgroups
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=30)
 @pytest.mark.skipif(not (cgroups.ROOT / "cpu/cpu.cfs_quota_us").exists(), reason="needs cgroup v1")
 def test_a_slow_host_is_named_within_30_steps(login: Login) -> None:
     # Less than a rank gets on a busy machine.

@@ -5,34 +5,41 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
-from tools.slurm_cluster.cluster import Cluster
+from tests.support.runs import train
 from trainkit.errors import EXIT_NO_RESTART
 
 pytestmark = pytest.mark.xdist_group("survive")
 
 
 @pytest.fixture(scope="module")
-def expected(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """The curve of a training that nothing happened to, on this machine."""
-    login = Login(cluster, tmp_path_factory.mktemp("whole"))
-    run = login.submit("--backend", "local", config=survival.survivor_config(login.folder))
-    assert wait_until_over(login, run, RESTART_S)["state"] == "finished"
-    return survival.curve(run)
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """The curve of a training that nothing happened to, of two ranks on this machine."""
+    folder = tmp_path_factory.mktemp("whole")
+    sections = yaml.safe_load(survival.survivor_config(folder, batch_size=4).read_text())
+    overrides = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section in ("model", "data", "train", "checkpoint")
+        for key, value in sections[section].items()
+    ]
+    return survival.curve(train(folder / "run", overrides, num_procs=2).run)
 
 
 @pytest.fixture
 def config(login: Login) -> Path:
-    return survival.survivor_config(login.folder)
+    login.script(survival.WAITS_IN_EACH_STEP, "sitecustomize.py")
+    return survival.survivor_config(login.folder, batch_size=4)
 
 
-@pytest.mark.slow(seconds=100)
+@pytest.mark.slow(seconds=70)
 def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
     """With submitit; `test_signals` preempts sbatch, and the time limit below takes its run to the end."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
@@ -48,9 +55,9 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
     login.wait_until_idle()
 
 
-@pytest.mark.slow(seconds=70)
+@pytest.mark.slow(seconds=35)
 def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
-    limits = settings("resources.time='1'", "requeue.grace_s=15")
+    limits = settings("resources.time='1'", "requeue.grace_s=30")
     run = login.submit(*limits, config=config)
     wait_for(lambda: len(survival.steps_of(run)) > 40 or survival.events_of(run, "signal"), "some steps")
     # As if its steps took longer: it must not finish before the limit comes.
@@ -67,7 +74,7 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     assert survival.curve(run) == expected
 
 
-@pytest.mark.slow(seconds=70)
+@pytest.mark.slow(seconds=45)
 def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve) -> None:
     run = login.submit(*settings("resources.spare_nodes=1"), config=config)
     wait_for_steps(run, 1, 25)
@@ -88,17 +95,17 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
     assert survival.curve(run) == expected
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=20)
 def test_what_must_not_start_again(login: Login, config: Path) -> None:
     """A person's scancel, and failures that would only come again: those end with the verdict."""
-    login.script(survival.BUGS, "sitecustomize.py")
+    login.script(survival.WAITS_IN_EACH_STEP + survival.BUGS, "sitecustomize.py")
     login.script("import time\nimport no_such_module\n", "bad.py")
+    one = ("--nodes", "1", "--name")
     runs = {
-        bug: login.submit(*settings(f"launch.env.BUG={bug}"), "--name", bug, config=config)
+        bug: login.submit(*one, bug, *settings(f"launch.env.BUG={bug}"), config=config)
         for bug in ("raise", "nan", "none")
     }
-    importing = ("--nodes", "1", "--name", "import", "--", "python", "bad.py")
-    runs["import"] = login.submit(*importing, config=config)
+    runs["import"] = login.submit(*one, "import", "--", "python", "bad.py", config=config)
     cancelled = runs.pop("none")
     wait_for_steps(cancelled, 1, 5)
     login.run(["scancel", login.job_id(cancelled)], check=True)

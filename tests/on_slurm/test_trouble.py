@@ -112,20 +112,15 @@ def test_a_refusal_leaves_the_run_as_it_was(login: Login, sbatch: FakeSbatch, ba
 
 def test_the_controller_is_away_at_a_submit(login: Login) -> None:
     login.cluster.stop_slurmctld()
-    argvs = [
-        [*TRAINKIT, "submit", str(login.config), "--backend", backend, "--json", "--", "true"]
-        for backend in BACKENDS
-    ]
-    asked = [login.start(argv) for argv in (*argvs, [*TRAINKIT, "submit", str(login.config), "--test-only"])]
-    for process in asked:
-        printed, said = process.communicate(timeout=240)
-        assert process.returncode == 3, said
-        assert "`scontrol ping` shows whether Slurm's controller is up" in printed + said
+    submit = ["submit", str(login.config)]
+    submits = [[*submit, "--backend", backend, "--json", "--", "true"] for backend in BACKENDS]
+    for done in login.trainkit_at_once(*submits, [*submit, "--test-only"]):
+        assert done.returncode == 3, done.stderr
+        assert "`scontrol ping` shows whether Slurm's controller is up" in done.stdout + done.stderr
     assert not (login.folder / "runs").exists()
     login.cluster.start_slurmctld()
-    for argv in argvs:
-        printed, said = login.start(argv).communicate(timeout=240)
-        login.finish(RunDir(json.loads(printed)["run_dir"]))
+    for done in login.trainkit_at_once(*submits):
+        login.finish(RunDir(json.loads(done.stdout)["run_dir"]))
     ended = login.run(["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"], check=True)
     assert len([line for line in ended.stdout.splitlines() if str(login.folder) in line]) == 2
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import TRAINKIT, Login, settings, wait_for
+from tests.on_slurm.survival import WAITS_IN_EACH_STEP
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.rundir import read_jsonl
 
@@ -20,8 +21,9 @@ PREEMPTING = ("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclus
 
 
 @needs_tmux
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=30)
 def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> None:
+    login.script(WAITS_IN_EACH_STEP, "sitecustomize.py")
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--partition", "low", *ENDLESS)
     wait_for(lambda: sum(1 for _ in read_jsonl(run.metrics_file)) >= 3, "the first steps")
     hosts = login.cluster.hosts[:2]

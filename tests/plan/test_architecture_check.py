@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     (tmp_path / "run.yaml").write_text(
         "extends: quickstart.yaml\ndevice: cpu\nmodel: {architecture: 'mine.py:Mine'}\n"
     )

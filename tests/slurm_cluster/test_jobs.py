@@ -1,4 +1,4 @@
-"""What clusters do to jobs: accounting, preemption, and hosts and daemons that fail."""
+"""What clusters do to jobs: accounting, and hosts and daemons that fail; `tests.slurm` preempts jobs."""
 
 from __future__ import annotations
 
@@ -54,28 +54,6 @@ def test_arrays_accounts_and_limits(cluster: Cluster, tmp_path: Path) -> None:
     for wrong in ("--account=none", "--qos=none", "--partition=none"):
         assert cluster.run(["sbatch", wrong, f"{tmp_path}/job.sh"], timeout_s=150).returncode == 1
     assert cluster.run(["sbatch", "--qos=short", f"{tmp_path}/job.sh"], timeout_s=150).returncode == 0
-
-
-def test_a_job_in_high_puts_one_in_low_back_into_the_queue(cluster: Cluster, tmp_path: Path) -> None:
-    low = submit(cluster, tmp_path, STEP, "-N4", "--exclusive")
-    wait_for_log(tmp_path, "start")
-    high = [
-        "sbatch",
-        "--parsable",
-        "--partition=high",
-        "-N4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=true",
-    ]
-    high_id = cluster.run(high, timeout_s=150, check=True).stdout.strip()
-    wait_for_log(tmp_path, "term")
-    cluster.wait_for_job(low, "RUNNING")  # it is SIGNALING as long as slurmctld sends the signal
-    # The end of the grace time is looked at every 30 s.
-    cluster.wait_for_job(high_id, "COMPLETED", timeout_s=150)
-    again = cluster.wait_for_job(low, "RUNNING", timeout_s=150)
-    assert again["Restarts"] == "1"
-    wait_for_log(tmp_path, "start 1")
 
 
 def test_hosts_without_power_and_without_network(cluster: Cluster, tmp_path: Path) -> None:

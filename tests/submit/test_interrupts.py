@@ -67,7 +67,6 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while a bench starts a run arrives when job.json names its supervisor, which is then killed."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "layout").mkdir()
     run = RunDir(tmp_path / "layout")
     write_json(run.job_file, {"backend": "local", "name": "layout", "cwd": str(tmp_path), "attempts": []})

@@ -188,7 +188,6 @@ def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
 @pytest.fixture
 def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigRequest:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     Path("run.yaml").write_text(
         "extends: quickstart.yaml\nname: many\ndevice: cpu\nlaunch: {snapshot: false}\n"
     )

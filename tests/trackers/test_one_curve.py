@@ -1,4 +1,4 @@
-"""A run of three attempts in MLflow, Weights & Biases and TensorBoard, read with what belongs to each."""
+"""A run of two attempts in MLflow, Weights & Biases and TensorBoard, read with what belongs to each."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from trainkit.trackers.sync import RunTracker
 mlflow = pytest.importorskip("mlflow")
 pytest.importorskip("wandb")
 
-pytestmark = [pytest.mark.slow(120), pytest.mark.xdist_group("trackers")]
+pytestmark = [pytest.mark.slow(seconds=40), pytest.mark.xdist_group("trackers")]
 
 CONFIG = """
 name: curve
 model: {preset: nano}
 data: {seq_len: 64}
 device: cpu
-train: {steps: 30, log_every: 1, eval_every: 10, device_batch_size: 4, global_batch_size: 16}
+train: {steps: 20, log_every: 1, eval_every: 10, device_batch_size: 4, global_batch_size: 16}
 checkpoint: {every_steps: 5, keep_last: 2}
 """
 KILL = """
 import os, signal, threading, time
 def watch():
     file = os.path.join(os.environ["TRAINKIT_JOB_RUN_DIR"], "metrics.jsonl")
-    text = '"step": %s, ' % {"1": 8, "2": 18}[os.environ["TRAINKIT_JOB_ATTEMPT"]]
-    while not (os.path.exists(file) and text in open(file).read()):
+    while not (os.path.exists(file) and '"step": 8, ' in open(file).read()):
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGKILL)
-if os.environ.get("RANK") == "0" and os.environ["TRAINKIT_JOB_ATTEMPT"] in "12":
+if os.environ.get("RANK") == "0" and os.environ["TRAINKIT_JOB_ATTEMPT"] == "1":
     threading.Thread(target=watch, daemon=True).start()
 """
 TIMEOUT_S = 400
@@ -103,7 +102,7 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A finished run whose rank was killed twice, each time between two checkpoints."""
+    """A finished run whose rank was killed once, between two checkpoints."""
     folder = tmp_path_factory.mktemp("curve")
     text = f"{CONFIG}logging: {{mlflow: {{tracking_uri: {server}}}, wandb: {{mode: offline}}}}\n"
     (folder / "curve.yaml").write_text(text)
@@ -111,7 +110,7 @@ def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     env["PYTHONPATH"] += f":{os.environ.get('PYTHONPATH', '')}"
     command("submit", "curve.yaml", "--follow", cwd=folder, **env)
     found = RunDir(folder / "runs" / "curve")
-    assert "mlflow: " in found.attempt(3).trackers_log.read_text()
+    assert "mlflow: " in found.attempt(2).trackers_log.read_text()
     # On a busy machine the job may have had no time for all.
     command("sync", str(found.path), cwd=folder)
     return found
@@ -133,10 +132,10 @@ def the_run(client: Any) -> Any:
 
 
 def test_it_was_killed_between_checkpoints(run: RunDir) -> None:
-    assert run.attempt_numbers() == [1, 2, 3]
+    assert run.attempt_numbers() == [1, 2]
     steps = [record["step"] for record in read_jsonl(run.metrics_file)]
-    assert sorted(set(steps)) == list(range(1, 31))
-    assert len(steps) >= 30 + 3 + 3
+    assert sorted(set(steps)) == list(range(1, 21))
+    assert len(steps) >= 20 + 3
 
 
 def test_mlflow_server(run: RunDir, server: str) -> None:
@@ -145,11 +144,11 @@ def test_mlflow_server(run: RunDir, server: str) -> None:
     for name in ("loss", "val_loss", "lr", "tokens", "attempt", "step_s"):
         assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
     assert found.info.status == "FINISHED"
-    assert found.data.params["train.steps"] == "30"
-    assert found.data.tags["trainkit.attempt"] == "3"
+    assert found.data.params["train.steps"] == "20"
+    assert found.data.tags["trainkit.attempt"] == "2"
     assert found.data.tags["trainkit.layout.world_size"] == "1"
     assert "trainkit.code.torch" in found.data.tags
-    name = "step-00000030"
+    name = "step-00000020"
     assert found.data.tags["trainkit.checkpoint.last"] == name
     file = client.download_artifacts(found.info.run_id, "checkpoints/last/manifest.json")
     assert Path(file).read_text() == (run.checkpoints_dir / name / "manifest.json").read_text()
@@ -163,10 +162,10 @@ def test_mlflow_store(run: RunDir, tmp_path: Path) -> None:
     before = position.read_text()
     try:
         sender = RunTracker(run, "mlflow", settings)
-        assert sender.update("finished").num_sent == 30
+        assert sender.update("finished").num_sent == 20
         sender.release()
         write_json(position, {**json.loads(position.read_text()), "step": 10})
-        assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
+        assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 10
     finally:
         position.write_text(before)
     assert (tmp_path / "store" / "mlflow.db").is_file()
@@ -184,7 +183,7 @@ def test_a_run_that_was_deleted_in_mlflow_is_sent_again(run: RunDir, tmp_path: P
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     try:
         for _ in range(2):
-            assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 30
+            assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
             client.delete_run(the_run(client).info.run_id)
     finally:
         position.write_text(before)
@@ -199,14 +198,14 @@ def test_wandb_offline(run: RunDir) -> None:
         {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
         for record in history
     ]
-    assert [record.history.step.num for record in history] == list(range(1, 31))
+    assert [record.history.step.num for record in history] == list(range(1, 21))
     for name in ("loss", "val_loss", "tokens", "attempt", "step_s"):
         assert [(row["_step"], row[name]) for row in rows if name in row] == curve(run, name), name
     [start] = [item.run for item in records if item.WhichOneof("record_type") == "run"][:1]
     config = {item.key: json.loads(item.value_json) for item in start.config.update}
-    assert (config["train.steps"], config["trainkit"]["attempt"]) == (30, 3)
+    assert (config["train.steps"], config["trainkit"]["attempt"]) == (20, 2)
     manifest = folder / "files" / "checkpoints" / "last" / "manifest.json"
-    assert json.loads(manifest.read_text())["step"] == 30
+    assert json.loads(manifest.read_text())["step"] == 20
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
@@ -242,7 +241,7 @@ def test_sync_finds_nothing_left(run: RunDir) -> None:
     text = command("sync", str(run.path), "--json", cwd=run.path.parent)
     found = {item["name"]: item for item in json.loads(text)}
     assert found["mlflow"]["num_sent"] == 0
-    assert found["wandb"]["num_sent"] == 30  # one file, written again
+    assert found["wandb"]["num_sent"] == 20  # one file, written again
     assert [item["num_pending"] for item in found.values()] == [0, 0]
     test_wandb_offline(run)
 

@@ -60,7 +60,7 @@ def slurm_conf(state: State) -> str:
         "SlurmctldTimeout": "10",
         "KillWait": "10",
         "SchedulerType": "sched/backfill",
-        "SchedulerParameters": "bf_interval=2,sched_interval=5,batch_sched_delay=1",
+        "SchedulerParameters": "bf_interval=1,sched_interval=1,batch_sched_delay=0",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",
         "DefMemPerCPU": "1000",

@@ -17,7 +17,7 @@ from trainkit.job.node.trackers import TrackerSender
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json
 
-pytestmark = pytest.mark.slow(5)
+pytestmark = pytest.mark.slow
 
 WAITS = "import sys; print('up', flush=True); print(sys.stdin.readline().strip() or 'end', flush=True)"
 IGNORES = "import time; print('up', flush=True); time.sleep(600)"
