@@ -17,7 +17,7 @@ from trainkit.rundir import RunDir
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 320,

@@ -17,7 +17,7 @@ from trainkit.rundir import AttemptDir, RunDir, read_metrics
 GLOBAL_BATCH = 16
 ACCUMULATION = 2
 MODEL = (
-    *("model.num_layers=8", "model.num_kv_heads=4", "data.seq_len=32", "data.num_workers=0"),
+    *("model.num_layers=4", "model.num_kv_heads=4", "data.seq_len=32", "data.num_workers=0"),
     *(f"train.global_batch_size={GLOBAL_BATCH}", "checkpoint.async=false", "checkpoint.best_metric=null"),
     "schedule.warmup_steps=3",
 )
@@ -40,7 +40,7 @@ class Case:
         values = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, **self.parallel}
         dp = int(str(values["dp_replicate"])) * int(str(values["dp_shard"]))
         size = GLOBAL_BATCH // (dp * ACCUMULATION)
-        values.setdefault("pp_microbatches", size)
+        values.setdefault("pp_microbatches", max(2, size // 2))
         # Validation reads so many device batches: the same samples on every layout.
         batch = [f"train.device_batch_size={size}", f"train.eval_batches={GLOBAL_BATCH // size}"]
         return [*batch, *(f"parallel.{key}={value}" for key, value in values.items()), *self.overrides]

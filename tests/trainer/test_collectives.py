@@ -13,7 +13,7 @@ from trainkit.rundir import AttemptDir, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]
 
-LAYERS, PASSES = 8, ACCUMULATION
+LAYERS, PASSES = 4, ACCUMULATION
 KINDS = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
@@ -52,8 +52,8 @@ def plus(*counts: dict[str, int]) -> dict[str, int]:
 SPLITS = 2 * LAYERS + 1
 SHARDED = {"all_gather": PASSES, "reduce_scatter": PASSES}
 """All parameters are one unit: gathered for each forward pass, reduced after each backward pass."""
-MICROBATCHES = GLOBAL_BATCH
-"""Of one sample."""
+MICROBATCHES = GLOBAL_BATCH // 2
+"""Of two samples."""
 
 
 CASES = [

@@ -76,7 +76,7 @@ def sizes(rank: int, attempt: AttemptDir) -> None:
     trainer = make_trainer(rank, attempt, keep_labels=True)
     [module] = trainer.model_parts
     layers = quantized_layers(module.model)
-    assert len(layers) == 8 * 7
+    assert len(layers) == 4 * 7
     before = {name: layer.packed.clone() for name, layer in layers.items()}
     trainer.train()
     assert all(torch.equal(layer.packed, before[name]) for name, layer in layers.items())
