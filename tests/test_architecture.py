@@ -137,8 +137,13 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """Everything that a file imports, inside functions and for type checkers too."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
     for node in ast.walk(tree_of(path)):
         place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):

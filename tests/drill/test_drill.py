@@ -150,7 +150,7 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     example = str(ROOT / "examples" / "resumable_train.py")
     ways = [word for name in OF_A_COMMAND for word in ("--only", name)]
     shape = ("--nodes", "2", "--gpus-per-node", "1")
-    done = place.drill(*shape, *ways, "--seed", "165", "--", sys.executable, example, "--steps", "300")
+    done = place.drill(*shape, *ways, "--seed", "165", "--", sys.executable, example, "--steps", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 of 2 passed"
     signal_row = done.stdout.splitlines()[1].split()
