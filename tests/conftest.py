@@ -43,6 +43,10 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
                 patch.delenv(name)
         _move_in(tmp_path_factory.mktemp("home"), patch)
+        # Prepared data is never changed: all processes of one run share it.
+        folder = tmp_path_factory.getbasetemp()
+        is_one_of_many = "PYTEST_XDIST_WORKER" in os.environ
+        patch.setenv("XDG_CACHE_HOME", str((folder.parent if is_one_of_many else folder) / "cache"))
         yield
 
 
