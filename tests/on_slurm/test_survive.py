@@ -55,7 +55,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
     login.wait_until_idle()
 
 
-@pytest.mark.slow(seconds=35)
+@pytest.mark.slow(seconds=45)
 def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     limits = settings("resources.time='1'", "requeue.grace_s=30")
     run = login.submit(*limits, config=config)
