@@ -161,7 +161,7 @@ def test_every_cheap_command_works(page: str, sandbox: Path) -> None:
     run_all(commands(page_named(page), "console"), sandbox)
 
 
-@pytest.mark.slow(seconds=50)
+@pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("page", pages_with("console slow"))
 def test_every_command_works_in_the_order_of_the_text(page: str, sandbox: Path) -> None:
     run_all(commands(page_named(page), "console", "console slow"), sandbox, **SHORT)
