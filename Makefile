@@ -36,7 +36,7 @@ test-smoke: slurm programs
 test-every: slurm programs
 	@$(SLURM) install --slurm 24.11
 	@$(SLURM) install --slurm 26.05
-	$(PYTEST) 3
+	$(PYTEST) 4 --durations 20
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
 OLDEST := .venv-oldest

@@ -103,7 +103,9 @@ def _as_rank(function: Callable[..., None], rank: int, args: Sequence[Any]) -> N
     os._exit(0)
 
 
-def _as_worker(run_dir: str, log: str, environ: dict[str, str], first: Callable[[], None] | None) -> None:
+def _as_worker(
+    run_dir: str, log: str, environ: dict[str, str], first: Callable[[], None] | None = None
+) -> None:
     _use(log, environ)
     sys.argv = ["trainkit.trainer", run_dir]
     if first is not None:
