@@ -26,7 +26,7 @@ total, dies_after, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 run = attach("run")
 torch.manual_seed(0)
 inputs = torch.randn(256, 8)
-model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2 if kind == "ddp" else 0.0), nn.Linear(16, 1))
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2 if kind in ("ddp", "asked") else 0.0), nn.Linear(16, 1))
 model = fully_shard(model) or model if kind == "fsdp" else DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -100,7 +100,7 @@ def test_a_killed_loop_continues_to_the_last_bit(tmp_path: Path) -> None:
     saved = published(RunDir(tmp_path / "asked" / "run").checkpoints_dir)[-1].step
     assert 5 <= saved <= 7
     assert start(tmp_path / "asked", 2, 12, 0, "asked") == [0, 0]
-    assert [step for step, *_ in curve(tmp_path / "asked")] == list(range(1, 13))
+    assert curve(tmp_path / "asked") == curve(tmp_path / "whole")
 
 
 @pytest.mark.slow
