@@ -26,7 +26,8 @@ total, dies_after, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 run = attach("run")
 torch.manual_seed(0)
 inputs = torch.randn(256, 8)
-model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2 if kind in ("ddp", "asked") else 0.0), nn.Linear(16, 1))
+dropout = 0.2 if kind in ("ddp", "asked") else 0.0
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 1))
 model = fully_shard(model) or model if kind == "fsdp" else DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
