@@ -17,7 +17,7 @@ demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 	@$(BIN)/python -m tools.demo
 
 # Side by side, since tests that wait leave a core to the type checker.
-test: venv-test ## Style, types, all unit tests, and one real run of each kind (6 minutes).
+test: venv-test ## Style, types, all unit tests, and one real run of each kind (4 minutes).
 	@$(MAKE) --no-print-directory --jobs 2 lint test-smoke
 
 test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (17 minutes).
