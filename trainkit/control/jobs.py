@@ -32,6 +32,7 @@ from trainkit.job.record import (
     waiting_follow_ups,
 )
 from trainkit.job.record import liveness as local_liveness
+from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.rundir import (
     AttemptDir,
     RunDir,
@@ -311,7 +312,9 @@ def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) ->
         cancel([str(entry["job_id"])])
         write_cancelled(run, entry, "cancelled before it started")
         return "cancelled"
-    send_signal([str(entry["job_id"])], number.name, Receiver.STEPS)
+    # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
+    sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
+    send_signal([str(entry["job_id"])], sent.name, Receiver.STEPS)
     return "signalled"
 
 

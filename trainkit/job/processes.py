@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from trainkit.job.signals import NOTICE_SIGNALS, signal_exit_code
+from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
 from trainkit.rundir import PROC, process_stat
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def block_signals() -> None:
 
 
 def wait_for_signal(timeout_s: float) -> signal.Signals | None:
-    """The next notice signal or SIGCHLD; None after the timeout."""
-    received = signal.sigtimedwait(WATCHED, max(0.0, timeout_s))
+    """The next notice signal or SIGCHLD, in an agent also `AGENT_SIGNAL`; None after the timeout."""
+    received = signal.sigtimedwait({*WATCHED, AGENT_SIGNAL}, max(0.0, timeout_s))
     return None if received is None else signal.Signals(received.si_signo)
 
 
@@ -130,7 +130,8 @@ def start_child(
         os.setpgid(0, 0)
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD} if keeps_mask else WATCHED)
+        kept = NOTICE_SIGNALS if keeps_mask else ()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*WATCHED, AGENT_SIGNAL} - {*kept})
 
     return subprocess.Popen(
         list(argv),
@@ -199,15 +200,20 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
-    handled = _handled_signals(pid)
+    handled = _signal_mask(pid, "SigCgt")
     only_usr2 = signal.SIGUSR2 in handled and signal.SIGTERM not in handled
     return signal.SIGUSR2 if only_usr2 else signal.SIGTERM
 
 
-def _handled_signals(pid: int) -> set[int]:
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores a signal."""
+    return number in _signal_mask(pid, "SigIgn")
+
+
+def _signal_mask(pid: int, name: str) -> set[int]:
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
-        mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+        mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:")), 0)
     except (OSError, ValueError):
         return set()  # it has ended
     return {number for number in range(1, 65) if mask & 1 << number - 1}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from trainkit.errors import UsageError
+from trainkit.job.spare_children import AGENT_VARIABLE, RANK_PID_VARIABLE
 
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
@@ -24,6 +25,8 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     NONCE_VARIABLE,
+    AGENT_VARIABLE,
+    RANK_PID_VARIABLE,
 )
 """Variables that make a process a rank; a job started from inside another job must not inherit them."""
 

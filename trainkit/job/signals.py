@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
+from trainkit.job.spare_children import spare_children
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice or requested restart. SIGINT: Ctrl-C.
@@ -25,6 +26,10 @@ SIGUSR1 is not used: NCCL has been seen to catch it.
 
 STACKS_SIGNAL = signal.SIGURG
 """Asks a worker for its stacks; processes without a handler ignore it by default."""
+
+
+AGENT_SIGNAL = signal.SIGURG
+"""SIGUSR2 for agents alone: every other process of a step ignores it by default, whatever a command runs."""
 
 
 class StopRequest:
@@ -51,13 +56,12 @@ class StopRequest:
         for number in (*NOTICE_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, _ignore)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
+        # A signal to a process that the program forks, such as by `Pool.terminate`, would arrive here.
+        os.register_at_fork(after_in_child=_restore_in_child)
+        spare_children()
         # The agent starts workers with these signals blocked, so that a signal during interpreter startup is
         # not fatal; it is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
-        # A signal to a process that the program forks, such as by `Pool.terminate`, would arrive here.
-        os.register_at_fork(
-            before=_block_at_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_in_child
-        )
 
     def request(self, reason: str) -> None:
         """Request a stop, as if a signal named `reason` had been received; only the first request counts."""
@@ -80,26 +84,11 @@ class StopRequest:
                 self.request(signal.Signals(number).name)
 
 
-_at_fork = threading.local()
-
-
-def _block_at_fork() -> None:
-    """Block signals until the child has handlers of its own: a signal to it would arrive in this process."""
-    _at_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*NOTICE_SIGNALS, STACKS_SIGNAL))
-
-
-def _unblock_after_fork() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _at_fork.mask)
-
-
 def _restore_in_child() -> None:
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Notices are for ranks, but Slurm may send them to all processes of a step.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
-    _unblock_after_fork()
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class LaunchDraft:
         return "node"
 
     def request(
-        self, device: str, workers_per_node: int, threads: int | None, lead_s: int, per: str
+        self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest | None:
         """Return the Slurm options; None if no job is submitted."""
         return None

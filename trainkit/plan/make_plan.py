@@ -71,7 +71,10 @@ def make_plan(
     threads = draft.threads_per_worker(world_size)
     lead_s = draft.lead_s()
     per = target.per or draft.per(launcher)
-    slurm = draft.request(device, workers_per_node, threads, lead_s, per)
+    # A command may not expect SIGUSR2: only its agents hear SIGURG, and send it the signal that it handles.
+    auto = "USR2" if command is None else "URG"
+    notice = auto if config.requeue.signal == "auto" else config.requeue.signal
+    slurm = draft.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
     if slurm is None and config.requeue.slow_hosts != "ignore":
         draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
     if batch is None or draft.problems:

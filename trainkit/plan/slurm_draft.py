@@ -166,7 +166,7 @@ class SlurmDraft(LaunchDraft):
         return "node"
 
     def request(
-        self, device: str, workers_per_node: int, threads: int | None, lead_s: int, per: str
+        self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
         """Return the Slurm options, after checking the request against the limits of the cluster."""
         config = self.loaded.config
@@ -191,7 +191,7 @@ class SlurmDraft(LaunchDraft):
             cpus_per_task=cpus,
             gpus_per_node=workers_per_node if device == "cuda" else None,
             gpu_option=self.cluster.gpu_option,
-            lead_s=lead_s,
+            notice=notice,
             expedite=bool(self.cluster.expedited_requeue),
         )
         spare = config.resources.spare_nodes

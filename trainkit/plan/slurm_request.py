@@ -89,14 +89,14 @@ def make_request(
     cpus_per_task: int | None,
     gpus_per_node: int | None,
     gpu_option: str,
-    lead_s: int,
+    notice: str,
     expedite: bool = False,
 ) -> SlurmRequest:
     """Return the Slurm options of a config.
 
-    `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `lead_s` is
-    the number of seconds before the time limit at which Slurm signals the job. `expedite` uses the expedited
-    requeue of Slurm 25.11.
+    `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `notice` is
+    the signal before the time limit and its number of seconds, such as ``USR2@120``. `expedite` uses the
+    expedited requeue of Slurm 25.11.
     """
     resources = config.resources
     sbatch: Options = {
@@ -128,9 +128,7 @@ def make_request(
 
         sbatch["mail-user"] = config.notify.mail
         sbatch["mail-type"] = ",".join(MAIL_TYPES[event] for event in config.notify.on if event in MAIL_TYPES)
-    # The agents receive it, and send a command the signal that it handles.
-    notice = "USR2" if config.requeue.signal == "auto" else config.requeue.signal
-    sbatch["signal"] = f"{notice}@{lead_s}"
+    sbatch["signal"] = notice
     sbatch |= _requeue_option(config.requeue.on, expedite)
     sbatch |= resources.extra
     srun: Options = {

@@ -37,11 +37,13 @@ from trainkit.job.node.rendezvous import (
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
+from trainkit.job.node.step_listener import StepListener
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, own_host
 from trainkit.job.signals import (
+    AGENT_SIGNAL,
     combine_exit_codes,
     describe_exit,
     is_death_by_notice,
@@ -70,6 +72,7 @@ class Agent(ProcessGroup):
         """The last notice signal."""
         self._has_notified = False
         """Whether the ranks of a command were asked to save."""
+        self._listener = StepListener() if self.is_slurm_task else None
         self.sampler: HealthSampler | None = None
         self.sender: TrackerSender | None = None
         """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
@@ -147,12 +150,16 @@ class Agent(ProcessGroup):
         return plan.command_signal == "TERM" or (plan.command_signal == "auto" and not is_shell)
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Forward a notice; a command gets one only, with its own signal: a second may interrupt its save.
+        """Forward a notice to the ranks that Slurm has not signalled itself.
 
-        A launcher gets none if its ranks run: at the second signal it would kill ranks that are saving.
+        A command gets one only, with its own signal: a second may interrupt its save. A launcher gets none if
+        its ranks run: at the second signal it would kill ranks that are saving.
         """
+        is_for_agents = received == AGENT_SIGNAL
+        heard = not is_for_agents and self._listener is not None and self._listener.has_heard(received)
         if self.plan.command is None or (received == signal.SIGINT and not self.has_launcher):
-            super().forward_signal(received)
+            if not heard:
+                super().forward_signal(signal.SIGUSR2 if is_for_agents else received)
             return
         if self._has_notified:
             return
@@ -160,12 +167,18 @@ class Agent(ProcessGroup):
         for member in self.running.values():
             ranks = processes.ranks_below(member.pid) if self.has_launcher else [member.pid]
             for pid in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, processes.signal_handled_by(pid, self.plan.command_signal))
+                # Of the signals that Slurm sends, ranks were started to ignore SIGUSR2 only.
+                has_had_it = heard and not (
+                    received == signal.SIGUSR2 and processes.ignores(pid, signal.SIGUSR2)
+                )
+                if not has_had_it:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, processes.signal_handled_by(pid, self.plan.command_signal))
             if not ranks:
                 os.kill(member.pid, signal.SIGTERM)
 
     def on_signal(self, received: signal.Signals) -> None:
+        received = signal.SIGUSR2 if received == AGENT_SIGNAL else received
         self.received = received
         if self.rendezvous.has_rank_0 and self.is_slurm_task and self.deadline_s is None:
             record_notice(self.attempt, received)
@@ -258,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer")
     args = parser.parse_args(argv)
     processes.block_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {AGENT_SIGNAL})
     if args.node_rank is None:
         return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt = RunDir(args.run_dir).attempt(args.attempt)

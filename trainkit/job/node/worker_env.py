@@ -8,8 +8,9 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+from trainkit.job import startup
 from trainkit.job.processes import module_argv
 from trainkit.job.rank_env import (
     ATTEMPT_VARIABLE,
@@ -18,10 +19,12 @@ from trainkit.job.rank_env import (
     RUN_DIR_VARIABLE,
     RankEnv,
 )
+from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
 from trainkit.rundir import RunDir
 
+STARTUP_FOLDER = Path(startup.__file__).parent
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Where a user may have set up torch's allocator, under its present name and former ones."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
@@ -95,6 +98,8 @@ def worker_environ(
         environ["PWD"] = inherited[WORK_DIR_VARIABLE]
     if plan.command is None and rank_env.nonce:
         environ[NONCE_VARIABLE] = rank_env.nonce
+    environ[AGENT_VARIABLE] = str(os.getpid())
+    environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *filter(None, [environ.get("PYTHONPATH")])])
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
     if plan.command is not None:

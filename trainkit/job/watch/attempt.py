@@ -28,7 +28,7 @@ from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
-from trainkit.job.signals import is_death_by_notice, signal_exit_code
+from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch, SilenceWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.watch.slow_hosts import SlowHostWatch
@@ -175,7 +175,7 @@ class SlurmAttemptWatch(AttemptWatch):
     """The srun of one attempt.
 
     srun ends the whole step immediately on SIGTERM and SIGINT but forwards SIGUSR2 to the tasks, so a notice
-    reaches the ranks as SIGUSR2, whichever signal the supervisor received.
+    reaches the ranks of the trainer as SIGUSR2, whichever signal the supervisor received.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
         if SRUN in self.running and self._signal_of_ranks() is None:
-            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+            self._notify_ranks()
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
@@ -259,7 +259,7 @@ class SlurmAttemptWatch(AttemptWatch):
             return
         self._unconfirmed_since_s = float("inf")
         if self._signal_of_ranks() is None and SRUN in self.running:
-            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+            self._notify_ranks()
             if self.outcome.stop_signal is None:
                 self.outcome.stop_signal = self._requested_signal() or signal.SIGTERM.name
                 self.kill_after_grace()
@@ -274,8 +274,13 @@ class SlurmAttemptWatch(AttemptWatch):
         log_line(f"attempt {self.attempt.number}: restarts without {found.host}: {found.why}")
         self.outcome.slow_host, self.outcome.stop_signal = found, RESTART_SIGNAL
         self._unconfirmed_since_s = float("inf")
-        os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+        self._notify_ranks()
         self.kill_after_grace()
+
+    def _notify_ranks(self) -> None:
+        """Have the ranks save and exit; a command's get the signal that they handle from their agents."""
+        if self.plan.command is None or not self._signal_step(AGENT_SIGNAL):
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
@@ -311,17 +316,20 @@ class SlurmAttemptWatch(AttemptWatch):
         if SRUN in self.running:
             # srun waits for an unresponsive host, and killing srun would leave the tasks there running.
             self.outcome.step_may_still_run = True
-            self._kill_tasks()
+            self._signal_step(signal.SIGKILL)
         super()._kill_running()
 
-    def _kill_tasks(self) -> None:
+    def _signal_step(self, number: signal.Signals) -> bool:
+        """Send a signal to the tasks of the step through Slurm; returns whether that was possible."""
         try:
             step_id = str(read_json(self.attempt.rendezvous_file)["step_id"])
-            kill_step(str(slurm_job_id()), step_id, patience_s=0.0)
+            kill_step(str(slurm_job_id()), step_id, number.name, patience_s=0.0)
         except (FileNotFoundError, ValueError):
-            return  # the step ended before its rendezvous
+            return False  # before the rendezvous of the step
         except (OSError, KeyError, TrainkitError) as error:
-            log_line(f"cannot kill the tasks of the step: {error}")
+            log_line(f"cannot send {number.name} to the tasks of the step: {error}")
+            return False
+        return True
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
         self._srun_exit = _SrunExit(rank, code, killed, self._is_ending, datetime.now(timezone.utc))
