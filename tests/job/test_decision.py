@@ -126,6 +126,19 @@ def test_the_nearest_way_back_from_a_crash(options, action):
     assert after(AttemptResult([1]), options=options).action == action
 
 
+@pytest.mark.parametrize("cause", ["preempted", "asked", None])
+def test_a_failure_after_a_notice_is_no_crash(cause):
+    end = AttemptResult([1, 75], "SIGTERM", cause, failure=NAN, failed_after_signal=True)
+    decision = after(end, policy=RequeuePolicy(max_crashes=0))
+    if cause is None:
+        assert (decision.action, decision.cause) == ("failed", "crash")
+    else:
+        assert (decision.action, decision.cause) == ("requeue", cause)
+        assert "before all workers had saved: ValueError: bad" in decision.reason
+    before = after(AttemptResult([1, 75], "SIGTERM", cause, failure=NAN), policy=RequeuePolicy(max_crashes=0))
+    assert (before.action, before.cause) == ("failed", "crash")
+
+
 def test_what_is_taken_away_is_no_place_to_start_again():
     assert (
         after(AttemptResult([75], "SIGTERM", "preempted"), options=RestartOptions(restart=True)).action

@@ -26,6 +26,9 @@ requeue: {grace_s: 20}
 """
 LISTENS = """
 import os, signal, sys, time
+from concurrent.futures import ProcessPoolExecutor
+workers = ProcessPoolExecutor(1)
+workers.submit(abs, -1).result()
 asked = []
 for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
     signal.signal(number, lambda n, f: asked.append(signal.Signals(n).name))
@@ -34,13 +37,14 @@ while not asked:
     time.sleep(0.02)
 print("asked by", asked[0], flush=True)
 for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)
+    signal.signal(number, signal.SIG_DFL)
+time.sleep(0.5)
+assert workers.submit(abs, -2).result() == 2
 sys.exit(75)
 """
 """A trainer that trains nothing: it says when it is asked to stop, and that it has saved.
 
-Here Slurm signals the ranks as well as their agents. A Python that exits restores the default actions, so
-the second of the two signals would kill a rank that does not ignore it.
+A second signal, or the end of its worker, ends it while it saves.
 """
 
 DEAF = """

@@ -40,8 +40,10 @@ from trainkit.rundir import (
     RunDir,
     best_result,
     log_event,
+    parse_time,
     read_end,
     read_json,
+    read_jsonl,
     read_jsonl_reversed,
     seconds_between,
     utc_now,
@@ -78,11 +80,25 @@ def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Dec
         progress=progress_of(attempt),
         step=last_step(attempt, outcome.failure),
         failure=None if outcome.failure is None else repeatable_failure(outcome.failure),
+        failed_after_signal=_is_after_signal(attempt, outcome.failure),
         is_command=plan.command is not None,
         is_done=attempt.done_file.exists(),
     )
     previous = [earlier for _, earlier in previous_attempts(attempt)]
     return decide(result, previous, plan.requeue, options)
+
+
+def _is_after_signal(attempt: AttemptDir, failure: Mapping[str, Any] | None) -> bool:
+    """Whether a failure came after the first stop signal of the attempt."""
+    if failure is None:
+        return False
+    times = (
+        event.get("time")
+        for event in read_jsonl(attempt.run.events_file)
+        if event.get("event") == "signal" and event.get("attempt") == attempt.number
+    )
+    since_s = seconds_between(next(times, None), parse_time(failure.get("time")))
+    return since_s is not None and since_s >= 0
 
 
 def close_dead_attempts(

@@ -126,6 +126,8 @@ class AttemptResult:
     step: int | None = None
     """The step at which it ended."""
     failure: Failure | None = None
+    failed_after_signal: bool = False
+    """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
     is_command: bool = False
     """Whether a command ran, which may know nothing of trainkit: it often exits with 0 after it has saved,
     and with any code when the signal has ended one of its ranks."""
@@ -186,7 +188,10 @@ def decide(
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-    ended_on_signal = result.is_command or result.out_of_time or _ended_on_signal(codes)
+    # A save that fails when a person cancels the run is reported as the failure that it is.
+    is_interrupted = result.failed_after_signal and result.cause is not None
+    is_excused = result.is_command or result.out_of_time or is_interrupted
+    ended_on_signal = is_excused or _ended_on_signal(codes)
     if result.stop_signal is not None and (saved or ended_on_signal):
         return _after_request(result, saved, previous, policy, options)
     if saved:
@@ -228,6 +233,8 @@ def _after_request(
         summary = (
             f"stuck: the workers exited shortly before the grace time after {result.stop_signal} was over"
         )
+    elif result.failed_after_signal and result.failure is not None:
+        summary = f"failed after {result.stop_signal}, before all workers had saved: {result.failure.what}"
     else:
         summary = f"ended by {result.stop_signal}, and no worker reported a save"
     cause = result.cause
