@@ -10,10 +10,8 @@ import copy
 import hashlib
 import mmap
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from logging import getLogger
 from multiprocessing.process import BaseProcess
@@ -26,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.order import sample_index
-from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
 from trainkit.trainer.stateless_random import stable_key
@@ -41,8 +38,6 @@ MAX_STARTS = 3
 POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024
 """Elements of every parameter that the ranks compare."""
-BLOCKED = (*NOTICE_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a run to stop, which Slurm may send to the data workers too."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +209,7 @@ class ForkedLoader:
         for _ in range(MAX_STARTS):
             started = _Started(self._num_workers)
             loader = DataLoader(self._dataset, worker_init_fn=started.note, **self._options)
-            with signals_blocked():
-                items = iter(loader)
+            items = iter(loader)
             stuck = started.wait_for(data_workers(items))
             if not stuck:
                 self._loader = loader
@@ -253,16 +247,6 @@ class _Started:
                 break
             time.sleep(POLL_S)
         return stuck
-
-
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals in processes that are started: only this one decides when to stop."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def read_in_worker(dataset: Dataset[Any], indices: Sequence[int], config: RunConfig) -> Iterator[Any]:
