@@ -5,22 +5,22 @@ whose loss raises an error in the rank while it saves. A process that a rank has
 these signals, and a thread of it receives them: it drops what comes from Slurm, and delivers what comes from
 anybody else, such as ``Process.terminate()`` of the rank.
 
-Needs only the standard library: `trainkit.job.startup` loads this file in the interpreter of any script.
+Needs only the standard library: `trainkit.job.startup` loads this file in the interpreter of any script. It
+imports little, for every Python in a job does.
 """
 
 from __future__ import annotations
 
 import _thread
-import ctypes
 import os
-import platform
 import signal
-import struct
 import sys
-import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
 
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 WAKE = signal.SIGURG
@@ -33,7 +33,7 @@ RT_SIGQUEUEINFO = {"x86_64": 129, "aarch64": 138}
 """Numbers of the system call that sends a signal with the sender of another."""
 SIGINFO_SIZE = 128
 
-_mask_before_fork = threading.local()
+_before_fork = _thread._local()
 
 
 def spare_children() -> None:
@@ -60,11 +60,14 @@ def _register() -> None:
 
 def _block() -> None:
     """Block notices before a fork: one that the child received too early would end it."""
-    _mask_before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+    # Here, because another thread may hold a lock of the import at the moment of the fork.
+    import ctypes  # noqa: F401
+
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
 
 def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
 
 
 def _spare_forked() -> None:
@@ -92,14 +95,17 @@ def _receive(even_with_handler: bool) -> None:
     if signal.getsignal(WAKE) == signal.SIG_DFL:
         signal.signal(WAKE, _wake)
     try:
-        _thread.start_new_thread(_filter, (senders, inherited, even_with_handler))
+        arguments = (_thread.get_ident(), senders, inherited, even_with_handler)
+        _thread.start_new_thread(_filter, arguments)
     except RuntimeError:  # no more threads: as without this module
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
         return
     _unblock_in_programs()
 
 
-def _filter(senders: set[int], inherited: dict[signal.Signals, Any], even_with_handler: bool) -> None:
+def _filter(
+    main_thread: int, senders: set[int], inherited: dict[signal.Signals, Any], even_with_handler: bool
+) -> None:
     while True:
         received = signal.sigwaitinfo(NOTICES)
         number = signal.Signals(received.si_signo)
@@ -114,12 +120,15 @@ def _filter(senders: set[int], inherited: dict[signal.Signals, Any], even_with_h
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         # A Python handler runs in the main thread, which may be in a system call.
-        signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+        signal.pthread_kill(main_thread, WAKE)
 
 
 def _send_again(received: signal.struct_siginfo) -> None:
     """Send a signal to this process with its original sender, for which a DataLoader's worker looks."""
-    call = RT_SIGQUEUEINFO.get(platform.machine())
+    import ctypes
+    import struct
+
+    call = RT_SIGQUEUEINFO.get(os.uname().machine)
     info = ctypes.create_string_buffer(SIGINFO_SIZE)
     struct.pack_into("iii", info, 0, received.si_signo, received.si_errno, received.si_code)
     struct.pack_into("iI", info, 16, received.si_pid, received.si_uid)
