@@ -48,12 +48,27 @@ def saved_step(run: RunDir) -> int:
     return max((checkpoint.step for checkpoint in published(run.checkpoints_dir)), default=0)
 
 
+SAVES_ON_USR2 = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: print("bypasses SIGTERM", flush=True))
+signal.signal(signal.SIGUSR2, lambda *_: (print("saves", flush=True), sys.exit(75)))
+print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+while True:
+    signal.pause()
+"""
+"""What submitit does with the signals of its jobs."""
+
+
 @pytest.mark.smoke
 def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
+    login.script(SAVES_ON_USR2, "saves_on_usr2.py")
+    low = (*ON_TWO_HOSTS, "--partition", "low")
     runs = [
         train(login, "--partition", "low"),
-        login.submit_listeners(*ON_TWO_HOSTS, "--backend", "submitit", "--partition", "low"),
+        login.submit_listeners(*low, "--backend", "submitit"),
+        login.submit(*low, *settings("requeue.signal=USR2"), "--", "python", "saves_on_usr2.py"),
     ]
+    login.wait_for_log(runs[2], "attempt 1", 1)
     preempting = [
         "sbatch",
         "--parsable",

@@ -67,6 +67,9 @@ def make_plan(
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
         job = Job(loaded, world_size, num_nodes, workers_per_node, device)
         given = _launcher_input(draft, job, command, launcher)
+        draft.reasons["end"] = (
+            "exit code 0 is the end; after a notice only if the command has created $TRAINKIT_JOB_DONE_FILE"
+        )
     draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
     lead_s = draft.lead_s()

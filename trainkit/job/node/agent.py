@@ -167,15 +167,18 @@ class Agent(ProcessGroup):
         for member in self.running.values():
             ranks = processes.ranks_below(member.pid) if self.has_launcher else [member.pid]
             for pid in ranks:
-                # Of the signals that Slurm sends, ranks were started to ignore SIGUSR2 only.
-                has_had_it = heard and not (
-                    received == signal.SIGUSR2 and processes.ignores(pid, signal.SIGUSR2)
-                )
-                if not has_had_it:
+                if not (heard and self._is_notice_for(pid, received)):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, processes.signal_handled_by(pid, self.plan.command_signal))
             if not ranks:
                 os.kill(member.pid, signal.SIGTERM)
+
+    def _is_notice_for(self, pid: int, received: signal.Signals) -> bool:
+        """Whether a rank of a command that has received a signal from Slurm needs no other."""
+        if self.plan.command_signal == "auto":
+            # It may have had a handler of its own, and restored the default action in it.
+            return received != signal.SIGUSR2 or not processes.ignores(pid, received)
+        return received.name == f"SIG{self.plan.command_signal}"
 
     def on_signal(self, received: signal.Signals) -> None:
         received = signal.SIGUSR2 if received == AGENT_SIGNAL else received
