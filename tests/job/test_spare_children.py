@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -113,10 +114,23 @@ def rank(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def signal_step(agent: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> None:
-    """Signal every process of the step, as Slurm does."""
-    for pid in (agent.pid, *descendants(agent.pid)):
+    """Signal every process of the step, as Slurm does, and wait until each has taken it."""
+    pids = (agent.pid, *descendants(agent.pid))
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+    # The kernel drops a signal while another of its kind is pending, whoever has sent it.
+    while any(is_pending(pid, number) for pid in pids):
+        time.sleep(0.01)
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    mask = next(line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+    return bool(int(mask, 16) & 1 << number - 1) and not any(line.startswith("State:\tZ") for line in lines)
 
 
 def lines(agent: subprocess.Popen[str], number: int) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from trainkit.errors import UsageError
-from trainkit.job.spare_children import AGENT_VARIABLE, RANK_PID_VARIABLE
+from trainkit.job.spare_children import AGENT_VARIABLE, LAUNCHER_PID_VARIABLE, RANK_PID_VARIABLE
 
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
@@ -26,6 +26,7 @@ RANK_VARIABLES = (
     "MASTER_PORT",
     NONCE_VARIABLE,
     AGENT_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
     RANK_PID_VARIABLE,
 )
 """Variables that make a process a rank; a job started from inside another job must not inherit them."""

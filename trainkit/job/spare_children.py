@@ -26,6 +26,7 @@ NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 WAKE = signal.SIGURG
 """Interrupts a system call of the main thread; ignored by default."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
+LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
 """The process that hears notices: those below it are spared."""
 

@@ -165,13 +165,20 @@ class Agent(ProcessGroup):
             return
         self._has_notified = True
         for member in self.running.values():
-            ranks = processes.ranks_below(member.pid) if self.has_launcher else [member.pid]
+            ranks = self._ranks_of(member.pid)
             for pid in ranks:
                 if not (heard and self._is_notice_for(pid, received)):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, processes.signal_handled_by(pid, self.plan.command_signal))
             if not ranks:
                 os.kill(member.pid, signal.SIGTERM)
+
+    def _ranks_of(self, member: int) -> list[int]:
+        """The ranks to notify: `member` itself, or those of a launcher; empty while it has started none."""
+        if not self.has_launcher:
+            return [member]
+        # A launcher of a single process, such as accelerate, gives it no RANK.
+        return processes.ranks_below(member) or processes.descendants(member)[:1]
 
     def _is_notice_for(self, pid: int, received: signal.Signals) -> bool:
         """Whether a rank of a command that has received a signal from Slurm needs no other."""

@@ -15,13 +15,15 @@ def spare_what_a_rank_starts() -> None:
     """Have a rank spare its children, and a process that a rank has started spare itself."""
     module = type(sys)("trainkit_spare_children")
     SourceFileLoader(module.__name__, f"{FOLDER}/../spare_children.py").exec_module(module)
-    rank_pid = os.environ.get(module.RANK_PID_VARIABLE, str(os.getpid()))
-    if "RANK" in os.environ and rank_pid == str(os.getpid()):
-        module.spare_children()
-    elif "RANK" in os.environ:
+    own_pid, parent_pid = str(os.getpid()), str(os.getppid())
+    if os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid:
         module.spare_this_process()
-    elif os.environ[module.AGENT_VARIABLE] == str(os.getppid()):
+    # A launcher of a single process, such as accelerate, gives it no RANK.
+    elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
+        module.spare_children()
+    elif os.environ[module.AGENT_VARIABLE] == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
+        os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
 
 
