@@ -35,7 +35,7 @@ from trainkit.job.node.static_rendezvous import HostLink, HostPlace, dismiss, st
 from trainkit.job.notifications import notify_end
 from trainkit.job.processes import module_argv, redirect_output
 from trainkit.job.rank_env import NONCE_VARIABLE
-from trainkit.job.record import become_sole_supervisor, read_job
+from trainkit.job.record import become_sole_supervisor, end_line, read_job
 from trainkit.job.signals import NOTICE_SIGNALS, is_death_by_notice, signal_exit_code
 from trainkit.job.watch.attempt import LocalAttemptWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
@@ -326,7 +326,7 @@ def run_first_host(
     finally:
         ended.set()
         printer.join()
-    processes.log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
+    processes.log_line(end_line(attempt.number, decision.action, decision.reason))
     notify_end(attempt, write_end(attempt, watch.outcome, decision))
     return decision, watch.outcome.stop_signal
 

@@ -23,6 +23,7 @@ from trainkit.job.rank_env import own_host
 from trainkit.locks import LockBusy, LockStopped, LockUnsupported, acquire_lock, file_lock
 from trainkit.rundir import (
     PROC,
+    RESUME_ACTIONS,
     AttemptDir,
     RunDir,
     process_stat,
@@ -407,6 +408,20 @@ WITHOUT_RECORD = "ended without a record"
 def is_guessed(end: Mapping[str, Any]) -> bool:
     """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
     return str(end.get("reason")).startswith(WITHOUT_RECORD)
+
+
+ACTIONS = ("finished", "stopped", "failed", *RESUME_ACTIONS)
+"""The values of `action` in end.json."""
+
+
+def end_line(attempt: int, action: str, reason: str) -> str:
+    """The line of its log with which an attempt ends: what Slurm writes below it is about a later one."""
+    return f"attempt {attempt}: {action}: {reason}"
+
+
+def is_end_line(line: str, attempt: int) -> bool:
+    """Whether a line of a log is the `end_line` of an attempt."""
+    return line.startswith(tuple(end_line(attempt, action, "") for action in ACTIONS))
 
 
 SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")

@@ -33,6 +33,7 @@ from trainkit.job.record import (
     RunLocked,
     become_sole_supervisor,
     describe_superseded,
+    end_line,
     is_cancelled,
     is_cancelled_now,
     superseding_entry,
@@ -243,7 +244,7 @@ class Supervisor:
 
     def conclude(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Log, record and report how an attempt ended; returns its exit code."""
-        log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
+        log_line(end_line(attempt.number, decision.action, decision.reason))
         end: dict[str, Any] = {**vars(decision), "state": decision.action}
         try:
             end = write_end(attempt, outcome, decision)

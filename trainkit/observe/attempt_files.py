@@ -10,6 +10,7 @@ from typing import Any
 
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
+from trainkit.observe.slurm_messages import slurm_messages
 from trainkit.rundir import AttemptDir, read_end, read_json, read_jsonl_reversed
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -34,7 +35,7 @@ class AttemptFiles:
         number = json_line(self.attempt.end_file, keys[0]) if keys else None
         return Text(self.shown(self.attempt.end_file), "end", lines, first_line=number)
 
-    def slurm_text(self) -> Iterator[Text]:
+    def _job_state(self) -> Iterator[Text]:
         if self.slurm_job is not None:
             job = self.slurm_job
             # squeue calls a job that it has requeued PENDING.
@@ -54,10 +55,15 @@ class AttemptFiles:
             if text is not None:
                 yield text
 
+    def of_slurm(self) -> Iterator[Text]:
+        """What Slurm says: accounting, then srun and slurmstepd."""
+        yield from self._job_state()
+        yield from slurm_messages(self.attempt, self.end)
+
     def outside(self) -> Iterator[Text]:
         """What Slurm, the supervisor and the agents wrote: no program of the user can."""
-        yield from self.slurm_text()
-        yield from self.logs("srun", [self.attempt.supervisor_log, self.attempt.batch_host_log])
+        yield from self.of_slurm()
+        yield from self.logs("srun", [self.attempt.batch_host_log])
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
     def memory_in_use(self, host: str | None) -> str | None:

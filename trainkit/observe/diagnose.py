@@ -240,7 +240,7 @@ class _Case:
             own = self._best([self.first.text])
             own = own or self._best(self._rest_of_the_message(self.first), ("cause",))
             if is_guessed(self.end):
-                known = self._best(self.files.slurm_text(), ("cause",))
+                known = self._best(self.files.of_slurm(), ("cause",))
                 if known is not None and (own is None or known.signature.name != own.signature.name):
                     return known
             if own is not None and own.signature.role == "cascade":
