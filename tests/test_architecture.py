@@ -58,6 +58,7 @@ ALLOWED = {
     "observe": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm"),
         *("jsonl", "job.record", "cluster.units"),
+        "job.failure.launcher_report",  # the agent reads it too
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {

@@ -96,6 +96,7 @@ def _attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
     """Return a function that lists the selected logs of an attempt."""
+    from trainkit.observe.attempt_files import AttemptFiles
 
     def logs_of(attempt: AttemptDir) -> list[Path]:
         if all_ranks:
@@ -109,7 +110,7 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
             first = plan.first_rank_of(node)
             ranks = range(first, first + plan.workers_of(node))
             return [attempt.node_log(node), *(attempt.rank_log(number) for number in ranks)]
-        return [attempt.rank_log(rank or 0)]
+        return [AttemptFiles(attempt, None).log_of(rank or 0)]
 
     return logs_of
 

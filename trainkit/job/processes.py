@@ -193,6 +193,15 @@ def rank_of(pid: int) -> int | None:
         return None
 
 
+def exit_code_of_zombie(pid: int) -> int | None:
+    """The exit code, negative for a signal, of a process that its parent has not waited for; else None."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
+
+
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
     """The signal that asks a command to save: `configured`, or for ``auto`` the one that it handles.
 

@@ -11,6 +11,7 @@ from typing import Any
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.observe.slurm_messages import slurm_messages
+from trainkit.plan.launch import PER_RANK
 from trainkit.rundir import AttemptDir, read_end, read_json, read_jsonl_reversed
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -80,6 +81,22 @@ class AttemptFiles:
     def world_size(self) -> int:
         return sum(self._node_sizes())
 
+    def ranks_next_to(self, rank: int | None) -> range:
+        """The ranks on the node of a rank; empty when unknown."""
+        return next((ranks for _, ranks in self._nodes() if rank in ranks), range(0))
+
+    def log_of(self, rank: int) -> Path:
+        """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
+        has_launcher = self.plan().get("launcher") not in (None, *PER_RANK)
+        return self.attempt.rank_log(min(self.ranks_next_to(rank), default=rank) if has_launcher else rank)
+
+    def _nodes(self) -> Iterator[tuple[int, range]]:
+        """The nodes with their ranks; empty when unknown."""
+        start = 0
+        for node, size in enumerate(self._node_sizes()):
+            yield node, range(start, start + size)
+            start += size
+
     def _node_sizes(self) -> list[int]:
         """The number of ranks of each node; empty when unknown."""
         plan = self.plan()
@@ -102,12 +119,7 @@ class AttemptFiles:
         return None
 
     def host_of(self, rank: int | None) -> str | None:
-        start = 0
-        for node, size in enumerate(self._node_sizes()):
-            if rank is not None and rank < start + size:
-                return self.host_of_node(node)
-            start += size
-        return None
+        return self.host_of_node(next((node for node, ranks in self._nodes() if rank in ranks), None))
 
     def plan(self) -> dict[str, Any]:
         try:

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
-from trainkit.observe.launcher_output import WATCHDOG
 from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
+from trainkit.observe.torch_output import WATCHDOG
 from trainkit.rundir import read_json
 
 

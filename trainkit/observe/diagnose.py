@@ -15,12 +15,12 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
+from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.job.record import find_entry, has_started, is_guessed
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_events import AttemptEvents
-from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
+from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
 from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
-from trainkit.observe.launcher_output import RootCause, describe_signal, exception_of, root_causes
 from trainkit.observe.run_text import (
     Evidence,
     Match,
@@ -30,6 +30,7 @@ from trainkit.observe.run_text import (
     record_text,
 )
 from trainkit.observe.signatures import Role, Signature, fill
+from trainkit.observe.torch_output import describe_signal, exception_of
 from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -159,8 +160,8 @@ class _Case:
             except (OSError, ValueError):
                 continue  # cut off by a crash
             if isinstance(record, dict):
-                text = record_text(path, self.run.path, record)
-                found.append(_First(record, text, text.rank))
+                text, log = record_text(path, self.run.path, record), RANK_FILE.fullmatch(path.stem)
+                found.append(_First(record, text, int(log[1]) if log else None))
         return sorted(found, key=lambda first: str(first.record.get("time") or "~"))
 
     def _first(self) -> _First | None:
@@ -175,35 +176,40 @@ class _Case:
         return self._of_launcher(first) if is_command and first.rank is not None else first
 
     def _of_launcher(self, first: _First) -> _First:
-        """The rank that torchrun names as the first to fail, if torchrun has started the ranks."""
-        roots = [(root, text) for text in self._rank_logs() for root in root_causes(text)]
-        if not roots:
+        """The rank that a launcher reports as the first to fail, if one has started the ranks."""
+        exits = [(first_exit(text.lines), text) for text in self._rank_logs()]
+        reported = [(root, text) for root, text in exits if root is not None]
+        if not reported:
             return first
-        root, text = min(roots, key=lambda item: (self._only_noticed(*item), item[0].time))
+        root, text = min(reported, key=lambda item: (self._only_noticed(*item), item[0].time))
+        for own in self.records:
+            if own.log_rank == text.rank and own.record.get("exit_code") == 128 - root.code > 128:
+                return own  # the agent knows which rank it was
         known = self.files.hosts()
         host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
         host = host or (first.host if text.rank == first.rank else root.host)
-        index = root.index
-        record: dict[str, Any] = {
-            **first.record,
-            "rank": root.rank,
-            "host": host,
-            "exit_code": abs(root.code),
-        }
+        rank, index = root.rank, root.index
+        if rank is None and len(self.files.ranks_next_to(text.rank)) == 1:
+            rank = text.rank
+        record: dict[str, Any] = {**first.record, "rank": rank, "host": host, "exit_code": abs(root.code)}
         if root.code < 0:
             name = describe_signal(-root.code)
             record |= {"type": "RankKilled", "message": f"killed by {name}", "exit_code": 128 - root.code}
         elif not first.is_exception:
             record |= {"type": "exit", "message": f"ended with exit code {root.code}"}
-        if root.code > 0 and (raised := exception_of(text, root.rank)) is not None:
+        if (raised := self._exception_of(root, text)) is not None:
             index, record["type"], record["message"] = raised
         line = text.part(index, 1, "record")
         shown = clean(f"{record['type']}: {record['message']}")
-        return _First(record, replace(line, lines=[shown], rank=root.rank, host=host), text.rank)
+        return _First(record, replace(line, lines=[shown], rank=rank, host=host), text.rank)
 
-    def _only_noticed(self, root: RootCause, text: Text) -> bool:
+    def _exception_of(self, root: RankExit, text: Text) -> tuple[int, str, str] | None:
+        """(line, type, message) of the exception with which a rank ended."""
+        return None if root.code < 0 or root.rank is None else exception_of(text, root.rank)
+
+    def _only_noticed(self, root: RankExit, text: Text) -> bool:
         """Whether a rank only reports that another one is gone: torchrun's times are whole seconds."""
-        raised = exception_of(text, root.rank) if root.code > 0 else None
+        raised = self._exception_of(root, text)
         if raised is None:
             return False
         index, kind, message = raised

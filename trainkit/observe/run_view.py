@@ -11,6 +11,7 @@ from shlex import quote
 from typing import Any
 
 from trainkit.cluster.units import time_limit_s
+from trainkit.observe.attempt_files import AttemptFiles
 from trainkit.observe.follow import last_lines
 from trainkit.observe.run_files import CURVES, RunFiles, gpus_of, is_number
 from trainkit.observe.run_text import clean
@@ -487,7 +488,8 @@ def _log(files: RunFiles, status: RunStatus) -> Path | None:
     if status.attempt is None:
         return None
     rank = (status.verdict or {}).get("rank")
-    return files.run.attempt(status.attempt).rank_log(rank if isinstance(rank, int) else 0)
+    attempt = AttemptFiles(files.run.attempt(status.attempt), None)
+    return attempt.log_of(rank if isinstance(rank, int) else 0)
 
 
 def _plan(files: RunFiles) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.record import has_started
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
-from trainkit.observe.launcher_output import describe_signal
 from trainkit.observe.restarts import Restart
 from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
 from trainkit.observe.text import slowdown_line
+from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import (
     AttemptDir,

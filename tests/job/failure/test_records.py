@@ -115,13 +115,6 @@ ModuleNotFoundError: No module named 'fancy_attention'
             False,
         ),
         (
-            TRACEBACK.replace("ModuleNotFound", "Runtime")
-            + "[0]:\n  exitcode  : -9 (pid: 12)\n  traceback : Signal 9 (SIGKILL) received by PID 12\n",
-            "RankKilled",
-            "the launcher ended: a rank was killed by SIGKILL",
-            None,
-        ),
-        (
             TRACEBACK
             + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
             + "Failures:\n[1]:\n  traceback : Signal 15 (SIGTERM) received by PID 11\n"
@@ -129,12 +122,6 @@ ModuleNotFoundError: No module named 'fancy_attention'
             "ModuleNotFoundError",
             "No module named 'fancy_attention'",
             True,
-        ),
-        (
-            "[ERROR] [launch.py:325:sigkill_handler] ['python', 'x.py'] exits with return code = -9\n",
-            "RankKilled",
-            "the launcher ended: a rank was killed by SIGKILL",
-            None,
         ),
         ('  File "t.py", line 3, in f\nAssertionError\n', "AssertionError", "", False),
         ("loss: 2.5\nDone\n", "exit", "ended with exit code 1", None),

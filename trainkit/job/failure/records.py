@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
+from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.job.node.preflight import PreflightFailed
 from trainkit.job.node.process_group import PEER_EXIT_S
 from trainkit.job.rank_env import own_host
@@ -33,11 +34,6 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 """The prefix that torch adds to the lines of a traceback in a multi-rank job."""
 LAUNCHER_ERROR = "ChildFailedError"
 """The exception that torchrun raises when a rank fails; it does not name the cause."""
-_KILLED_RANK = re.compile(
-    r"traceback : Signal \d+ \((?P<signal>SIG\w+)\) received|exits with return code = -(?P<number>\d+)"
-)
-"""How torchrun and deepspeed report a killed rank; they exit with 1 whatever happened to their ranks."""
-_ROOT_CAUSE = "Root Cause (first observed failure)"
 MAX_LINES_AFTER = 20
 """An exception further from the end of the output counts as handled by the program."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
@@ -102,25 +98,43 @@ def _last_lines(path: Path) -> list[str]:
     return text.splitlines()
 
 
+def killed_rank(attempt: AttemptDir, worker: int, exit_code: int) -> RankExit | None:
+    """The rank whose death has ended a launcher, according to the launcher; None without one."""
+    reported = first_exit(_last_lines(attempt.rank_log(worker)))
+    if reported is None or reported.code >= 0 or exit_code not in (EXIT_FAILED, 256 + reported.code):
+        return None
+    return reported
+
+
 def record_silent_death(
-    attempt: AttemptDir, rank: int, node_rank: int, exit_code: int, out_of_memory: bool = False
+    attempt: AttemptDir,
+    worker: int,
+    node_rank: int,
+    exit_code: int,
+    out_of_memory: bool = False,
+    killed: RankExit | None = None,
 ) -> None:
-    """Write the failure record of a worker that wrote none itself: killed, out of memory, or a COMMAND."""
-    path = attempt.rank_error(rank)
+    """Write the failure record of a worker that wrote none itself: killed, out of memory, or a COMMAND.
+
+    `worker` is its rank; a launcher has that of the first rank of its node. `killed` is the rank whose death
+    has ended a launcher, and `exit_code` then that of the rank.
+    """
+    path = attempt.rank_error(worker)
     if path.exists():
         return
     write_json(
         path,
         {
-            "rank": rank,
+            "rank": worker if killed is None else killed.rank,
             "node_rank": node_rank,
             "host": own_host(),
             "time": utc_now(),
             "step": None,
-            **_death_fields(attempt, rank, exit_code, out_of_memory),
+            **_death_fields(attempt, worker, exit_code, out_of_memory),
+            **({} if killed is None or out_of_memory else {"type": "RankKilled"}),
             "traceback": None,
             "exit_code": exit_code,
-            "log_tail": log_tail(attempt.rank_log(rank)),
+            "log_tail": log_tail(attempt.rank_log(worker)),
         },
     )
 
@@ -144,26 +158,11 @@ def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
         if hang is not None:
             return {"type": "Hang", "message": hang.summary, "step": hang.step}
-    lines = _last_lines(attempt.rank_log(rank)) if exit_code == EXIT_FAILED else []
-    killed_by = _signal_of_killed_rank(lines)
-    if killed_by is not None:
-        return {"type": "RankKilled", "message": f"the launcher ended: a rank was killed by {killed_by}"}
-    raised = last_exception(lines)
+    raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
     if raised is not None:
         return {"type": raised.type, "message": raised.message, "final": raised.is_final}
     verb = "killed by" if description.startswith("SIG") else "ended with"
     return {"type": "exit", "message": f"{verb} {description}"}
-
-
-def _signal_of_killed_rank(lines: Sequence[str]) -> str | None:
-    """The signal that killed a rank of a launcher, according to the launcher's output; None without one."""
-    # The root cause stands at the end of torchrun's report, below the ranks that torchrun stopped itself.
-    roots = [index for index, line in enumerate(lines) if line.startswith(_ROOT_CAUSE)]
-    last = lines[roots[-1] :] if roots else lines
-    found = next((match for line in reversed(last) if (match := _KILLED_RANK.search(line))), None)
-    if found is None:
-        return None
-    return found["signal"] or describe_exit(128 + int(found["number"]))
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:

@@ -22,9 +22,11 @@ from pathlib import Path, PurePath
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.failure.records import record_refusal, record_silent_death
+from trainkit.job.failure.launcher_report import RankExit
+from trainkit.job.failure.records import killed_rank, record_refusal, record_silent_death
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler
+from trainkit.job.node.launched_ranks import LaunchedRanks
 from trainkit.job.node.network import network_environ
 from trainkit.job.node.preflight import check_node
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
@@ -76,6 +78,8 @@ class Agent(ProcessGroup):
         self.sampler: HealthSampler | None = None
         self.sender: TrackerSender | None = None
         """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
+        self._ranks = LaunchedRanks()
+        """The ranks of a launcher."""
         self._collector = StackCollector(attempt, replies_itself=plan.command is None)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
@@ -203,6 +207,8 @@ class Agent(ProcessGroup):
             self.kill_within(0.0)
             return
         self._collector.poll(self._pids)
+        if self.has_launcher and len(self._ranks) < len(self.rendezvous.local_ranks):
+            self._ranks.watch(self._pids())
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
         # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
@@ -240,14 +246,28 @@ class Agent(ProcessGroup):
             # A launcher exits with 1 whatever its ranks return: after a notice they ended as requested.
             self.codes.append(signal_exit_code(self.received))
             return
+        dead = None if killed or code in (EXIT_OK, EXIT_STOPPED) else self._killed_rank(rank, code)
+        code = code if dead is None else signal_exit_code(-dead.code)
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
             return  # killed by this agent or by the notice: not a failure of the worker
         with contextlib.suppress(OSError):  # a full disk must not prevent ending the others
-            print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
+            which = rank if dead is None else "?" if dead.rank is None else dead.rank
+            print(f"rank {which} ended with {describe_exit(code)}", flush=True)
+            out_of_memory = self._ran_out_of_memory(code)
             record_silent_death(
-                self.attempt, rank, self.rendezvous.node_rank, code, self._ran_out_of_memory(code)
+                self.attempt, rank, self.rendezvous.node_rank, code, out_of_memory, killed=dead
             )
+
+    def _killed_rank(self, worker: int, code: int) -> RankExit | None:
+        """The rank whose death has ended the launcher, as far as that is known; None without one."""
+        if self.plan.command is None:
+            return None
+        dead, seen = killed_rank(self.attempt, worker, code), self._ranks.first_exit
+        if seen is not None and seen.code < 0 and (dead is None or dead.rank is None):
+            dead = seen
+        is_known = not self.has_launcher or len(self.rendezvous.local_ranks) == 1
+        return replace(dead, rank=worker) if dead is not None and is_known else dead
 
     def _ran_out_of_memory(self, code: int) -> bool:
         """Whether the kernel's OOM killer killed the worker that ended with this code."""

@@ -1,0 +1,73 @@
+"""The rank that failed first, in the output of launchers whose rank was killed for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.broken_runs import FOLDER
+from trainkit.job.failure.launcher_report import first_exit
+from trainkit.job.failure.records import killed_rank, record_silent_death
+from trainkit.rundir import AttemptDir, RunDir, read_json
+
+REPORTS = Path(__file__).with_name("launcher_reports")
+TORCHRUN = yaml.safe_load((FOLDER / "torchrun-rank-killed.yaml").read_text())["files"]
+OUTPUT = {
+    "torchrun-first-node": TORCHRUN["attempts/001/logs/rank-0000.log"],
+    "torchrun-second-node": TORCHRUN["attempts/001/logs/rank-0002.log"],
+    **{path.stem: path.read_text() for path in REPORTS.glob("*.log")},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "rank"),
+    [
+        # It stopped rank 3.
+        ("torchrun-second-node", -9, 2),
+        ("torchrun-first-node", 1, 0),
+        # Rank 0 failed a moment after rank 1 was killed, and torchrun calls it the root cause.
+        ("accelerate-two-at-once", -9, 1),
+        ("accelerate-one-rank", -9, None),
+        # Rank 2 was killed. The report has the command of rank 3.
+        ("deepspeed-second-node", -9, None),
+    ],
+)
+def test_the_first_rank_to_fail(name: str, code: int, rank: int | None) -> None:
+    found = first_exit(OUTPUT[name].splitlines())
+    assert found is not None
+    assert (found.code, found.rank) == (code, rank)
+    assert str(abs(code)) in OUTPUT[name].splitlines()[found.index]
+
+
+def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first() -> None:
+    late = OUTPUT["accelerate-two-at-once"].replace("11\n", "41\n", 1)
+    found = first_exit(late.splitlines())
+    assert found is not None
+    assert (found.code, found.rank) == (1, 0)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code"), [("accelerate-two-at-once", 1), ("deepspeed-second-node", 247)]
+)
+def test_the_record_has_the_signal_and_the_rank(attempt: AttemptDir, name: str, exit_code: int) -> None:
+    attempt.rank_log(0).write_text(OUTPUT[name])
+    killed = killed_rank(attempt, 0, exit_code)
+    assert killed is not None
+    record_silent_death(attempt, 0, 0, 137, killed=killed)
+    record = read_json(attempt.rank_error(0))
+    assert (record["type"], record["message"]) == ("RankKilled", "killed by SIGKILL")
+    assert (record["rank"], record["exit_code"]) == (killed.rank, 137)
+
+
+def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt: AttemptDir) -> None:
+    attempt.rank_log(0).write_text(OUTPUT["deepspeed-second-node"])
+    assert killed_rank(attempt, 0, 3) is None

@@ -1,0 +1,37 @@
+"""Which rank of a launcher ended first: on real processes that their parent has not waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from trainkit.job.failure.launcher_report import RankExit
+from trainkit.job.node.launched_ranks import LaunchedRanks
+
+
+def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> None:
+    """Rank 4 finishes, rank 6 is killed, and rank 5 ends because of that."""
+    argv = {4: ["true"], 5: ["sleep", "60"], 6: ["sleep", "60"]}
+    processes = {rank: subprocess.Popen(words) for rank, words in argv.items()}
+    ranks = LaunchedRanks()
+    try:
+        ranks.watch({rank: process.pid for rank, process in processes.items()})
+        ranks.watch({6: processes[6].pid})
+        processes[6].kill()
+        deadline_s = time.monotonic() + 30.0
+        while ranks.first_exit is None and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        processes[5].terminate()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    assert (ranks.first_exit, len(ranks)) == (RankExit(-9, 6), 3)
+
+
+def test_a_process_that_is_gone_is_not_watched() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    ranks = LaunchedRanks()
+    ranks.watch({0: process.pid})
+    assert ranks.first_exit is None
