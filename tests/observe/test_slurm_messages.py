@@ -95,6 +95,7 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
         *("preempted", "killed", "time-limit", "node-failure")
     ]
     assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
+    assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
 
 
 def test_a_message_about_the_step_is_in_the_log_of_its_own_attempt(tmp_path: Path) -> None:

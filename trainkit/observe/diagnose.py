@@ -370,8 +370,8 @@ class _Case:
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
             return rank, match.groups.get("host") or self.files.host_of(rank), step
-        if match.text.kind == "slurm" and not match.signature.is_of_a_rank:
-            return None, None, step
+        if match.text.kind in ("slurm", "srun") and not match.signature.is_of_a_rank:
+            return None, match.groups.get("host"), step
         if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
         own = None if self.first is None else self.first.rank

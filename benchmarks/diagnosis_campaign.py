@@ -1,0 +1,245 @@
+"""Ends attempts in several ways, one after the other, and compares each diagnosis with what was done.
+
+    python -m benchmarks.diagnosis_campaign --runs 60 --seed 0
+
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which up to six runs of
+two ranks wait at a time. Of each run one or two ranks are killed, each in an attempt of its own, and the run
+restarts, as a rule inside its allocation. Then Slurm ends all six jobs: by a preemption with or without grace
+time, at the time limit, with a lost host, or by scancel; half of the time without accounting. What comes back
+loses another rank in every other run, and is cancelled. `trainkit diagnose --attempt` must name for every
+attempt what was done to it, and of a killed rank its number and host.
+
+Prints one line per run; the same seed draws the same runs. The exit code is 0 if all are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.on_slurm import survival
+from tests.on_slurm.login import Login, log_of, settings, wait_for
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.rundir import RunDir
+
+AT_ONCE = 6
+COMMANDS_AT_ONCE = 2
+NUM_RANKS = 2
+OPTIONS = ("--partition", "low", "--nodes", str(NUM_RANKS), "--gpus-per-node", "1")
+CAUSES = {
+    "preemption": "preempted",
+    "preemption without notice": "preempted",
+    "time limit": "time-limit",
+    "lost host": "node-failure",
+    "scancel": "cancelled",
+}
+WEIGHTS = (4, 3, 1, 1, 1)
+WAITS = """
+import os, signal, sys, time
+asked, is_deaf = [], sys.argv[1] == "deaf"
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN if is_deaf else lambda n, frame: asked.append(n))
+print("pid", os.getpid(), flush=True)
+while not asked:
+    time.sleep(0.02)
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+sys.exit(75)
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of a rank, some seconds after all ranks of an attempt have started."""
+
+    rank: int
+    after_s: float
+
+
+@dataclass
+class Flight:
+    """One run: the kills before and after Slurm ends its job, and what was done to its attempts."""
+
+    number: int
+    before: Sequence[Kill]
+    after: Sequence[Kill]
+    login: Login = field(init=False)
+    run: RunDir = field(init=False)
+    done: list[tuple[str, int | None, str | None]] = field(default_factory=list)
+    """For each attempt the signature, and the rank and host if one was hit."""
+
+    def submit(self, ears: str) -> None:
+        """Submit the run, with ranks that listen or are deaf."""
+        limits = settings("resources.time='10'", "requeue.grace_s=10")
+        self.run = self.login.submit(*OPTIONS, *limits, "--", "python", "waits.py", ears)
+
+    def kill(self, kills: Sequence[Kill]) -> None:
+        """Kill a rank of one attempt after the other, when all its ranks have started; wait for the last."""
+        self._wait_for_ranks()
+        for kill in kills:
+            time.sleep(kill.after_s)
+            pid = self._pid(kill.rank)
+            assert pid is not None
+            self.done.append(("killed", kill.rank, self.hosts()[kill.rank]))
+            os.kill(pid, signal.SIGKILL)
+            self._wait_for_ranks()
+
+    def cancel(self) -> None:
+        """Cancel the run, which has to be right behind `kill`."""
+        done = self.login.trainkit("cancel", str(self.run.path), "--now")
+        assert done.returncode == 0, done.stderr
+        self.done.append(("cancelled", None, None))
+
+    def wrong(self) -> list[str]:
+        """The attempts of which a diagnosis says something else than what was done to them."""
+        wrong = []
+        for attempt, (name, rank, host) in enumerate(self.done, 1):
+            done = self.login.trainkit("diagnose", str(self.run.path), "--attempt", str(attempt), "--json")
+            found = json.loads(done.stdout)
+            is_right = (found["name"], found["rank"]) == (name, rank)
+            if not is_right or (host is not None and found["host"] != host):
+                said = f"{found['name']}, rank {found['rank']} on {found['host']}: {found['cause']}"
+                wrong.append(f"attempt {attempt} was {name}, rank {rank} on {host}; diagnose says {said}")
+        return wrong
+
+    def hosts(self) -> list[str]:
+        """The hosts of the ranks of the newest attempt, in the order of the ranks."""
+        return survival.hosts_of(self.run, len(self.done) + 1)
+
+    def _wait_for_ranks(self) -> None:
+        what = f"all ranks of attempt {len(self.done) + 1} of run {self.number}"
+        wait_for(lambda: all(self._pid(rank) for rank in range(NUM_RANKS)), what)
+
+    def _pid(self, rank: int) -> int | None:
+        words = log_of(self.run, rank, len(self.done) + 1).split()
+        return int(words[-1]) if len(words) == 2 else None
+
+
+def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
+    """How Slurm ends the jobs of a round, whether there is accounting, and the runs of the round."""
+    chance = random.Random(seed)
+
+    def kills(count: int) -> list[Kill]:
+        return [Kill(chance.randrange(NUM_RANKS), chance.uniform(0.0, 2.0)) for _ in range(count)]
+
+    rounds = []
+    for first in range(0, num_runs, AT_ONCE):
+        end, has_accounting = chance.choices(list(CAUSES), WEIGHTS)[0], chance.random() < 0.5
+        numbers = range(first + 1, min(first + AT_ONCE, num_runs) + 1)
+        flights = [Flight(number, kills(chance.choice((1, 1, 2))), kills(number % 2)) for number in numbers]
+        rounds.append((end, has_accounting, flights))
+    return rounds
+
+
+class Campaign:
+    """The runs of one seed on a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.counts: Counter[str] = Counter()
+        self.num_wrong = 0
+
+    def fly(self, end: str, has_accounting: bool, flights: Sequence[Flight]) -> None:
+        """One round of runs that Slurm ends in this way."""
+        is_deaf = end == "preemption without notice"
+        with survival.preemption(self.cluster):
+            survival.set_preemption(self.cluster, "REQUEUE", 0 if is_deaf else 10)
+            if not has_accounting:
+                self.cluster.stop_accounting()
+            _each(flights, lambda flight: flight.submit("deaf" if is_deaf else "listens"), COMMANDS_AT_ONCE)
+            _each(flights, lambda flight: flight.kill(flight.before))
+            self._end(end, flights)
+            back = [flight for flight in flights if flight.done[-1][0] != "cancelled"]
+            _each(back, lambda flight: flight.kill(flight.after))
+            _each(back, lambda flight: flight.cancel(), COMMANDS_AT_ONCE)
+            flights[0].login.wait_until_idle()
+            found = _each(flights, lambda flight: flight.wrong(), COMMANDS_AT_ONCE)
+        self.cluster.restore()
+        how = f"{end}, {'with' if has_accounting else 'without'} accounting"
+        for flight, wrong in zip(flights, found, strict=True):
+            self.counts.update(name for name, _, _ in flight.done)
+            self.num_wrong += len(wrong)
+            names = " ".join(name if rank is None else f"{name}({rank})" for name, rank, _ in flight.done)
+            print(f"{flight.number:3d} {'WRONG' if wrong else 'right'}  {how}: {names}", flush=True)
+            for text in wrong:
+                print(f"           {text}", flush=True)
+
+    def _end(self, end: str, flights: Sequence[Flight]) -> None:
+        """Have Slurm end all jobs, and wait until it has."""
+        jobs = [flight.login.job_id(flight.run) for flight in flights]
+        index = len(self.cluster.hosts)
+        lost, cause = None, CAUSES[end]
+        if end == "lost host":
+            lost = max(host for flight in flights for host in flight.hosts())
+            index = self.cluster.hosts.index(lost) + 1
+        for flight, job in zip(flights, jobs, strict=True):
+            is_spared = lost is not None and lost not in flight.hosts()
+            if end == "scancel" or is_spared:
+                self.cluster.run(["scancel", job], check=True)
+            elif end == "time limit":
+                self.cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=1"], check=True)
+            flight.done.append(("cancelled" if is_spared else cause, None, None if is_spared else lost))
+        if cause == "preempted":
+            survival.preempt(self.cluster)
+            return
+        if lost is not None:
+            self.cluster.kill_host(index)
+        for flight, job in zip(flights, jobs, strict=True):
+            flight.login.wait_for_end(flight.run, len(flight.done))
+            if end == "time limit":
+                self.cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=10"], check=True)
+        if lost is not None:
+            self.cluster.revive_host(index)
+
+
+def _each(flights: Sequence[Flight], act: Callable[[Flight], Any], at_once: int = AT_ONCE) -> list[Any]:
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(act, flights))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="diagnosis-campaign-"))
+    cluster = up(owner=Pid.of(os.getpid()))
+    try:
+        campaign = Campaign(cluster)
+        for end, has_accounting, flights in draw(options.runs, options.seed):
+            for flight in flights:
+                # A home of its own: the hosts that one run excludes are not excluded by the next.
+                home = folder / f"run-{flight.number:03d}"
+                home.mkdir()
+                flight.login = Login(cluster, home)
+                flight.login.script(WAITS, "waits.py")
+            campaign.fly(end, has_accounting, flights)
+    finally:
+        cluster.down()
+    shown = ", ".join(f"{count} {name}" for name, count in campaign.counts.most_common())
+    print(f"{options.runs} runs, {campaign.counts.total()} attempts ({shown}): {campaign.num_wrong} wrong")
+    if campaign.num_wrong:
+        print(f"kept: {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
