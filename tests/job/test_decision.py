@@ -77,6 +77,8 @@ def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
     assert "no worker reported a save" in decision.reason
     assert after(AttemptResult([1], None, None, is_command=True)).cause == "crash"
     assert after(AttemptResult([78], "SIGTERM", cause, is_command=True)).action == "failed"
+    earlier = after(AttemptResult([137], "SIGTERM", cause, is_command=True, had_failed=True))
+    assert (earlier.cause, earlier.resumes) == ("crash", cause is not None)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def test_a_notice_that_a_full_disk_did_not_take(
     ],
 )
 @pytest.mark.parametrize("says", ["", "srun: error: Unable to create step for job 7: no memory"])
+@pytest.mark.parametrize("command", [None, ["python", "train.py"]])
 def test_a_notice_before_the_step_is_started_again(
     run: RunDir,
     slurm: Slurm,
@@ -166,7 +167,11 @@ def test_a_notice_before_the_step_is_started_again(
     job: JobDetails,
     expected: tuple[str, str, int],
     says: str,
+    command: list[str] | None,
 ) -> None:
+    plan_file = run.attempt(1).plan_file
+    write_json(plan_file, {**read_json(plan_file), "command": command})
+
     def take_away(delay_s: float) -> signal.Signals:
         slurm.job = job
         return signal.SIGTERM

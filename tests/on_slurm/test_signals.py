@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from tests.on_slurm.broken_runs import diagnosed
 from tests.on_slurm.login import (
     ASK_SLURM_S,
     BACKENDS,
     DEAF,
+    LISTENS,
     TRAINKIT,
     Login,
     events,
@@ -28,6 +30,11 @@ ENDLESS = settings(
     *("precision.dtype=fp32", "logging.tensorboard=false", "resources.cpus_per_gpu=1"),
 )
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
+DIES_ONCE = """
+import os, signal
+if (os.environ["TRAINKIT_JOB_ATTEMPT"], os.environ["RANK"]) == ("1", "1"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def steps_of(run: RunDir) -> list[tuple[int, int]]:
@@ -61,14 +68,18 @@ while True:
 
 @pytest.mark.smoke
 def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
+    """Slurm reports it in the log of an earlier attempt too, which ended because a rank was killed."""
+    dies = login.script(DIES_ONCE + LISTENS)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
     low = (*ON_TWO_HOSTS, "--partition", "low")
-    runs = [
-        train(login, "--partition", "low"),
-        login.submit_listeners(*low, "--backend", "submitit"),
-        login.submit(*low, *settings("requeue.signal=USR2"), "--", "python", "saves_on_usr2.py"),
-    ]
-    login.wait_for_log(runs[2], "attempt 1", 1)
+    usr2 = settings("requeue.signal=USR2")
+    killed = login.submit(*low, "--backend", "submitit", "--", "python", dies)
+    trained = train(login, "--partition", "low")
+    told = login.submit(*low, *usr2, "--", "python", "saves_on_usr2.py")
+    runs = [(1, trained), (2, killed), (1, told)]
+    for attempt, run in runs[1:]:
+        for rank in range(2):
+            login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)
     preempting = [
         "sbatch",
         "--parsable",
@@ -78,12 +89,16 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
         "--output=/dev/null",
     ]
     login.run([*preempting, "--wrap=sleep 1"], check=True)
-    for run in runs:
-        end = login.wait_for_end(run)
+    for attempt, run in runs:
+        end = login.wait_for_end(run, attempt)
         assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
-        assert end["reason"] == "saved after SIGTERM at a preemption; resumes (restart 1)"
+        assert end["reason"] == f"saved after SIGTERM at a preemption; resumes (restart {attempt})"
         assert login.status(run)["state"] == "requeueing"
-    assert saved_step(runs[0]) == steps_of(runs[0])[-1][1]
+    assert saved_step(trained) == steps_of(trained)[-1][1]
+    log, line = killed.attempt(1).supervisor_log, "attempt 1: restart: "
+    wait_for(lambda: "*** JOB " in log.read_text().partition(line)[2], "Slurm's line")
+    found = [diagnosed(login, killed, attempt) for attempt in (1, 2)]
+    assert [(one["name"], one["rank"]) for one in found] == [("killed", 1), ("preempted", None)]
 
 
 def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:

@@ -367,6 +367,7 @@ class SlurmAllocation(Allocation):
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
         # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
+        outcome.had_failed = outcome.first_failed_node is not None
         outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
         self.inspect(attempt, plan, outcome)
         return judge(attempt, outcome, self.restart_options(plan))

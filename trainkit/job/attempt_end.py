@@ -72,6 +72,7 @@ def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Dec
         exit_codes=outcome.exit_codes,
         stop_signal=outcome.stop_signal,
         cause=cause,
+        had_failed=outcome.had_failed,
         slow_host=outcome.slow_host,
         out_of_time=outcome.out_of_time,
         not_started=outcome.launch_error is not None,

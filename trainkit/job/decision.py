@@ -55,6 +55,8 @@ class Outcome:
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
     """Whether the supervisor received that signal too; at a preemption Slurm signals only the steps."""
+    had_failed: bool = False
+    """Whether the ranks had failed before the signal, which came while the run waited to restart."""
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
     slow_host: SlowHost | None = None
@@ -112,6 +114,8 @@ class AttemptResult:
     """The signal that asked them to stop."""
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
+    had_failed: bool = False
+    """Whether they had failed before that signal."""
     slow_host: SlowHost | None = None
     """The host to continue without, with the cause `slow_host`."""
     out_of_time: bool = False
@@ -190,7 +194,8 @@ def decide(
     saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
     # A save that fails when a person cancels the run is reported as the failure that it is.
     is_interrupted = result.failed_after_signal and result.cause is not None
-    is_excused = result.is_command or result.out_of_time or is_interrupted
+    is_any_code = result.is_command and not result.had_failed
+    is_excused = is_any_code or result.out_of_time or is_interrupted
     ended_on_signal = is_excused or _ended_on_signal(codes)
     if result.stop_signal is not None and (saved or ended_on_signal):
         return _after_request(result, saved, previous, policy, options)
