@@ -105,6 +105,14 @@ def test_a_message_about_the_step_is_in_the_log_of_its_own_attempt(tmp_path: Pat
     assert [named(run, number) for number in (1, 2)] == ["node-failure", "time-limit"]
 
 
+def test_the_step_that_watches_the_first_host_outlives_attempts(tmp_path: Path) -> None:
+    run = job_of(tmp_path, CRASH, {})
+    log = run.attempt(1).batch_host_log
+    preempted = ended_by_slurm("PREEMPTION", 90, "STEP 7.0")
+    log.write_text(f"{preempted}\nsrun: error: n3: task 0: Out Of Memory\n")
+    assert named(run, 1) == "killed"
+
+
 def test_every_action_ends_an_attempt() -> None:
     assert set(ACTIONS) == set(get_args(Action))
     assert all(is_end_line(end_line(1, action, "…"), 1) for action in ACTIONS)

@@ -22,7 +22,7 @@ from tests.on_slurm.broken_cases import (
     running,
     training,
 )
-from tests.on_slurm.login import DEAF, Login, settings, wait_for
+from tests.on_slurm.login import DEAF, DIES_ONCE, Login, settings, wait_for
 from trainkit.rundir import RunDir, read_end
 
 # Slurm ends the job.
@@ -54,6 +54,19 @@ def preempted_without_notice(login: Login) -> RunDir:
             login.wait_for_log(run, "deaf", rank)
         survival.preempt(login.cluster)
     return over(login, run)
+
+
+@broken("killed", 1, 2)
+def rank_killed_before_a_preemption(login: Login) -> RunDir:
+    """Slurm reports the preemption of attempt 2 in the log of attempt 1, of which a rank was killed."""
+    run = login.submit("--partition", "low", *ON_TWO_HOSTS, "--", "python", login.script(DIES_ONCE))
+    for rank in range(2):
+        login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
+    survival.preempt(login.cluster)
+    login.wait_for_log(run, "attempt 3", attempt=3)
+    login.trainkit("cancel", str(run.path), "--now")
+    login.wait_for_end(run, 3)
+    return run
 
 
 @broken("time-limit")

@@ -47,6 +47,16 @@ sys.exit(75)
 A second signal, or the end of its worker, ends it while it saves.
 """
 
+DIES_ONCE = (
+    """
+import os, signal
+if (os.environ["TRAINKIT_JOB_ATTEMPT"], os.environ["RANK"]) == ("1", "1"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    + LISTENS
+)
+"""The same, after rank 1 of the first attempt was killed."""
+
 DEAF = """
 import signal, time
 for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):

@@ -11,7 +11,7 @@ from tests.on_slurm.login import (
     ASK_SLURM_S,
     BACKENDS,
     DEAF,
-    LISTENS,
+    DIES_ONCE,
     TRAINKIT,
     Login,
     events,
@@ -30,11 +30,6 @@ ENDLESS = settings(
     *("precision.dtype=fp32", "logging.tensorboard=false", "resources.cpus_per_gpu=1"),
 )
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
-DIES_ONCE = """
-import os, signal
-if (os.environ["TRAINKIT_JOB_ATTEMPT"], os.environ["RANK"]) == ("1", "1"):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def steps_of(run: RunDir) -> list[tuple[int, int]]:
@@ -69,7 +64,7 @@ while True:
 @pytest.mark.smoke
 def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
     """Slurm reports it in the log of an earlier attempt too, which ended because a rank was killed."""
-    dies = login.script(DIES_ONCE + LISTENS)
+    dies = login.script(DIES_ONCE)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
     low = (*ON_TWO_HOSTS, "--partition", "low")
     usr2 = settings("requeue.signal=USR2")

@@ -64,7 +64,6 @@ class AttemptFiles:
     def outside(self) -> Iterator[Text]:
         """What Slurm, the supervisor and the agents wrote: no program of the user can."""
         yield from self.of_slurm()
-        yield from self.logs("srun", [self.attempt.batch_host_log])
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
     def memory_in_use(self, host: str | None) -> str | None:
