@@ -15,6 +15,7 @@ Prints one line per run; the same seed draws the same runs. The exit code is 0 i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -53,7 +54,7 @@ import os, signal, sys, time
 asked, is_deaf = [], sys.argv[1] == "deaf"
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN if is_deaf else lambda n, frame: asked.append(n))
-print("pid", os.getpid(), flush=True)
+print("started", flush=True)
 while not asked:
     time.sleep(0.02)
 for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -84,7 +85,7 @@ class Flight:
 
     def submit(self, ears: str) -> None:
         """Submit the run, with ranks that listen or are deaf."""
-        limits = settings("resources.time='10'", "requeue.grace_s=10")
+        limits = settings("resources.time='10'", "requeue.grace_s=10", "requeue.max_crashes=10")
         self.run = self.login.submit(*OPTIONS, *limits, "--", "python", "waits.py", ears)
 
     def kill(self, kills: Sequence[Kill]) -> None:
@@ -93,7 +94,6 @@ class Flight:
         for kill in kills:
             time.sleep(kill.after_s)
             pid = self._pid(kill.rank)
-            assert pid is not None
             self.done.append(("killed", kill.rank, self.hosts()[kill.rank]))
             os.kill(pid, signal.SIGKILL)
             self._wait_for_ranks()
@@ -122,11 +122,23 @@ class Flight:
 
     def _wait_for_ranks(self) -> None:
         what = f"all ranks of attempt {len(self.done) + 1} of run {self.number}"
-        wait_for(lambda: all(self._pid(rank) for rank in range(NUM_RANKS)), what)
+        attempt = len(self.done) + 1
+        wait_for(lambda: all("started" in log_of(self.run, rank, attempt) for rank in range(NUM_RANKS)), what)
 
-    def _pid(self, rank: int) -> int | None:
-        words = log_of(self.run, rank, len(self.done) + 1).split()
-        return int(words[-1]) if len(words) == 2 else None
+    def _pid(self, rank: int) -> int:
+        """The process of a rank of the newest attempt; the machine sees those of all hosts."""
+        wanted = {
+            "TRAINKIT_JOB_RUN_DIR": str(self.run.path),
+            "TRAINKIT_JOB_ATTEMPT": str(len(self.done) + 1),
+            "RANK": str(rank),
+        }
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):  # no process, or one that ends right now
+                lines = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                is_rank = wanted.items() <= dict(line.partition("=")[::2] for line in lines).items()
+                if is_rank and b"waits.py" in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+        raise AssertionError(f"rank {rank} of run {self.number} has ended by itself")
 
 
 def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
@@ -217,8 +229,9 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in this folder")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="diagnosis-campaign-"))
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="diagnosis-campaign-"))
     cluster = up(owner=Pid.of(os.getpid()))
     try:
         campaign = Campaign(cluster)
@@ -226,7 +239,7 @@ def main() -> int:
             for flight in flights:
                 # A home of its own: the hosts that one run excludes are not excluded by the next.
                 home = folder / f"run-{flight.number:03d}"
-                home.mkdir()
+                home.mkdir(parents=True)
                 flight.login = Login(cluster, home)
                 flight.login.script(WAITS, "waits.py")
             campaign.fly(end, has_accounting, flights)
@@ -236,9 +249,9 @@ def main() -> int:
     print(f"{options.runs} runs, {campaign.counts.total()} attempts ({shown}): {campaign.num_wrong} wrong")
     if campaign.num_wrong:
         print(f"kept: {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+    elif options.keep is None:
+        shutil.rmtree(folder)
+    return int(campaign.num_wrong > 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from trainkit.job.record import ACTIONS, WITHOUT_RECORD, add_slurm_entry, create
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.rundir import RunDir, as_utc, write_json
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 BEGIN = datetime.fromisoformat("2026-11-25T20:00:00.400+00:00")
 KILLED = {"rank": 1, "host": "n2", "type": "exit", "message": "killed by SIGKILL", "exit_code": 137}
@@ -96,6 +98,9 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     ]
     assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
     assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
+    requeued = JobInfo("7", JobState.REQUEUED, slurm_state="REQUEUED")
+    found = diagnose(run.attempt(1), load_signatures(), slurm_job=requeued)
+    assert found.name == "preempted", "accounting has no reason"
 
 
 def test_a_message_about_the_step_is_in_the_log_of_its_own_attempt(tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ class AttemptFiles:
                 yield text
 
     def of_slurm(self) -> Iterator[Text]:
-        """What Slurm says: accounting, then srun and slurmstepd."""
-        yield from self._job_state()
+        """What Slurm says: srun and slurmstepd, which give the reason, then accounting, which may not."""
         yield from slurm_messages(self.attempt, self.end)
+        yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
         """What Slurm, the supervisor and the agents wrote: no program of the user can."""
