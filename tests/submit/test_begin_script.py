@@ -135,7 +135,8 @@ def test_a_job_that_slurm_ends_has_not_failed(script: Script) -> None:
 
 def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) -> None:
     (script.folder / "refuse-sbatch").touch()
-    assert script.bash("exit 2").returncode == 2
+    done = script.bash("exit 2")
+    assert (done.returncode, "not started again without n1: " in done.stderr) == (2, True)
     assert [call.partition(" ")[0] for call in script.calls] == ["sbatch"]
 
 
@@ -157,7 +158,7 @@ def test_an_error_that_would_occur_again_is_tried_on_one_other_node(script: Scri
     for restarts, code in enumerate((3, 2, 2)):
         done = script.bash(f"exit {code}", SLURM_RESTART_COUNT=str(restarts))
     assert sum(call == "scontrol requeue 7" for call in script.calls) == 2
-    assert "trainkit: not started again: it would end with exit code 2 again" in done.stderr
+    assert "not started again without n1: it would end with exit code 2 again" in done.stderr
 
 
 def test_no_requeue_where_the_policy_forbids_it(script: Script) -> None:
