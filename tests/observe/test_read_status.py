@@ -146,6 +146,9 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     status = read_status(run, True, NOW, waits)
     assert (status.state, status.host) == ("requeueing", "n1")
     assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
+    again = JobInfo("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
+    status = read_status(run, True, NOW, again)
+    assert (status.state, status.host, status.batch_log) == ("starting", None, [])
     failed_start(run, 1, "n2", 2)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
     status = read_status(run, False, NOW, job)

@@ -49,7 +49,10 @@ def command(
     number: int | None,
     lines: int | None,
 ) -> int:
-    """Print the log of rank 0 of RUN, or the logs of the selected ranks."""
+    """Print the log of rank 0 of RUN, or the logs of the selected ranks.
+
+    Without one, because the job ended before its supervisor began, it is the output of the batch script.
+    """
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.job.failed_starts import batch_log

@@ -16,7 +16,7 @@ from trainkit.config.training import ModelConfig
 from trainkit.control.jobs import slurm_job
 from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.job.failed_starts import note_failed_starts
+from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.record import is_exiting, is_slurm, newest_entry, read_job
 from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
@@ -126,7 +126,7 @@ def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
     entry = newest_entry(run)
     if entry is None or not is_slurm(entry) or is_exiting(run, entry):
         return []
-    return note_failed_starts(run.attempt(entry["attempt"]), slurm_job(entry), cluster_name() or "", warn)
+    return note_bad_hosts(run, slurm_job(entry), cluster_name() or "", warn)
 
 
 @contextmanager

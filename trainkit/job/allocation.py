@@ -34,7 +34,7 @@ from trainkit.job.claim_attempt import (
     register_start,
 )
 from trainkit.job.decision import RESTART_SIGNAL, Decision, Outcome, RestartOptions
-from trainkit.job.failed_starts import note_failed_starts
+from trainkit.job.failed_starts import close_failed_starts
 from trainkit.job.failure.first_failure import suspect_host
 from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
 from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job, termination_cause
@@ -210,7 +210,7 @@ class SlurmAllocation(Allocation):
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
         if isinstance(attempt, AttemptDir):
             now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
-            note_failed_starts(attempt, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
+            close_failed_starts(self.run, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
             return attempt
         log_line(f"nothing to do for job {self.job_id}: {attempt}")
         is_cancellation = attempt in (CANCELLED_BEFORE_START, RUN_CANCELLED)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.cluster.bad_nodes import note_failure
-from trainkit.job.record import has_started, is_slurm, newest_entry, read_job
+from trainkit.job.record import has_started, newest_entry, read_job
 from trainkit.job.signals import describe_exit, signal_exit_code
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
+from trainkit.rundir import RunDir, log_event, read_json
 from trainkit.rungroup import group_of
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.job_id import base_id, is_job_id
@@ -52,9 +52,11 @@ class FailedStart:
 
 def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.environ) -> None:
     """Remove the record of this start, which has not failed: the supervisor begins. Raises OSError."""
-    for folder in _folders(run):
+    group = group_of(run)
+    # The tasks of an array write their records into the group.
+    for folder in (run.path, *([] if group is None else [group[0].path])):
         name = f"{job_id}.{environ.get('SLURM_RESTART_COUNT') or 0}"
-        (folder / name).unlink(missing_ok=True)
+        (folder / STARTS_FOLDER / name).unlink(missing_ok=True)
 
 
 def failed_starts(run: RunDir, job: JobInfo | None) -> list[FailedStart]:
@@ -63,12 +65,12 @@ def failed_starts(run: RunDir, job: JobInfo | None) -> list[FailedStart]:
     `job` is Slurm's information about the newest job of the run, None when it is unknown.
     """
     found = [start for start in _recorded(run) if _is_over(start, job)]
-    entry = newest_entry(run)
-    if found or entry is None or not is_slurm(entry) or has_started(entry):
+    if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
     # The script did not even begin, or the run folder was not writable there.
-    if job is None or job.job_id != entry["job_id"] or job.state not in _BY_FAILURE or not job.nodes:
-        return found
+    entry = newest_entry(run)
+    if entry is None or entry["job_id"] != job.job_id or has_started(entry):
+        return []
     code = signal_exit_code(job.exit_signal) if job.exit_signal else job.exit_code
     return [FailedStart(job.job_id, first_host(job.nodes), None if job.log_not_opened else code)]
 
@@ -84,33 +86,24 @@ def _is_over(start: FailedStart, job: JobInfo | None) -> bool:
 
 
 def _recorded(run: RunDir) -> list[FailedStart]:
-    ids = {str(entry["job_id"]) for entry in read_job(run)["attempts"]}
-    found = [
-        start
-        for folder in _folders(run)
-        for file in folder.glob("*.*")
-        for start in _read(file)
-        if folder.parent == run.path or start.job_id in ids
-    ]
+    found = list(_read(run.path / STARTS_FOLDER))
+    group = group_of(run)
+    if group is not None:
+        ids = {str(entry["job_id"]) for entry in read_job(run)["attempts"]}
+        found += [start for start in _read(group[0].path / STARTS_FOLDER) if start.job_id in ids]
     return sorted(found, key=lambda start: (int(base_id(start.job_id)), start.restarts))
 
 
-def _read(file: Path) -> Iterator[FailedStart]:
-    job_id, _, restarts = file.name.partition(".")
-    try:
-        record = read_json(file)
-        host, code = str(record["host"]), record["exit_code"]
-        if is_job_id(job_id):
-            yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
-    except (OSError, ValueError, LookupError, TypeError):
-        return  # cut off by a full disk, or removed by the supervisor
-
-
-def _folders(run: RunDir) -> list[Path]:
-    """Where the jobs of a run write their records; those of an array write them in its group."""
-    group = group_of(run)
-    groups = [] if group is None else [group[0].path]
-    return [path / STARTS_FOLDER for path in (run.path, *groups)]
+def _read(folder: Path) -> Iterator[FailedStart]:
+    for file in folder.glob("*.*"):
+        job_id, _, restarts = file.name.partition(".")
+        try:
+            record = read_json(file)
+            host, code = str(record["host"]), record["exit_code"]
+            if is_job_id(job_id):
+                yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # cut off by a full disk, or removed by the supervisor
 
 
 def batch_log(run: RunDir, job_id: str) -> Path:
@@ -120,26 +113,48 @@ def batch_log(run: RunDir, job_id: str) -> Path:
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
 
-def note_failed_starts(
-    attempt: AttemptDir, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
+def note_bad_hosts(
+    run: RunDir, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
 ) -> list[str]:
-    """Log the starts that failed before an attempt, and have the next starts of the run avoid their hosts.
+    """Have the next starts of a run avoid the hosts on which starts failed; returns them.
 
-    Returns these hosts and removes the records. `job` is that of `failed_starts`; `notify` gets a sentence
-    for what could not be written.
+    `job` is that of `failed_starts`; `notify` gets a sentence for what could not be written.
     """
-    run, hosts = attempt.run, []
+    hosts = []
     for start in failed_starts(run, job):
-        fields = {"job_id": start.job_id, "host": start.host, "exit_code": start.exit_code}
-        reason = f"a job ended there before its supervisor began: {start.how}"
+        # Slurm may also have preempted a job whose script recorded nothing.
+        if start.exit_code or (job is not None and job.state in _BY_FAILURE):
+            hosts.append(start.host)
+            reason = f"a job ended there before its supervisor began: {start.how}"
+            number = _attempt_of(run, start.job_id)
+            try:
+                note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
+            except OSError as error:
+                notify(f"cannot record that {start.sentence} ({error})")
+    return hosts
+
+
+def close_failed_starts(run: RunDir, job: JobInfo, cluster: str, notify: Callable[[str], None]) -> None:
+    """`note_bad_hosts` of a supervisor that begins; writes events in the place of the records."""
+    note_bad_hosts(run, job, cluster, notify)
+    for start in failed_starts(run, job):
         try:
-            log_event(run, attempt.number, "start_failed", **fields)
-            # Slurm may also have preempted a job whose script recorded nothing.
-            if start.exit_code or (job is not None and job.state in _BY_FAILURE):
-                hosts.append(start.host)
-                note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=attempt.number)
+            log_event(
+                run,
+                _attempt_of(run, start.job_id),
+                "start_failed",
+                job_id=start.job_id,
+                host=start.host,
+                exit_code=start.exit_code,
+            )
             if start.file is not None:
                 start.file.unlink(missing_ok=True)
         except OSError as error:
             notify(f"cannot record that {start.sentence} ({error})")
-    return hosts
+
+
+def _attempt_of(run: RunDir, job_id: str) -> int:
+    """The attempt that a start of a job would have run; for a follow-up that did not begin, the newest."""
+    entries = read_job(run)["attempts"]
+    own = [entry["attempt"] for entry in entries if entry["job_id"] == job_id]
+    return max(own or run.attempt_numbers(), default=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.job.record import newest_entry
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.rundir import AttemptDir, read_end, read_json, read_jsonl_reversed
@@ -51,9 +52,11 @@ class AttemptFiles:
         """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
         job = self.slurm_job
         is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
-        if is_explained or self.attempt.number != self.run.attempt_numbers()[-1]:
+        entry = None if is_explained else newest_entry(self.run)
+        if entry is None or entry["attempt"] != self.attempt.number:
             return None
-        return next(reversed(failed_starts(self.run, job)), None)
+        starts = [one for one in failed_starts(self.run, job) if one.job_id == entry["job_id"]]
+        return starts[-1] if starts else None
 
     def start_text(self) -> Iterator[Text]:
         start = self._failed_start()

@@ -135,10 +135,12 @@ def read_status(
         printed = _printed_metrics(run, run.attempt(attempt))
         last = printed or {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
-    starts = failed_starts(run, slurm_job)
+    starts = [one for one in failed_starts(run, slurm_job) if one.job_id == entry.get("job_id")]
     state, reason = attempt_state(
         entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None, starts
     )
+    # While the job starts on another node, that one counts.
+    dead = starts[-1] if starts and state not in ("starting", "running") else None
     is_known = isinstance(attempt, int) and state in ("running", "stopping")
     slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
@@ -149,7 +151,7 @@ def read_status(
         reason=reason,
         attempt=attempt,
         job_id=entry.get("job_id"),
-        host=starts[-1].host if starts else entry.get("host"),
+        host=entry.get("host") if dead is None else dead.host,
         num_nodes=plan.get("num_nodes"),
         workers_per_node=plan.get("workers_per_node"),
         device=plan.get("device"),
@@ -174,7 +176,7 @@ def read_status(
         ],
         slowdowns=slowdowns,
         trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=_last_lines(batch_log(run, starts[-1].job_id)) if starts else [],
+        batch_log=[] if dead is None else _last_lines(batch_log(run, dead.job_id)),
     )
 
 
