@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,12 @@ def test_a_script_that_ends_well_is_not_requeued(script: Script) -> None:
 def test_a_job_that_slurm_ends_has_not_failed(script: Script) -> None:
     done = script.bash("kill -TERM $PPID; exit 143")
     assert (done.returncode, script.calls, script.failed()) == (143, [], [])
+
+
+def test_a_signal_for_the_first_shell_alone_reaches_the_supervisor(script: Script) -> None:
+    supervisor = "trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
+    done = script.bash(f"{BEGINS}exec bash -c {shlex.quote(supervisor)}")
+    assert (done.returncode, done.stdout, done.stderr) == (75, "saved\n", "")
 
 
 def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) -> None:
