@@ -46,6 +46,7 @@ class Script:
         context = {
             "starts": str(self.run.path / "starts"),
             "restarts": 3,
+            "directives": {},
             "workdir": str(self.folder),
             "other_workdir": None,
             **changes,
@@ -109,7 +110,7 @@ def test_an_end_before_the_supervisor_is_recorded_and_requeued(
     assert f"trainkit: ended on n1 with exit code {code} before the supervisor began" in done.stderr
     [start] = script.failed()
     assert (start.job_id, start.host, start.exit_code, start.how) == ("7", "n1", code, how)
-    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n1 ")
+    assert script.calls[0].startswith("sbatch --test-only --exclude=n1 ")
     assert script.calls[1:] == REQUEUED
 
 
@@ -145,6 +146,11 @@ def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) 
     done = script.bash("exit 2")
     assert (done.returncode, "not started again without n1: " in done.stderr) == (2, True)
     assert [call.partition(" ")[0] for call in script.calls] == ["sbatch"]
+
+
+def test_jobs_that_were_waited_for_are_over(script: Script) -> None:
+    script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}})
+    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n1 ")
 
 
 def test_hosts_that_are_left_out_already_stay_so(script: Script) -> None:
