@@ -42,7 +42,7 @@ ALLOWED = {
     # What reaches a run that is there.
     "control": {
         *("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
-        *("job.record", "job.array_tasks", "job.processes", "job.signals"),
+        *("job.record", "job.failed_starts", "job.array_tasks", "job.processes", "job.signals"),
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
     },
@@ -53,11 +53,12 @@ ALLOWED = {
         # submitit pickles what its jobs run, and that is the supervisor.
         *("job.record", "job.processes", "job.supervisor", "job.signals", "job.node.slurm_step"),
         "job.notifications",  # what it sends, and to which URLs
+        *("job.failed_starts", "job.requeue"),  # where a job is not started again
         *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm"),
-        *("jsonl", "job.record", "cluster.units"),
+        *("jsonl", "job.record", "job.failed_starts", "cluster.units"),
         "job.failure.launcher_report",  # the agent reads it too
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.

@@ -314,30 +314,29 @@ def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
 def copied_file(run: RunDir, name: str) -> Path:
     """The copy of a file in the run's code snapshot, else the file itself.
 
-    A relative `name` refers to the current folder, which must be the one that the run was submitted from.
+    A relative `name` refers to the folder that the run was submitted from, which may be gone.
     """
-    original, code = Path(name).absolute(), _snapshot(run)
+    original, (folder, code) = Path(name).absolute(), _snapshot(run)
     if code is None:
         return original
-    copied = Path(os.path.normpath(Path(code["workdir"]) / os.path.relpath(original)))
+    inside = os.path.relpath(Path(folder, name), folder)
+    copied = Path(os.path.normpath(Path(code["workdir"]) / inside))
     return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
 
 
 def copied_folder(run: RunDir) -> Path:
-    """The folder of the code snapshot that corresponds to the current folder, else the current folder.
-
-    As for `copied_file`, that must be the folder that the run was submitted from.
-    """
-    code = _snapshot(run)
+    """The folder of the code snapshot that corresponds to that of the submission, else the current folder."""
+    code = _snapshot(run)[1]
     return Path.cwd() if code is None else Path(code["workdir"])
 
 
-def _snapshot(run: RunDir) -> dict[str, Any] | None:
-    """Where the code snapshot of a run is; None if it has none."""
+def _snapshot(run: RunDir) -> tuple[str, dict[str, Any] | None]:
+    """The folder that a run was submitted from, and where its code snapshot is; None if it has none."""
     try:
-        return read_json(run.job_file).get("code") or None
+        job = read_json(run.job_file)
     except FileNotFoundError:
-        return None
+        return str(Path.cwd()), None
+    return str(job.get("cwd") or Path.cwd()), job.get("code") or None
 
 
 def will_resume(end: Mapping[str, Any]) -> bool:

@@ -312,7 +312,7 @@ def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
 def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation, "excluded", lambda cluster: {"node9": "it died"})
+    monkeypatch.setattr(allocation, "excluded", lambda cluster, run: {"node9": "it died"})
     given = allocation.SlurmAllocation(run, "7", [])
     given.bad["node1"] = "lost"
     assert given.hosts_to_exclude() == ["node1", "node9"]

@@ -230,6 +230,33 @@ def test_an_attempt_that_never_started(tmp_path: Path) -> None:
     assert newest(run, job=job).cause == cause
 
 
+def test_a_start_that_failed(tmp_path: Path) -> None:
+    """Slurm names the node where the script recorded nothing; with a record it need not be asked."""
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    run.attempt(1).supervisor_log.write_text("bash: /venv/bin/activate: No such file or directory\n")
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", nodes="n[2-3]", exit_signal=9)
+    found = newest(run, job=job)
+    assert (found.name, found.rank, found.host) == ("start-failed", None, "n2")
+    assert found.evidence[0].file == "Slurm's state of job 7"
+    (tmp_path / "starts").mkdir()
+    write_json(tmp_path / "starts/7.0", {"host": "n4", "exit_code": 2})
+    found = newest(run)
+    assert (found.name, found.rank, found.host) == ("start-failed", None, "n4")
+    assert found.evidence[0].place == "starts/7.0:1"
+    assert [line.text for line in found.tail] == ["bash: /venv/bin/activate: No such file or directory"]
+    assert "n4" in found.advice[1]
+    assert (
+        newest(run, job=replace(job, state=JobState.NODE_FAIL, slurm_state="NODE_FAIL")).name
+        == "node-failure"
+    )
+    assert (
+        newest(run, job=replace(job, state=JobState.CANCELLED, slurm_state="CANCELLED")).name == "cancelled"
+    )
+
+
 def test_accounting_says_how_an_attempt_without_an_end_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,48 @@ def test_a_job_whose_log_slurm_could_not_open(run, reason):
     assert read_status(run, False, NOW, job).warnings == [ended]
 
 
+def failed_start(run, restarts, host, exit_code):
+    (run.path / "starts").mkdir(exist_ok=True)
+    write_json(run.path / f"starts/7.{restarts}", {"host": host, "exit_code": exit_code})
+
+
+def test_a_job_that_ended_before_its_supervisor_began(run):
+    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600)}
+    write_json(run.job_file, {"attempts": [entry]})
+    run.attempt(1).supervisor_log.write_text("\n".join(["no venv", *map(str, range(9))]) + "\n")
+    failed_start(run, 0, "n1", 137)
+    waits = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    status = read_status(run, True, NOW, waits)
+    assert (status.state, status.host) == ("requeueing", "n1")
+    assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
+    again = JobInfo("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
+    status = read_status(run, True, NOW, again)
+    assert (status.state, status.host, status.batch_log) == ("starting", None, [])
+    failed_start(run, 1, "n2", 2)
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
+    status = read_status(run, False, NOW, job)
+    assert (status.state, status.host) == ("died", "n2")
+    assert status.reason == "Slurm reports FAILED; exit code 2; it ended on n2 before the supervisor began"
+    assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
+    assert run_details(status).endswith(
+        "\nlast lines of the batch script:\n  no venv\n"
+        + "".join(f"  {number}\n" for number in range(9)).rstrip("\n")
+    )
+    forgotten = JobInfo("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists it")
+    reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists it"
+    assert read_status(run, False, NOW, forgotten).reason == reason
+
+
+def test_a_requeued_job_that_ended_before_its_next_supervisor_began(run):
+    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "started_at": ago(600), "host": "n1"}
+    write_json(run.job_file, {"attempts": [entry]})
+    write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue", "reason": "saved"})
+    failed_start(run, 1, "n2", None)
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9, nodes="n2", restarts=1)
+    reason = "the job was killed by SIGKILL; it ended on n2 before the supervisor began"
+    assert read_status(run, False, NOW, job).reason == f"Slurm reports FAILED; {reason}"
+
+
 def test_running_then_stopping(run):
     metrics(run, 2, 1)
     assert read_status(run, True, NOW).state == "running"

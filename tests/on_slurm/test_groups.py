@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import time
@@ -214,7 +215,12 @@ def test_an_array_that_is_too_large_is_refused_before_its_points_are_planned(log
 def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
     group = submit(login, "--array", "0-1", *settings("launch.setup=['echo looking; exit 9']"), *LISTENS)
     seen = wait_for_states(login, group, died=2)
-    assert seen["points"][0]["reason"] == "Slurm reports FAILED; exit code 9"
+    reason = seen["points"][0]["reason"]
+    assert re.fullmatch(
+        r"Slurm reports FAILED; exit code 9; it ended on tk\S+ before the supervisor began", reason
+    )
+    starts = [path.read_text() for path in (group.path / "starts").iterdir()]
+    assert len(set(starts)) > 1, "each was tried on another host"
     log = login.trainkit("logs", f"{group.job_id}_0", "--all").stdout
     assert "supervisor | looking" in log
 

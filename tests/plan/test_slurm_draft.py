@@ -289,6 +289,17 @@ def test_bad_nodes_are_left_out_as_long_as_enough_are_left(
     assert made.reasons["exclude"] == reason
 
 
+def test_a_bad_node_that_the_config_asks_for_is_used() -> None:
+    cluster = replace(WEST, bad_nodes=BAD)
+    made = plan("resources.extra.nodelist=h[2-3]", "resources.gpus_per_node=1", cluster=cluster)
+    assert made.slurm is not None
+    assert made.slurm.sbatch["exclude"] == "h1"
+    assert "not h3, which resources.extra.nodelist names: lost" in made.reasons["exclude"]
+    made = plan("resources.extra.nodelist=false", "resources.gpus_per_node=1", cluster=cluster)
+    assert made.slurm is not None
+    assert made.slurm.sbatch["exclude"] == "h3,h1"
+
+
 def test_bad_nodes_and_those_that_the_config_names() -> None:
     cluster = replace(WEST, bad_nodes=BAD)
     made = plan("resources.exclude=h[5-6]", "resources.gpus_per_node=1", cluster=cluster)

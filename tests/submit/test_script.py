@@ -98,6 +98,24 @@ def test_a_short_job_is_told_early_enough_but_not_from_its_start(tmp_path: Path)
     assert option(script(tmp_path, "requeue.grace_s=30.5").text, "signal") == "USR2@31"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "restarts"),
+    [
+        ((), 3),
+        (("requeue.max=1",), 1),
+        (("requeue.max_crashes=0",), 0),
+        (("requeue.on=[preempted]",), 0),
+        (("requeue.on=[crash]",), 0),  # submitted with --no-requeue
+    ],
+)
+def test_a_start_that_fails_is_requeued_as_the_policy_says(
+    tmp_path: Path, overrides: tuple[str, ...], restarts: int
+) -> None:
+    text = script(tmp_path, *overrides).text
+    assert ("scontrol requeue" in text) == (restarts > 0)
+    assert not restarts or f"if (( $# > {restarts} ))" in text.replace("elif", "if")
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert script(tmp_path).text == script(tmp_path).text
 

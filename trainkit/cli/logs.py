@@ -49,9 +49,14 @@ def command(
     number: int | None,
     lines: int | None,
 ) -> int:
-    """Print the log of rank 0 of RUN, or the logs of the selected ranks."""
+    """Print the log of rank 0 of RUN, or the logs of the selected ranks.
+
+    Without one, because the job ended before its supervisor began, it is the output of the batch script.
+    """
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
+    from trainkit.job.failed_starts import batch_log
+    from trainkit.job.record import find_entry, has_started
     from trainkit.observe.follow import LogTail, follow, start_of_last
     from trainkit.rundir import read_end
 
@@ -64,8 +69,13 @@ def command(
     if following:
         for line in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
             click.echo(f"{line.source} | {line.text}" if named else line.text)
+    entry = find_entry(run, attempt.number) or {}
+    if following and has_started(entry):
         return EXIT_OK
     paths = [path for path in logs_of(attempt) if path.exists()]
+    if not paths and not has_started(entry) and (log := batch_log(run, str(entry["job_id"]))).exists():
+        click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
+        paths = [log]
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.path} has not written this log",

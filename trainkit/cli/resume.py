@@ -70,12 +70,14 @@ def command(
     """
     from trainkit.cli.hosts import hosts_target
     from trainkit.cli.start_output import print_copied, print_started
+    from trainkit.cluster.target import make_target
     from trainkit.config import load_config, read_effective
     from trainkit.control.jobs import require_not_running
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
         newest_checkpoint_of,
+        note_dead_job,
         refuse_incompatible,
         refuse_replay,
         submission_folder,
@@ -100,6 +102,7 @@ def command(
     is_first = place is None or place.node_rank == 0
     if fork_dir is None and is_first:
         require_not_running(source, "resume")
+        note_dead_job(source, lambda text: click.echo(f"warning: {text}", err=True))
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.from_dict(read_json(source.plan_file))
@@ -110,7 +113,7 @@ def command(
     loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
-        target = None if place is None else hosts_target(place)
+        target = make_target(loaded, run=source.path) if place is None else hosts_target(place)
         plan = plan_run(
             loaded,
             before.command,

@@ -20,8 +20,9 @@ LOCK_TIMEOUT_S = 10.0
 FAILURES_OF_A_CULPRIT = 2
 """A host is excluded when this many failures of one run began on it."""
 
-Kind = Literal["died", "preflight", "culprit"]
-"""`died`: Slurm lost the node. `preflight`: it failed preflight. `culprit`: a run's failure began on it."""
+Kind = Literal["died", "preflight", "culprit", "start"]
+"""`died`: Slurm lost the node. `preflight`: it failed preflight. `culprit`: a run's failure began on it.
+`start`: a job ended there before its supervisor began."""
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
@@ -64,28 +65,33 @@ def note_failure(
 
 
 def excluded(
-    cluster: str, now: datetime | None = None, environ: Mapping[str, str] = os.environ
+    cluster: str,
+    now: datetime | None = None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    run: str | None = None,
 ) -> dict[str, str]:
     """Return the hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
 
     A host is excluded if it died, failed preflight, or was the culprit of `FAILURES_OF_A_CULPRIT` failures
-    of one run, within the last 24 hours.
+    of one run, within the last 24 hours; from the jobs of the folder `run` also after one start that failed.
     """
     notes = _notes(memory_file(cluster, environ), now or datetime.now(timezone.utc))
     found: dict[str, str] = {}
     blamed: dict[tuple[str, str], set[int]] = {}
     for note in notes:
         attempts = blamed.setdefault((note["host"], note["run"]), set())
-        if note["kind"] == "culprit":
+        if is_counted := note["kind"] in ("culprit", "start"):
             attempts.add(note["attempt"])
-        if note["kind"] != "culprit" or len(attempts) >= FAILURES_OF_A_CULPRIT:
+        is_own_start = note["kind"] == "start" and note["run"] == run
+        if not is_counted or is_own_start or len(attempts) >= FAILURES_OF_A_CULPRIT:
             found.pop(note["host"], None)
-            found[note["host"]] = _reason_text(note, len(attempts))
+            found[note["host"]] = _reason_text(note, len(attempts) if is_counted else 1)
     return dict(reversed(found.items()))
 
 
 def _reason_text(note: Mapping[str, Any], failures: int) -> str:
-    often = f", one of {failures} failures that began there" if note["kind"] == "culprit" else ""
+    often = f", one of {failures} failures that began there" if failures > 1 else ""
     when = datetime.fromisoformat(note["time"]).astimezone()
     run = f"{Path(note['run']).name}, attempt {note['attempt']}, {when:%Y-%m-%d %H:%M}"
     return f"{note['reason']}{often} ({run})"

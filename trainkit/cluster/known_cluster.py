@@ -24,15 +24,19 @@ if TYPE_CHECKING:
 
 
 def known_cluster(
-    loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
+    loaded: LoadedConfig,
+    environ: Mapping[str, str] = os.environ,
+    cwd: Path | None = None,
+    run: Path | None = None,
 ) -> Cluster:
     """Return the cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
 
+    `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
     Raises ConfigError for a profile that is invalid or does not exist.
     """
     known = _profile_or_slurm(loaded, environ, cwd)
     name = known.name if known.partitions else cluster_name(environ) or known.name
-    bad = excluded(name, environ=environ)
+    bad = excluded(name, environ=environ, run=None if run is None else str(run))
     hint = f"`rm {quote(str(memory_file(name, environ)))}` clears the list"
     return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
 

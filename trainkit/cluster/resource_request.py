@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trainkit.cluster.model import NodeKind, Partition
 from trainkit.cluster.units import memory_mib
 from trainkit.config.running import ResourcesConfig
+from trainkit.slurm.hosts import expand_without_slurm
 
 _NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
 _ANY_OF = re.compile(r"[|,\[(*]")
@@ -30,6 +31,13 @@ class ResourceRequest:
     constraint: str | None = None
     spare_nodes: int = 0
     """Nodes in addition to those that train."""
+    nodelist: str | None = None
+    """The nodes that the job must get, as a host list."""
+
+    @property
+    def named_nodes(self) -> list[str]:
+        """The nodes that the job must get; raises UsageError for text that is not a host list."""
+        return [] if self.nodelist is None else expand_without_slurm(self.nodelist)
 
     @property
     def all_nodes(self) -> int:
@@ -58,6 +66,7 @@ def resource_request(
     cpus = None if threads is None else threads * workers_per_node
     if cpus is None and per == "gpu":
         cpus = workers_per_node  # each task gets at least one CPU
+    nodelist = resources.extra.get("nodelist")
     return ResourceRequest(
         nodes=resources.nodes,
         workers_per_node=workers_per_node,
@@ -71,6 +80,7 @@ def resource_request(
         qos=resources.qos,
         constraint=resources.constraint,
         spare_nodes=resources.spare_nodes,
+        nodelist=nodelist if isinstance(nodelist, str) else None,
     )
 
 

@@ -78,9 +78,11 @@ def make_target(
     backend: str | None = None,
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
+    run: Path | None = None,
 ) -> Target:
     """Return the target of a config and the description of its cluster; `backend` overrides the config's.
 
+    `run` is the folder of a run that starts again, for `known_cluster`.
     Raises ConfigError for a cluster profile that is invalid or does not exist.
     """
     launch = loaded.config.launch
@@ -91,7 +93,7 @@ def make_target(
     # Imported only for Slurm: a run on this machine needs neither profiles nor Slurm's commands.
     from trainkit.cluster.known_cluster import known_cluster
 
-    cluster = known_cluster(loaded, environ, cwd)
+    cluster = known_cluster(loaded, environ, cwd, run)
     return Target("submitit" if chosen == "submitit" else "sbatch", reason, cluster)
 
 

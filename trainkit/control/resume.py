@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,15 @@ from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import ModelConfig
+from trainkit.control.jobs import slurm_job
 from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.job.record import read_job
+from trainkit.job.failed_starts import note_bad_hosts
+from trainkit.job.record import is_exiting, is_slurm, newest_entry, read_job
 from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir, read_json
+from trainkit.slurm.conf_file import cluster_name
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -113,6 +116,17 @@ def refuse_replay(run: RunDir) -> None:
         f"{run.path} is a replay of {record['run']}",
         hint=f"`trainkit replay --collect {quote(str(run.path))}` compares the two; or name that run",
     )
+
+
+def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
+    """Have the run avoid the hosts on which its newest job ended before the supervisor began; returns them.
+
+    Raises SlurmUnreachable, and UsageError for a job on a cluster that cannot be queried from here.
+    """
+    entry = newest_entry(run)
+    if entry is None or not is_slurm(entry) or is_exiting(run, entry):
+        return []
+    return note_bad_hosts(run, slurm_job(entry), cluster_name() or "", warn)
 
 
 @contextmanager

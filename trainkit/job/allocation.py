@@ -34,6 +34,7 @@ from trainkit.job.claim_attempt import (
     register_start,
 )
 from trainkit.job.decision import RESTART_SIGNAL, Decision, Outcome, RestartOptions
+from trainkit.job.failed_starts import close_failed_starts
 from trainkit.job.failure.first_failure import suspect_host
 from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
 from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job, termination_cause
@@ -61,7 +62,7 @@ from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails
+from trainkit.slurm.jobs import JobDetails, JobInfo
 from trainkit.slurm.states import JobState
 
 CANCELLED = "cancelled before the ranks started"
@@ -208,6 +209,8 @@ class SlurmAllocation(Allocation):
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
         if isinstance(attempt, AttemptDir):
+            now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
+            close_failed_starts(self.run, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
             return attempt
         log_line(f"nothing to do for job {self.job_id}: {attempt}")
         is_cancellation = attempt in (CANCELLED_BEFORE_START, RUN_CANCELLED)
@@ -335,7 +338,8 @@ class SlurmAllocation(Allocation):
 
     def hosts_to_exclude(self) -> list[str]:
         """The hosts that the next start of the run should avoid: bad in this job or in an earlier one."""
-        return sorted({*self.bad, *excluded(os.environ.get("SLURM_CLUSTER_NAME", ""))})
+        cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+        return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
         job = self.job

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
@@ -158,9 +158,12 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> li
     return excluded
 
 
-def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
+def excludable(
+    hosts: Sequence[str], request: SlurmRequest, notify: Callable[[str], None] = log_line
+) -> list[str]:
     """The hosts that can be excluded without leaving too few: then the job would stay pending forever.
 
+    `notify` gets a sentence for each of the others.
     Raises SlurmUnreachable, and TrainkitError when this host cannot run the test.
     """
     if not hosts or _refusal(hosts, request) is None:
@@ -171,7 +174,7 @@ def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
         if refusal is None:
             found.append(host)
         else:
-            log_line(f"cannot exclude {host}: {refusal}")
+            notify(f"cannot exclude {host}: {refusal}")
     return found
 
 

@@ -23,6 +23,7 @@ from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import FAILURES, Decision, Outcome
+from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
 from trainkit.job.node.preflight import retry_on_disk_error
@@ -52,6 +53,10 @@ def supervise_job(run: RunDir, step: Sequence[str]) -> int:
     if job_id is None:
         log_line("error: this is not a Slurm job\n\nhint: `trainkit submit` starts one")
         return EXIT_FAILED
+    try:
+        forget_start(run, job_id)
+    except OSError as error:
+        log_line(f"cannot remove the record of this start: {error}")
     return supervise(SlurmAllocation(run, job_id, step))
 
 

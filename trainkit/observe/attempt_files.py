@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.job.record import newest_entry
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.observe.slurm_messages import slurm_messages
@@ -20,6 +23,7 @@ MAX_SAMPLES = 1000
 """How many of the last health samples may belong to later attempts."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
+EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
 RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 
 
@@ -45,6 +49,29 @@ class AttemptFiles:
             if job.exit_code or job.exit_signal:
                 line += f" ExitCode={job.exit_code or 0}:{job.exit_signal or 0}"
             yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
+
+    def _failed_start(self) -> FailedStart | None:
+        """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
+        job = self.slurm_job
+        is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
+        entry = None if is_explained else newest_entry(self.run)
+        if entry is None or entry["attempt"] != self.attempt.number:
+            return None
+        starts = [one for one in failed_starts(self.run, job) if one.job_id == entry["job_id"]]
+        return starts[-1] if starts else None
+
+    def start_text(self) -> Iterator[Text]:
+        start = self._failed_start()
+        if start is not None:
+            shown = f"Slurm's state of job {start.job_id}"
+            if start.file is not None:
+                shown = os.path.relpath(start.file, self.run.path)
+            yield Text(shown, "start", [f"{start.host}: {start.how}"], host=start.host)
+
+    def batch_log(self) -> Text | None:
+        """The output of the batch script in the last start that failed."""
+        start = self._failed_start()
+        return None if start is None else read_log(batch_log(self.run, start.job_id), self.run.path, "srun")
 
     def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:
         for path in paths:

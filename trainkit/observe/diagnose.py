@@ -64,7 +64,7 @@ class Diagnosis:
     evidence: list[Evidence]
     advice: list[str]
     tail: list[Evidence] = field(default_factory=list)
-    """For an unknown cause, the last lines of the first failing rank."""
+    """For an unknown cause, the last lines of the first failing rank; for a failed start, of its script."""
     events: list[Evidence] = field(default_factory=list)
     """For an unknown cause, or one that an event names, the last events before the failure."""
     earlier: list[str] = field(default_factory=list)
@@ -142,7 +142,7 @@ class _Case:
             if self.alive:
                 return self._nothing("the attempt is still running or pending")
             return self._plain("unknown", "this host cannot tell whether the run is alive", "unknown")
-        match = self._asked_from_outside() or self._explain()
+        match = self._best(self.files.start_text()) or self._asked_from_outside() or self._explain()
         if match is not None:
             return self._found(match)
         if self.first is None and self.end.get("state") == "stopped":
@@ -314,12 +314,12 @@ class _Case:
 
     def _found(self, match: Match) -> Diagnosis:
         signature, first = match.signature, self.first
-        is_request = match.text.kind == "end"
+        is_of_job = match.text.kind in ("end", "start")
         rank, host, step = None, match.groups.get("host"), self.end.get("step")
-        if not is_request:
+        if not is_of_job:
             rank, host, step = self._place(match)
         values = run_values(self.run, self.attempt) | dict(match.groups)
-        record = {} if first is None or is_request else first.record
+        record = {} if first is None or is_of_job else first.record
         hosts = self.files.hosts()
         if "nobody" in match.groups:
             rank = host = None
@@ -348,7 +348,7 @@ class _Case:
             advice.insert(0, hint)
         confidence = "likely" if match.text.kind == "log" else signature.confidence
         evidence = [match.evidence]
-        if first is not None and not is_request and first.text is not match.text:
+        if first is not None and not is_of_job and first.text is not match.text:
             evidence.append(first.text.evidence(0))
         return self._make(
             name=signature.name,
@@ -361,6 +361,7 @@ class _Case:
             evidence=(evidence + more)[:MAX_EVIDENCE],
             advice=advice,
             events=self.events.shown() if match.text.kind == "event" else [],
+            tail=self._tail(log) if match.text.kind == "start" and (log := self.files.batch_log()) else [],
         )
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:

@@ -22,9 +22,10 @@ FILE_NAME = "signatures.yaml"
 Role = Literal["cause", "symptom", "cascade"]
 """A `cause` explains a failure. A `symptom` says how a rank ended, as `killed by SIGKILL`, which something
 else may explain. A `cascade` is what ranks report after another one has failed."""
-Where = Literal["record", "log", "agent", "srun", "slurm", "end", "event"]
+Where = Literal["record", "log", "agent", "srun", "slurm", "start", "end", "event"]
 """The first failure and the records of ranks, the output of ranks, the logs of agents, the output of srun,
-the job's state in Slurm, the cause that end.json names, and the events before the failure."""
+the job's state in Slurm, a start that ended before the supervisor began, the cause that end.json names, and
+the events before the failure."""
 Confidence = Literal["certain", "likely"]
 
 MAX_PATTERN_S = 2.0

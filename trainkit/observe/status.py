@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
+from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.job.record import has_started
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import Restart
 from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
+from trainkit.observe.run_text import read_log
 from trainkit.observe.text import slowdown_line
 from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
@@ -30,6 +32,7 @@ from trainkit.rundir import (
     seconds_between,
     will_resume,
 )
+from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
@@ -43,6 +46,9 @@ STATE_EVENTS = ("signal", "first_step")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
+BATCH_LOG_LINES = 10
+FROM_SIGNAL = 128
+"""The exit code of a shell whose child was killed by signal n is FROM_SIGNAL + n."""
 CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
 
@@ -89,6 +95,8 @@ class RunStatus:
     without ``rank`` the whole run is slower than before."""
     trackers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How far each tracker has the metrics: ``step, place, time, problem``."""
+    batch_log: list[str] = field(default_factory=list)
+    """The last lines of the batch script, when it ended before the supervisor began."""
 
     @property
     def is_active(self) -> bool:
@@ -127,9 +135,12 @@ def read_status(
         printed = _printed_metrics(run, run.attempt(attempt))
         last = printed or {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
+    starts = [one for one in failed_starts(run, slurm_job) if one.job_id == entry.get("job_id")]
     state, reason = attempt_state(
-        entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None
+        entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None, starts
     )
+    # While the job starts on another node, that one counts.
+    dead = starts[-1] if starts and state not in ("starting", "running") else None
     is_known = isinstance(attempt, int) and state in ("running", "stopping")
     slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
@@ -140,7 +151,7 @@ def read_status(
         reason=reason,
         attempt=attempt,
         job_id=entry.get("job_id"),
-        host=entry.get("host"),
+        host=entry.get("host") if dead is None else dead.host,
         num_nodes=plan.get("num_nodes"),
         workers_per_node=plan.get("workers_per_node"),
         device=plan.get("device"),
@@ -160,11 +171,18 @@ def read_status(
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
             *_log_warning(run, attempt, slurm_job if state == "died" else None),
+            *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(slowdown_line(event) for event in slowdowns),
         ],
         slowdowns=slowdowns,
         trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
+        batch_log=[] if dead is None else _last_lines(batch_log(run, dead.job_id)),
     )
+
+
+def _last_lines(log: Path) -> list[str]:
+    text = read_log(log, log.parent, "srun")
+    return [] if text is None else list(text.lines[-BATCH_LOG_LINES:])
 
 
 def attempt_state(
@@ -174,12 +192,16 @@ def attempt_state(
     slurm_job: JobInfo | None,
     events: list[dict[str, Any]],
     has_metrics: bool,
+    starts: Sequence[FailedStart] = (),
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt, from its job.json entry, its end.json and its state in Slurm."""
+    """State and reason of an attempt, from its job.json entry, its end.json and its state in Slurm.
+
+    `starts` are those of its job that failed, as far as they are known.
+    """
     state = _state(entry.get("attempt"), end, alive, events, has_metrics)
     reason = end.get("reason")
     if slurm_job is not None and (not end or will_resume(end)):
-        return _slurm_state(state, end, slurm_job, entry)
+        return _slurm_state(state, end, slurm_job, entry, starts)
     return state, reason
 
 
@@ -208,17 +230,25 @@ def _state(
 
 
 def _slurm_state(
-    state: str, end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]
+    state: str, end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any], starts: Sequence[FailedStart]
 ) -> tuple[str, str | None]:
     """State and reason of an attempt that has not ended or will resume, with its job's state in Slurm."""
     reason = end.get("reason")
+    has_started = "started_at" in entry
     if job.state.is_waiting:
-        return ("requeueing" if "started_at" in entry else "pending"), job.sentence or None
+        was_requeued = has_started or job.state is JobState.REQUEUED
+        return ("requeueing" if was_requeued else "pending"), job.sentence or None
+    if job.is_terminal and job.state is JobState.CANCELLED:
+        return "cancelled", _slurm_end(job)
+    host = starts[-1].host if starts else first_host(job.nodes) if job.nodes and not has_started else None
+    before = f"ended on {host} before the supervisor began"
     if job.is_terminal:
-        if job.state is JobState.CANCELLED:
-            return "cancelled", _slurm_end(job)
+        if host is not None and not job.log_not_opened:
+            return "died", f"{_slurm_end(job)}; it {before}"
         return "died", _slurm_end(job) + _failed_requeue(end, job, entry)
     if job.state is JobState.UNKNOWN:
+        if starts:
+            return state, f"{before}: {starts[-1].how}; {job.sentence}"
         return state, job.sentence or reason
     return state, reason
 
@@ -239,9 +269,10 @@ def _slurm_end(job: JobInfo) -> str:
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
         return f"{words[0]}; it could not open the log of the job and did not start it"
-    if job.state is JobState.FAILED and job.exit_signal:
+    killed_by = job.exit_signal or max(0, (job.exit_code or 0) - FROM_SIGNAL)
+    if job.state is JobState.FAILED and killed_by:
         # Slurm's reason is then RaisedSignal:9(Killed), but JobLaunchFailure in 22.05.
-        return f"{words[0]}; the job was killed by {describe_signal(job.exit_signal)}"
+        return f"{words[0]}; the job was killed by {describe_signal(killed_by)}"
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")

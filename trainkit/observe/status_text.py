@@ -86,7 +86,10 @@ def run_details(status: RunStatus) -> str:
         "diagnosis": f"`trainkit diagnose {quote(status.run_dir)}` names the cause" if is_failed else "",
     }
     text = [f"{key:<10}  {value}" for key, value in lines.items() if value]
-    return "\n".join(text + [f"warning: {warning}" for warning in status.warnings])
+    text += [f"warning: {warning}" for warning in status.warnings]
+    if status.batch_log:
+        text += ["", "last lines of the batch script:", *(f"  {line}" for line in status.batch_log)]
+    return "\n".join(text)
 
 
 def group_details(status: GroupStatus, show_all: bool) -> str:

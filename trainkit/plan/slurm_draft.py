@@ -205,13 +205,13 @@ class SlurmDraft(LaunchDraft):
     def _bad_nodes(self, request: ResourceRequest) -> list[str]:
         """Return recently failed hosts to exclude, as many as the job can spare."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
-        excluded = list(bad)[:capacity]
+        named = request.named_nodes if bad else []
+        excluded = [host for host in bad if host not in named][:capacity]
         notes = [f"{host}: {bad[host]}" for host in excluded]
-        notes += [
-            f"not {host}, which the job needs: {reason}"
-            for host, reason in bad.items()
-            if host not in excluded
-        ]
+        for host, reason in bad.items():
+            if host not in excluded:
+                why = "resources.extra.nodelist names" if host in named else "the job needs"
+                notes.append(f"not {host}, which {why}: {reason}")
         if notes:
             self.reasons["exclude"] = "; ".join([*notes, self.cluster.forget_hint])
         return excluded

@@ -13,6 +13,7 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
+from trainkit.job.failed_starts import STARTS_FOLDER
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
@@ -21,12 +22,12 @@ from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.job_environment import JobEnvironment, make_job_environment
-from trainkit.submit.quoting import log_path, quote
+from trainkit.submit.quoting import log_path
 from trainkit.submit.templates import render
 
 TEMPLATE = "submit.sbatch.j2"
-SETUP_TEMPLATE = "partials/environment.sh.j2"
-"""The part that sets up the environment; with submitit it is the only one, submitit writes the others."""
+SETUP_TEMPLATE = "partials/setup.sh.j2"
+"""The part before the step; with submitit it is the only one, submitit writes the others."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ def script_for(
         "summary": _summary(run, plan),
         "directives": directives(run, attempt, plan.slurm, array),
         "workdir": environment.workdir,
+        "other_workdir": _other_workdir(run, plan, code),
+        "starts": str(run.path / STARTS_FOLDER),
+        "restarts": _restarts_of_starts(plan),
         "run_dir": str(run.path),
         "is_array": array is not None,
         "per": plan.per,
@@ -83,11 +87,25 @@ def script_for(
     return JobScript(
         text=rendered.text,
         directives=context["directives"],
-        setup=f"cd -- {quote(environment.workdir)} || exit 2\n{rendered.text}" if by_submitit else "",
+        setup=rendered.text if by_submitit else "",
         step=step,
         host_python=environment.host_python,
         own_templates=tuple(used.path for used in rendered.own_templates),
     )
+
+
+def _other_workdir(run: RunDir, plan: LaunchPlan, code: Mapping[str, Any] | None) -> str | None:
+    """Where a job works whose folder of submission is gone; None if it needs the files in that folder."""
+    if plan.command is not None:
+        return None  # it works in its copy already, or has none
+    return str(run.path if code is None else code["workdir"])
+
+
+def _restarts_of_starts(plan: LaunchPlan) -> int:
+    """How often in a row the script requeues a job that ended before its supervisor began."""
+    assert plan.slurm is not None
+    may_requeue = "crash" in plan.requeue.on and "requeue" in plan.slurm.sbatch
+    return min(plan.requeue.max, plan.requeue.max_crashes) if may_requeue else 0
 
 
 def _job_environment(

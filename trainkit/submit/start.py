@@ -24,6 +24,7 @@ from trainkit.control.jobs import (
     slurm_job,
     wait_until_out_of_queue,
 )
+from trainkit.control.resume import note_dead_job
 from trainkit.control.run_registry import register
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.record import (
@@ -38,7 +39,9 @@ from trainkit.job.record import (
     run_lock,
     submission_token,
 )
+from trainkit.job.requeue import excludable
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import with_excluded
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json, will_resume, write_atomic
 from trainkit.submit.code.snapshot import renewed_code
 from trainkit.submit.preflight_checks import refuse_leaks
@@ -176,6 +179,10 @@ def start_again(run: RunDir, reason: str) -> dict[str, Any]:
         raise UsageError(f"{run.path} was never started", hint=hint)
     attempt = run.attempt(newest["attempt"])
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    hosts = note_dead_job(run, _print)
+    if hosts and plan.slurm is not None:
+        left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, _print))
+        plan = replace(plan, slurm=left_out)
     return start_attempt(run, read_effective(attempt.config_file), plan, reason)
 
 

@@ -70,6 +70,16 @@ def test_one_failure_that_began_on_a_host_is_nothing(memory: Memory) -> None:
     }
 
 
+def test_a_host_on_which_a_start_failed_is_left_out_by_its_own_run_at_once(memory: Memory) -> None:
+    memory.note("h1", "start")
+    memory.note("h1", "start")  # the same attempt, tried there again
+    memory.note("h2", "start", run="/runs/other")
+    assert memory.excluded() == []
+    assert list(excluded("west", NOON, memory.environ, run="/runs/small")) == ["h1"]
+    memory.note("h1", "culprit", attempt=2)
+    assert memory.excluded(1) == ["h1"]
+
+
 def test_what_is_over_is_forgotten_in_the_file_too(memory: Memory) -> None:
     memory.note("h1", "died")
     memory.note("h2", "died", hours=25)

@@ -16,7 +16,8 @@ import pytest
 from tests.support.disks import small_disk
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
-from trainkit.rundir import RunDir, write_json
+from trainkit.job.record import create_job
+from trainkit.rundir import RunDir, copied_file, write_json
 from trainkit.submit.code import snapshot as module
 from trainkit.submit.code.snapshot import Snapshot, plan_snapshot, take_snapshot
 
@@ -48,6 +49,24 @@ def test_editing_in_place_afterwards_changes_nothing(project: Path, run: RunDir)
     with source.open("r+") as stream:
         stream.write("after!")
     assert content(run.code_dir) == {"a.py": "before"}
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_file_is_found_in_the_copy_when_the_project_is_gone(
+    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    (project / "pkg").mkdir()
+    for name in ("pkg/mine.py", "above.py"):
+        (project / name).touch()
+    git(project, "init")
+    found = take(project / "pkg", run)
+    code = {"code": found.code, "workdir": str(found.workdir)}
+    create_job(run, backend="sbatch", name="x", cwd=str(project / "pkg"), code=code)
+    shutil.rmtree(project)
+    monkeypatch.chdir(run.path)
+    start = f"{project / 'pkg'}/" if absolute else ""
+    assert copied_file(run, f"{start}mine.py") == run.code_dir / "pkg/mine.py"
+    assert copied_file(run, f"{start}../above.py") == run.code_dir / "above.py"
 
 
 def test_modes(project: Path, run: RunDir) -> None:

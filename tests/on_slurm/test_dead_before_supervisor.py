@@ -1,0 +1,120 @@
+"""Jobs that end before their supervisor begins: the node and the last lines are shown, others are tried."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from tests.on_slurm.broken_runs import diagnosed
+from tests.on_slurm.login import BACKENDS, Login, log_of, settings
+from tests.on_slurm.test_training import QUICKSTART, SHORT
+from trainkit.job.failed_starts import STARTS_FOLDER
+from trainkit.rundir import RunDir, read_jsonl
+
+ON_ONE = ("--nodes", "1", "--gpus-per-node", "1")
+PRINTS_HOST = ("--", "sh", "-c", "echo ran on $SLURMD_NODENAME")
+HOLD = settings("resources.extra.hold=true")
+
+
+def setup(line: str) -> list[str]:
+    """``--set`` of one line of launch.setup."""
+    return settings(f"launch.setup={json.dumps([line])}")
+
+
+def killed_on(host: str) -> list[str]:
+    return setup(f'if [ "$SLURMD_NODENAME" = {host} ]; then kill -9 $$; fi')
+
+
+def failed_hosts(run: RunDir) -> list[str]:
+    return [event["host"] for event in read_jsonl(run.events_file, ("start_failed",))]
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
+    bad = login.cluster.hosts[0]  # an idle cluster takes it first
+    options = (*ON_ONE, *killed_on(bad), *PRINTS_HOST)
+    runs = [
+        login.submit("--backend", backend, "--per", per, *options)
+        for backend, per in zip(BACKENDS, ("gpu", "node"), strict=True)
+    ]
+    group = login.submit("--array", "0-1", *options).path
+    for run in (*runs, RunDir(group / "0"), RunDir(group / "1")):
+        login.finish(run)
+        assert failed_hosts(run) == [bad]
+        assert log_of(run).split()[-1] != bad
+        log = run.attempt(1).supervisor_log.read_text()
+        assert f"trainkit: ended on {bad} with exit code 137 before the supervisor began\n" in log
+        assert f"trainkit: returns to the queue, without {bad}\n" in log
+    assert not list(login.folder.glob(f"runs/*/{STARTS_FOLDER}/*"))
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: Login) -> None:
+    bad = login.cluster.hosts[2]
+    line, pinned = "echo 'the node has no scratch disk'; kill -9 $$", f"resources.extra.nodelist={bad}"
+    options = (*ON_ONE, *settings(pinned), *setup(line), *PRINTS_HOST)
+    for run in [login.submit("--backend", backend, *options) for backend in BACKENDS]:
+        login.wait_for_job(run, "FAILED")
+        status = login.status(run)
+        why = f"the job was killed by SIGKILL; it ended on {bad} before the supervisor began"
+        assert (status["state"], status["host"]) == ("died", bad)
+        assert status["reason"] == f"Slurm reports FAILED; {why}"
+        assert status["batch_log"][0] == "the node has no scratch disk"
+        shown = login.trainkit("status", str(run.path)).stdout
+        assert "last lines of the batch script:\n  the node has no scratch disk\n" in shown
+        for follow in ([], ["-f"]):
+            done = login.trainkit("logs", str(run.path), *follow)
+            assert done.returncode == 0
+            assert done.stdout.startswith("the node has no scratch disk\n")
+        found = diagnosed(login, run, 1)
+        assert (found["name"], found["host"], found["rank"]) == ("start-failed", bad, None)
+        assert found["tail"][0]["text"] == "the node has no scratch disk"
+        again = login.trainkit("resume", str(run.path))
+        assert f"not {bad}, which resources.extra.nodelist names: a job ended there" in again.stderr
+        login.wait_for_job(run, "FAILED")
+        free = settings("resources.extra.nodelist=false", "launch.setup=[]")
+        resumed = login.trainkit("resume", str(run.path), *free)
+        assert f"#SBATCH --exclude={bad}\n" in run.script_file.read_text(), resumed.stderr
+        assert login.wait_for_end(run, 3)["state"] == "finished"
+        assert failed_hosts(run) == [bad, bad]
+
+
+@pytest.mark.slow(seconds=20)
+def test_the_environment_is_gone(login: Login) -> None:
+    """Tried on one other node, unless the policy forbids it; `trainkit requeue` leaves the last one out."""
+    venv = login.folder / "venv"
+    venv.symlink_to(sys.prefix)
+    options = (*ON_ONE, *HOLD, *settings(f"launch.venv={venv}"))
+    runs = [login.submit(*options, *more) for more in ((), settings("requeue.on=[preempted]"))]
+    venv.unlink()
+    for run in runs:
+        login.run(["scontrol", "release", login.job_id(run)], check=True)
+    for run, count in zip(runs, (2, 1), strict=True):
+        login.wait_for_job(run, "FAILED")
+        status = login.status(run)
+        hosts = [json.loads(file.read_text())["host"] for file in (run.path / STARTS_FOLDER).iterdir()]
+        assert len(set(hosts)) == count
+        assert status["host"] in hosts
+        assert len(status["warnings"]) == count - 1
+        assert any(f"trainkit: cannot activate {venv}" in text for text in status["batch_log"])
+    assert login.trainkit("requeue", str(runs[1].path)).returncode == 0
+    assert f"#SBATCH --exclude={status['host']}\n" in runs[1].script_file.read_text()
+    assert login.trainkit("cancel", str(runs[1].path), "--now").returncode == 0
+
+
+@pytest.mark.slow(seconds=15)
+def test_the_folder_of_submission_is_gone(login: Login) -> None:
+    """submitit's job starts in that folder too; the job needs only its copy."""
+    there = login.folder / "there"
+    there.mkdir()
+    elsewhere = Login(login.cluster, there)
+    elsewhere.env = login.env
+    place = ("--run-dir", str(login.folder / "run"), "--backend", "submitit", *ON_ONE)
+    run = elsewhere.submit(*place, *HOLD, *settings("device=cpu"), *SHORT, config=QUICKSTART)
+    shutil.rmtree(there)
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    login.finish(run)
+    assert f"{there}: No such file or directory" in run.attempt(1).supervisor_log.read_text()

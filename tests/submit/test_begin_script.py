@@ -1,0 +1,226 @@
+"""The first lines of a batch script, run by bash with a fake Slurm: what they record, when they requeue."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.job.failed_starts import FailedStart, failed_starts, forget_start
+from trainkit.job.record import add_slurm_entry, create_job
+from trainkit.rundir import RunDir
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
+from trainkit.submit.templates import render
+
+PARTIAL = "partials/begin.sh.j2"
+FAKE = """#!/bin/bash
+printf '%s ' "${0##*/}" "$@" >> calls
+echo >> calls
+[[ ${2:-} != show ]] || echo "JobId=7 ReqNodeList=(null) ExcNodeList=$EXCLUDED NumNodes=1"
+[[ ! -e refuse-"${0##*/}" ]]
+"""
+
+
+class Script:
+    """A script in a folder with fakes of Slurm's commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDir(folder / "it's a run")
+        self.run.path.mkdir()
+        self.run.attempt(1).create()
+        create_job(self.run, backend="sbatch", name="x", cwd=str(folder), code=None)
+        add_slurm_entry(self.run, 1, "7", "submit", "sbatch")
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in ("scontrol", "sbatch"):
+            (self.bin / name).write_text(FAKE)
+            (self.bin / name).chmod(0o755)
+
+    def text(self, body: str, **changes: Any) -> str:
+        context = {
+            "starts": str(self.run.path / "starts"),
+            "restarts": 3,
+            "directives": {},
+            "workdir": str(self.folder),
+            "other_workdir": None,
+            **changes,
+        }
+        return f"{render(PARTIAL, context, self.folder).text}\n{body}\n"
+
+    def bash(self, body: str, *, changes: dict[str, Any] | None = None, **environ: str) -> Any:
+        file = self.folder / "slurm_script"
+        file.write_text(self.text(body, **(changes or {})))
+        given = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "RUN": str(self.run.path),
+            "SLURM_JOB_ID": "7",
+            "SLURMD_NODENAME": "n1",
+            "EXCLUDED": "(null)",
+        }
+        return subprocess.run(
+            ["bash", str(file)],
+            env={**given, **environ},
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        """What Slurm was asked, without the questions."""
+        file = self.folder / "calls"
+        lines = [] if not file.exists() else [line.strip() for line in file.read_text().splitlines()]
+        return [line for line in lines if " show job " not in line]
+
+    def failed(self, job_id: str = "7", state: JobState = JobState.FAILED) -> list[FailedStart]:
+        return failed_starts(self.run, JobInfo(job_id, state))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+BEGINS = 'rm -- "$RUN/starts/7.0"  # as the supervisor does\n'
+REQUEUED = ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "how"),
+    [
+        ("kill -9 $$", 137, "SIGKILL"),
+        ("exit 2", 2, "exit code 2"),
+        ("exec /nowhere/bin/python -m trainkit", 127, "exit code 127"),
+        ("set -e; cd /nowhere", 1, "exit code 1"),
+    ],
+)
+def test_an_end_before_the_supervisor_is_recorded_and_requeued(
+    script: Script, body: str, code: int, how: str
+) -> None:
+    done = script.bash(body)
+    assert done.returncode == code
+    assert f"trainkit: ended on n1 with exit code {code} before the supervisor began" in done.stderr
+    [start] = script.failed()
+    assert (start.job_id, start.host, start.exit_code, start.how) == ("7", "n1", code, how)
+    assert script.calls[0].startswith("sbatch --test-only --exclude=n1 ")
+    assert script.calls[1:] == REQUEUED
+
+
+def test_what_the_supervisor_ends_with_is_its_own_decision(script: Script) -> None:
+    done = script.bash(f"{BEGINS}exit 70")
+    assert (done.returncode, done.stderr, script.calls, script.failed()) == (70, "", [], [])
+
+
+def test_the_rest_of_the_script_runs_once_and_sees_no_argument(script: Script) -> None:
+    done = script.bash(f'{BEGINS}echo "$# arguments in $PWD"')
+    assert (done.returncode, done.stdout) == (0, f"0 arguments in {script.folder}\n")
+
+
+def test_a_script_that_ends_well_is_not_requeued(script: Script) -> None:
+    assert script.bash("exit 0").returncode == 0
+    assert script.calls == []
+    assert [start.exit_code for start in script.failed()] == [0]
+
+
+def test_a_job_that_slurm_ends_has_not_failed(script: Script) -> None:
+    done = script.bash("kill -TERM $PPID; exit 143")
+    assert (done.returncode, script.calls, script.failed()) == (143, [], [])
+
+
+def test_a_signal_for_the_first_shell_alone_reaches_the_supervisor(script: Script) -> None:
+    supervisor = "trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
+    done = script.bash(f"{BEGINS}exec bash -c {shlex.quote(supervisor)}")
+    assert (done.returncode, done.stdout, done.stderr) == (75, "saved\n", "")
+
+
+def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) -> None:
+    (script.folder / "refuse-sbatch").touch()
+    done = script.bash("exit 2")
+    assert (done.returncode, "not started again without n1: " in done.stderr) == (2, True)
+    assert [call.partition(" ")[0] for call in script.calls] == ["sbatch"]
+
+
+def test_jobs_that_were_waited_for_are_over(script: Script) -> None:
+    script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}})
+    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n1 ")
+
+
+def test_hosts_that_are_left_out_already_stay_so(script: Script) -> None:
+    script.bash("exit 2", EXCLUDED="n[4-5],n9")
+    assert script.calls[-1] == "scontrol update JobId=7 ExcNodeList=n[4-5],n9,n1"
+
+
+def test_starts_that_fail_in_a_row_are_counted(script: Script) -> None:
+    for restarts in range(5):
+        script.bash("kill -9 $$", SLURM_RESTART_COUNT=str(restarts), SLURMD_NODENAME=f"n{restarts}")
+    assert sum(call == "scontrol requeue 7" for call in script.calls) == 3
+    assert [start.host for start in script.failed()] == [f"n{number}" for number in range(5)]
+    forget_start(script.run, "7", {"SLURM_RESTART_COUNT": "4"})
+    assert [start.host for start in script.failed()] == [f"n{number}" for number in range(4)]
+
+
+def test_an_error_that_would_occur_again_is_tried_on_one_other_node(script: Script) -> None:
+    for restarts, code in enumerate((3, 2, 2)):
+        done = script.bash(f"exit {code}", SLURM_RESTART_COUNT=str(restarts))
+    assert sum(call == "scontrol requeue 7" for call in script.calls) == 2
+    assert "not started again without n1: it would end with exit code 2 again" in done.stderr
+
+
+def test_no_requeue_where_the_policy_forbids_it(script: Script) -> None:
+    assert script.bash("exit 2", changes={"restarts": 0}).returncode == 2
+    assert script.calls == []
+    assert len(script.failed()) == 1
+
+
+def test_a_task_of_an_array_is_named_by_its_index(script: Script) -> None:
+    script.bash("exit 2", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="4")
+    assert script.calls[1:] == ["scontrol requeue 6_4", "scontrol update JobId=6_4 ExcNodeList=n1"]
+    assert [start.job_id for start in script.failed("6_4")] == ["6_4"]
+
+
+def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(script: Script) -> None:
+    (script.run.path / "starts").touch()
+    done = script.bash("echo works; exit 5")
+    assert (done.returncode, done.stdout, script.calls) == (5, "works\n", [])
+
+
+def test_outside_of_a_job_nothing_is_recorded(script: Script) -> None:
+    assert script.bash("exit 2", SLURM_JOB_ID="").returncode == 2
+    assert script.failed() == []
+
+
+def test_the_copy_is_enough(script: Script) -> None:
+    copy = script.folder / "it's a copy"
+    copy.mkdir()
+    gone = {"workdir": "/nowhere/at all", "other_workdir": str(copy)}
+    done = script.bash(f"{BEGINS}pwd", changes=gone)
+    assert (done.returncode, done.stdout) == (0, f"{copy}\n")
+    assert "/nowhere/at all: No such file or directory" in done.stderr
+    done = script.bash(f"{BEGINS}pwd", changes={**gone, "other_workdir": None})
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_start_that_still_runs_has_not_failed(script: Script) -> None:
+    """Nor does Slurm's silence make it one."""
+    script.bash("kill -9 $PPID $$")
+    running = JobInfo("7", JobState.RUNNING, restarts=0)
+    assert failed_starts(script.run, running) == []
+    assert failed_starts(script.run, None) == []
+    [start] = script.failed()
+    assert (start.host, start.how) == ("n1", "killed")
+    assert script.failed(state=JobState.CANCELLED) == []
+    assert [found.host for found in script.failed(state=JobState.REQUEUED)] == ["n1"]
+
+
+def test_slurm_names_the_node_of_a_script_that_recorded_nothing(script: Script) -> None:
+    job = JobInfo("7", JobState.FAILED, nodes="n[3-4]", exit_code=0, exit_signal=9)
+    [start] = failed_starts(script.run, job)
+    assert (start.host, start.how, start.file) == ("n3", "SIGKILL", None)

@@ -1,0 +1,160 @@
+"""Starts of a run's jobs that ended before the supervisor began, as on a broken node.
+
+The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run
+or group: the host, and the exit code if it can. The supervisor removes the file of its own start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.cluster.bad_nodes import note_failure
+from trainkit.job.record import has_started, newest_entry, read_job
+from trainkit.job.signals import describe_exit, signal_exit_code
+from trainkit.rundir import RunDir, log_event, read_json
+from trainkit.rungroup import group_of
+from trainkit.slurm.hosts import first_host
+from trainkit.slurm.job_id import base_id, is_job_id
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
+
+STARTS_FOLDER = "starts"
+_BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
+"""States of a job that somebody neither cancelled nor preempted, and that had time left."""
+
+
+@dataclass(frozen=True)
+class FailedStart:
+    """A start of a job that ended before its supervisor began."""
+
+    job_id: str
+    host: str
+    """The host of the batch script."""
+    exit_code: int | None
+    """128+n after death by signal n; None when nothing says it."""
+    restarts: int = 0
+    """How often the job had been requeued."""
+    file: Path | None = None
+    """The record of the batch script; None when only Slurm knows of the start."""
+
+    @property
+    def how(self) -> str:
+        """How it ended, for messages."""
+        return "killed" if self.exit_code is None else describe_exit(self.exit_code)
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.job_id} ended on {self.host} before the supervisor began: {self.how}"
+
+
+def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Remove the record of this start, which has not failed: the supervisor begins. Raises OSError."""
+    group = group_of(run)
+    # The tasks of an array write their records into the group.
+    for folder in (run.path, *([] if group is None else [group[0].path])):
+        name = f"{job_id}.{environ.get('SLURM_RESTART_COUNT') or 0}"
+        (folder / STARTS_FOLDER / name).unlink(missing_ok=True)
+
+
+def failed_starts(run: RunDir, job: JobInfo | None) -> list[FailedStart]:
+    """The starts that failed since the supervisor last began, oldest first; only reads.
+
+    `job` is Slurm's information about the newest job of the run, None when it is unknown.
+    """
+    found = [start for start in _recorded(run) if _is_over(start, job)]
+    if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
+        return found
+    # The script did not even begin, or the run folder was not writable there.
+    entry = newest_entry(run)
+    if entry is None or entry["job_id"] != job.job_id or has_started(entry):
+        return []
+    code = signal_exit_code(job.exit_signal) if job.exit_signal else job.exit_code
+    return [FailedStart(job.job_id, first_host(job.nodes), None if job.log_not_opened else code)]
+
+
+def _is_over(start: FailedStart, job: JobInfo | None) -> bool:
+    if start.exit_code is not None:
+        return True
+    if job is None:
+        return False
+    # Its script was killed, or still runs.
+    is_earlier = job.job_id != start.job_id or (job.restarts or 0) > start.restarts or job.state.is_waiting
+    return is_earlier or job.state in (*_BY_FAILURE, JobState.UNKNOWN)
+
+
+def _recorded(run: RunDir) -> list[FailedStart]:
+    found = list(_read(run.path / STARTS_FOLDER))
+    group = group_of(run)
+    if group is not None:
+        ids = {str(entry["job_id"]) for entry in read_job(run)["attempts"]}
+        found += [start for start in _read(group[0].path / STARTS_FOLDER) if start.job_id in ids]
+    return sorted(found, key=lambda start: (int(base_id(start.job_id)), start.restarts))
+
+
+def _read(folder: Path) -> Iterator[FailedStart]:
+    for file in folder.glob("*.*"):
+        job_id, _, restarts = file.name.partition(".")
+        try:
+            record = read_json(file)
+            host, code = str(record["host"]), record["exit_code"]
+            if is_job_id(job_id):
+                yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # cut off by a full disk, or removed by the supervisor
+
+
+def batch_log(run: RunDir, job_id: str) -> Path:
+    """The log into which Slurm writes the output of a job's batch script: that of the job's first attempt."""
+    entries = read_job(run)["attempts"]
+    own = [entry["attempt"] for entry in entries if entry["job_id"] == job_id]
+    return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
+
+
+def note_bad_hosts(
+    run: RunDir, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
+) -> list[str]:
+    """Have the next starts of a run avoid the hosts on which starts failed; returns them.
+
+    `job` is that of `failed_starts`; `notify` gets a sentence for what could not be written.
+    """
+    hosts = []
+    for start in failed_starts(run, job):
+        # Slurm may also have preempted a job whose script recorded nothing.
+        if start.exit_code or (job is not None and job.state in _BY_FAILURE):
+            hosts.append(start.host)
+            reason = f"a job ended there before its supervisor began: {start.how}"
+            number = _attempt_of(run, start.job_id)
+            try:
+                note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
+            except OSError as error:
+                notify(f"cannot record that {start.sentence} ({error})")
+    return hosts
+
+
+def close_failed_starts(run: RunDir, job: JobInfo, cluster: str, notify: Callable[[str], None]) -> None:
+    """`note_bad_hosts` of a supervisor that begins; writes events in the place of the records."""
+    note_bad_hosts(run, job, cluster, notify)
+    for start in failed_starts(run, job):
+        try:
+            log_event(
+                run,
+                _attempt_of(run, start.job_id),
+                "start_failed",
+                job_id=start.job_id,
+                host=start.host,
+                exit_code=start.exit_code,
+            )
+            if start.file is not None:
+                start.file.unlink(missing_ok=True)
+        except OSError as error:
+            notify(f"cannot record that {start.sentence} ({error})")
+
+
+def _attempt_of(run: RunDir, job_id: str) -> int:
+    """The attempt that a start of a job would have run; for a follow-up that did not begin, the newest."""
+    entries = read_job(run)["attempts"]
+    own = [entry["attempt"] for entry in entries if entry["job_id"] == job_id]
+    return max(own or run.attempt_numbers(), default=1)
