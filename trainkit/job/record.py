@@ -426,3 +426,17 @@ def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str,
             if event.get("event") in ("slow_rank", "slow_run"):
                 found[event.get("rank")] = event
     return list(found.values())
+
+
+SILENCE_EVENTS = ("silent", "silent_over")
+"""What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
+SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
+FAILED_SAVES = 2
+"""So many saves that fail in a row are reported: one may fail for a moment."""
+
+
+def failed_in_a_row(failed: list[dict[str, Any]], event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The newest saves of one attempt, as far as all of them failed, after one more of `SAVE_EVENTS`."""
+    if event.get("event") != "checkpoint_failed":
+        return []
+    return [*(one for one in failed if one.get("attempt") == event.get("attempt")), event]

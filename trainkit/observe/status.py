@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
-from trainkit.job.record import has_started
+from trainkit.job.record import FAILED_SAVES, has_started
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.launcher_output import describe_signal
 from trainkit.observe.restarts import Restart
 from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
-from trainkit.observe.text import slowdown_line
+from trainkit.observe.text import failed_saves_line, slowdown_line
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import (
     AttemptDir,
@@ -130,7 +130,7 @@ def read_status(
     state, reason = attempt_state(
         entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None
     )
-    is_known = isinstance(attempt, int) and state in ("running", "stopping")
+    is_known = isinstance(attempt, int) and state in ("starting", "running", "stopping")
     slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
@@ -161,6 +161,7 @@ def read_status(
             *_warnings(state, own_metrics, metrics_age_s, entry),
             *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(slowdown_line(event) for event in slowdowns),
+            *(_event_warnings(run, history, attempt) if is_known and isinstance(attempt, int) else ()),
         ],
         slowdowns=slowdowns,
         trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
@@ -317,6 +318,17 @@ def _warnings(
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died" and has_started(entry):
         warnings.append("the supervisor exited without recording how the attempt ended")
+    return warnings
+
+
+def _event_warnings(run: RunDir, history: EventHistory, attempt: int) -> list[str]:
+    """What the events say of a running attempt: it prints nothing, or cannot save."""
+    warnings, folder = [], quote(str(run.path))
+    if (silent := history.silence(attempt)) is not None:
+        warnings.append(f"{silent.get('reason')}; `trainkit diagnose {folder}` says what to do")
+    failed = history.failed_saves(attempt)
+    if len(failed) >= FAILED_SAVES:
+        warnings.append(failed_saves_line(failed))
     return warnings
 
 
