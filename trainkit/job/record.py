@@ -20,7 +20,15 @@ from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.rank_env import own_host
-from trainkit.locks import LockBusy, LockStopped, LockUnsupported, acquire_lock, file_lock
+from trainkit.locks import (
+    NEEDS_FLOCK,
+    LockBusy,
+    LockStopped,
+    LockUnsupported,
+    acquire_lock,
+    file_lock,
+    release_lock,
+)
 from trainkit.rundir import (
     PROC,
     AttemptDir,
@@ -115,7 +123,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         except LockUnsupported as error:
             raise UsageError(
                 f"{run.lock_file} cannot be locked: {error.strerror}",
-                hint="the run folder must be on a filesystem with flock; Lustre needs the mount option flock",
+                hint=NEEDS_FLOCK,
             ) from error
         except OSError as error:
             raise UsageError(
@@ -143,7 +151,7 @@ def is_supervised(run: RunDir) -> bool:
         descriptor = acquire_lock(run.supervisor_lock_file, 0.0)
     except BlockingIOError:
         return True
-    os.close(descriptor)
+    release_lock(descriptor)
     return False
 
 

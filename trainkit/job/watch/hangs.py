@@ -121,6 +121,7 @@ def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
 
 
 def node_of(plan: LaunchPlan, rank: int) -> int:
+    """The node of a rank."""
     return max(node for node in range(plan.num_nodes) if plan.first_rank_of(node) <= rank)
 
 

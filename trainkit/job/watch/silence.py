@@ -1,6 +1,6 @@
 """A COMMAND that prints nothing: what its ranks wait for, and when that counts as a hang.
 
-A rank that waits for a lock file which a killed process has left would wait forever and print nothing. Silence
+A rank that waits for a lock file which a killed process has left waits forever and prints nothing. Silence
 alone is no failure, since a script may print into a file of its own: it is reported, and ends the attempt
 only where `requeue.silence_s` says so.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainkit.folders import ensure_folder
 from trainkit.job.failure.stacks import Gathering, Reply
 from trainkit.job.processes import log_line
 from trainkit.job.watch.hangs import GATHER_S, HangRecord, node_of
@@ -218,7 +219,7 @@ class SilenceWatch:
 
     def _report(self, silence: Silence) -> None:
         """One report per rank, all alike: nothing tells which one blocks the others."""
-        self._attempt.hangs_dir.mkdir(exist_ok=True)
+        ensure_folder(self._attempt.hangs_dir)
         plan = self._plan
         for rank in range(plan.world_size):
             record = HangRecord(
