@@ -23,7 +23,7 @@ from trainkit.observe.diagnose import diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_status
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
-from trainkit.rundir import AttemptDir, RunDir, parse_time, read_jsonl, utc_now
+from trainkit.rundir import AttemptDir, RunDir, log_event, parse_time, read_jsonl, utc_now, write_json
 
 PLAN = LaunchPlan(
     backend="sbatch",
@@ -256,3 +256,33 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     (run.path / "go").touch()
     job.wait()
     assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []
+
+
+def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: AttemptDir) -> None:
+    silence = explain_silence([Reply(0, "a", 7, "py-spy", locks=[LOCK])], STARTED)
+    record = HangRecord(
+        *(0, 0, "", None, f"a command without output: {silence.text}", 0, 70.0, 60.0, None, utc_now(), ()),
+        is_final=True,
+    )
+    plan = replace(PLAN, num_nodes=1, workers_per_node=1)
+    end = {"state": "failed", "cause": "hang", "verdict": hang_failure(attempt, plan, [record])}
+    write_json(attempt.end_file, end)
+    found = diagnose(attempt, load_signatures())
+    assert (found.state, found.name, found.rank, found.host) == ("failed", "lock-file", 0, "a")
+    assert found.cause == silence.text
+    reason = f"no output for 610 s, and none before; {silence.text}"
+    log_event(attempt.run, 1, "silent", rank=0, host="a", lock=silence.lock, reason=reason)
+    write_json(attempt.end_file, {"state": "stopped", "cause": "timeout", "reason": "killed after SIGTERM"})
+    found = diagnose(attempt, load_signatures())
+    assert (found.name, found.advice[0]) == ("time-limit", reason)
+    log_event(attempt.run, 1, "silent_over")
+    assert reason not in diagnose(attempt, load_signatures()).advice
+
+
+def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> None:
+    reason = "no output for 610 s, and none before; rank 0 on a is in read (disk.py:3)"
+    log_event(attempt.run, 1, "silent", rank=0, host="a", reason=reason)
+    found = diagnose(attempt, load_signatures(), alive=True)
+    assert (found.state, found.name, found.cause) == ("running", "no-output", reason)
+    write_json(attempt.end_file, {"state": "failed", "cause": "crash", "reason": "a worker ended"})
+    assert diagnose(attempt, load_signatures()).name is None
