@@ -137,6 +137,14 @@ def test_a_lock_that_a_killed_process_left_is_final(
     assert "waits for the lock file /cache/op/lock of 2026-01-01T00:00:00Z, which no" in failure["message"]
 
 
+def test_the_rank_that_is_elsewhere_is_shown() -> None:
+    waits, reads = {"Main": ["wait (dist.py:1)"]}, {"Main": ["read (disk.py:3)"]}
+    replies = [Reply(rank, "a", 7, "py-spy", reads if rank == 2 else waits) for rank in range(4)]
+    assert explain_silence(replies).text == "rank 2 on a is in read (disk.py:3)"
+    blind = Reply(1, "a", 7, "", problem="py-spy, which can read its stacks, is not installed")
+    assert explain_silence([blind]).text == f"rank 1 on a: {blind.problem}"
+
+
 @pytest.mark.parametrize(
     ("changes", "is_left"),
     [

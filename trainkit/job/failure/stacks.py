@@ -234,14 +234,15 @@ def spy_on(rank: int, pid: int) -> Reply:
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     problem = describe_state(pid)
     if spy is None:
-        problem = problem or "it does not respond, and py-spy, which can read its stacks, is not installed"
+        problem = problem or "py-spy, which can read its stacks, is not installed"
         return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, ()))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
-            threads, named = _spy(spy, candidate)
+            threads = _stacks(_spy(spy, candidate))
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             problem = problem or f"py-spy: {error}"
         else:
+            named = _named_locks(spy, candidate)
             return Reply(rank, host, candidate, "py-spy", threads, locks=_locks(candidate, named))
     return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, ()))
 
@@ -250,29 +251,38 @@ def _locks(pid: int, named: Sequence[str]) -> list[dict[str, Any]]:
     return [asdict(lock) for lock in find_lock_files(pid, named)]
 
 
-def _spy(spy: str, pid: int) -> tuple[dict[str, list[str]], list[str]]:
-    """The frames of each thread of a Python process, the main thread first, and the locks that it names."""
-    # Twice: once cuts a path to a few characters.
-    argv = [spy, "dump", "--json", "--pid", str(pid), "--locals", "--locals"]
+def _spy(spy: str, pid: int, *options: str) -> list[dict[str, Any]]:
+    """The threads of a Python process as py-spy dumps them, the main thread first."""
+    argv = [spy, "dump", *options, "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().partition("\n")[0] or f"ended with {done.returncode}")
     threads: list[dict[str, Any]] = json.loads(done.stdout)
-    threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
-    stacks = {
+    return sorted(threads, key=lambda thread: thread["os_thread_id"] != pid)
+
+
+def _stacks(threads: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The frames of each thread."""
+    return {
         f"{thread['thread_name'] or 'native'} {thread['thread_id']:#x}": [
             f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]
         ]
         for thread in threads
     }
-    return stacks, _named_locks(threads[0]["frames"] if threads else [])
 
 
-def _named_locks(frames: Sequence[Mapping[str, Any]]) -> list[str]:
+def _named_locks(spy: str, pid: int) -> list[str]:
     """The lock files that variables of the innermost frames name, directly or by their folder.
 
-    Nothing else of the variables is kept: they may contain secrets.
+    Nothing else of the variables is kept: they may contain secrets. Not every version of py-spy can read them
+    in every version of Python.
     """
-    texts = [str(local.get("repr")) for frame in frames[:LOCK_FRAMES] for local in frame.get("locals") or ()]
+    try:
+        # Twice: once cuts a path to a few characters.
+        threads = _spy(spy, pid, "--locals", "--locals")
+        frames = threads[0]["frames"][:LOCK_FRAMES] if threads else []
+        texts = [str(local["repr"]) for frame in frames for local in frame["locals"] or ()]
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return []
     paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
     return [path if path.endswith("lock") else f"{path}/lock" for path in paths]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainkit.folders import ensure_folder
-from trainkit.job.failure.stacks import Gathering, Reply
+from trainkit.job.failure.stacks import Gathering, Reply, group_replies
 from trainkit.job.processes import log_line
 from trainkit.job.watch.hangs import GATHER_S, HangRecord, node_of
 from trainkit.plan.launch import LaunchPlan
@@ -103,9 +103,10 @@ def explain_silence(replies: Sequence[Reply], started: str = "") -> Silence:
         return lock.silence(started)
     if not replies:
         return Silence("no agent has answered a request for the stacks of its ranks")
-    first = replies[0]
-    where = f"is in {first.main_stack[0]}" if first.main_stack else f"shows no stack: {first.problem}"
-    return Silence(f"rank {first.rank} on {first.host} {where}", first.rank, first.host)
+    groups = group_replies(replies)
+    first = groups[0][0] if groups else replies[0]
+    where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
+    return Silence(f"rank {first.rank} on {first.host}{where}", first.rank, first.host)
 
 
 @dataclass(frozen=True)
