@@ -256,7 +256,8 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
     found = diagnose(attempt, load_signatures(), alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
-    assert f"`rm {lock}`" in found.advice[0]
+    assert found.advice[0].startswith(f"no process on {os.uname().nodename} has it open")
+    assert f"`rm {lock}`, then `trainkit resume {run.path}`" in found.advice[1]
     lock.unlink()
     wait_for(lambda: "silent_over" in events())
     assert read_status(run, True, now).warnings == []
