@@ -112,9 +112,7 @@ def test_a_test_notification(
         assert main(args) == 0
         out, err = capsys.readouterr()
         assert found.events == ["test"]
-        assert (
-            "notify: finished, failed, requeued, stalled, unsaved to the URL in TRAINKIT_WEBHOOK_URL\n" in out
-        )
+        assert "notify: finished, failed, requeued, stalled to the URL in TRAINKIT_WEBHOOK_URL\n" in out
         assert "the URL in TRAINKIT_WEBHOOK_URL has accepted a test message (HTTP 200)" in err
         found.status = 404
         assert main(args) == 1

@@ -337,7 +337,7 @@ def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
     log_event(run, number, "silent", rank=1, host="b", reason="no output for 610 s")
     wait(40)
     saves, silence = notifications
-    assert (saves.event, saves.fields["step"]) == ("unsaved", 40)
+    assert (saves.event, saves.fields["step"]) == ("stalled", 40)
     assert saves.text == "cannot save checkpoints: 2 in a row failed, since step 30: OSError: disk full"
     assert (silence.event, silence.text, silence.fields["host"]) == ("stalled", "no output for 610 s", "b")
     assert silence.command == f"trainkit diagnose {run.path}"

@@ -237,11 +237,11 @@ MAIL_TYPES = {"finished": "END", "failed": "FAIL", "requeued": "REQUEUE"}
 class NotifyConfig(Section):
     """What the run reports to a webhook or by email."""
 
-    on: tuple[Literal["finished", "failed", "requeued", "stalled", "unsaved", "slow"], ...] = list_field(
-        ("finished", "failed", "requeued", "stalled", "unsaved"),
+    on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = list_field(
+        ("finished", "failed", "requeued", "stalled"),
         "Events to report; failed: the run ended without finishing; requeued: it restarts; stalled: no"
-        " progress, or nothing printed; unsaved: two saves in a row failed; slow: a rank holds the others up,"
-        " or the run is slower than before.",
+        " progress, no output, or no checkpoints; slow: a rank holds the others up, or the run is slower than"
+        " before.",
     )
     webhook: str | None = Field(
         default=WEBHOOK_VARIABLE,

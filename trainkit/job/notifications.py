@@ -130,7 +130,7 @@ def unsaved_notification(attempt: AttemptDir, failed: Sequence[Mapping[str, Any]
     text = f"cannot save checkpoints: {len(failed)} in a row failed, since step {failed[0].get('step')}"
     text = f"{text}: {last.get('error')}"
     fields = {"state": "running", "reason": text, "step": last.get("step")}
-    return Notification("unsaved", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
+    return Notification("stalled", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
 
 
 class Notifier:

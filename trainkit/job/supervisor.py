@@ -38,7 +38,7 @@ from trainkit.job.record import (
     superseding_entry,
 )
 from trainkit.job.watch.attempt import AttemptWatch
-from trainkit.job.watch.progress import WATCHED_KINDS, ProgressWatch
+from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json
@@ -164,7 +164,7 @@ class Supervisor:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             _enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
-            if self.notifier.is_for(plan.notify, *WATCHED_KINDS):
+            if self.notifier.is_for(plan.notify, "stalled", "slow"):
                 watch.progress = ProgressWatch(attempt, plan, self.notifier)
             outcome = watch.outcome
             log_event(

@@ -118,7 +118,7 @@ class NotifyPolicy:
     """What the run reports to a webhook."""
 
     on: tuple[str, ...] = ()
-    """Events to report: ``finished failed requeued stalled unsaved slow``."""
+    """Events to report: ``finished failed requeued stalled slow``."""
     webhook: str | None = None
     """The environment variable that contains the URL, which is a secret."""
     min_interval_s: float = 600.0

@@ -22,8 +22,6 @@ STALL_INTERVALS = 3.0
 """A run that writes metrics seldom is stalled after this many of its longest intervals."""
 
 
-WATCHED_KINDS = ("stalled", "slow", "unsaved")
-"""What it reports, as `notify.on` names it."""
 WATCHED_EVENTS = (*SLOWDOWN_EVENTS, *SILENCE_EVENTS, *SAVE_EVENTS)
 
 
