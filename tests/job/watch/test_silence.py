@@ -87,7 +87,7 @@ def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyP
     failure = hang_failure(attempt, PLAN, found)
     assert failure["host"] is None
     assert failure["final"] is False
-    assert failure["message"].startswith("no progress for 70 s, in a command without output: no agent has ")
+    assert failure["message"].startswith("no progress for 70 s, in a command without output: none of ")
     assert [event["event"] for event in watched.events()] == [], "it has printed, and no lock is in its way"
 
 
@@ -135,6 +135,18 @@ def test_a_lock_that_a_killed_process_left_is_final(
     assert found is not None
     assert found.final, "it is not restarted"
     assert "waits for the lock file /cache/op/lock of 2026-01-01T00:00:00Z, which no" in failure["message"]
+
+
+def test_a_rank_that_compiles_does_not_wait() -> None:
+    """Its stack shows what it does; without one, the process that has the lock open is named."""
+    held = {**LOCK, "is_certain": False, "holder": "process 7 (python)"}
+    stack = {"Main": ["communicate (subprocess.py:9)"]}
+    compiles = Reply(0, "a", 7, "py-spy", stack, locks=[held])
+    assert explain_silence([compiles]).text == "rank 0 on a is in communicate (subprocess.py:9)"
+    waits = Reply(1, "b", 8, "py-spy", stack, locks=[LOCK])
+    assert explain_silence([compiles, waits]).text.startswith("rank 1 on b waits for ")
+    assert explain_silence([compiles, waits]).text.endswith("which process 7 (python) on a has open")
+    assert "may wait" in explain_silence([Reply(0, "a", 7, "", locks=[held])]).text
 
 
 def test_the_rank_that_is_elsewhere_is_shown() -> None:

@@ -235,7 +235,7 @@ def spy_on(rank: int, pid: int) -> Reply:
     problem = describe_state(pid)
     if spy is None:
         problem = problem or "py-spy, which can read its stacks, is not installed"
-        return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, ()))
+        return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
             threads = _stacks(_spy(spy, candidate))
@@ -244,11 +244,16 @@ def spy_on(rank: int, pid: int) -> Reply:
         else:
             named = _named_locks(spy, candidate)
             return Reply(rank, host, candidate, "py-spy", threads, locks=_locks(candidate, named))
-    return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, ()))
+    return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
 
 
-def _locks(pid: int, named: Sequence[str]) -> list[dict[str, Any]]:
-    return [asdict(lock) for lock in find_lock_files(pid, named)]
+def _locks(pid: int, named: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The lock files that a rank may wait for; of those that its stack does not name, only held ones.
+
+    Without a stack, `named` is None. What one rank holds can be what another one waits for.
+    """
+    found = find_lock_files(pid, named or ())
+    return [asdict(lock) for lock in found if named is None or lock.is_certain or lock.holder]
 
 
 def _spy(spy: str, pid: int, *options: str) -> list[dict[str, Any]]:
@@ -271,11 +276,11 @@ def _stacks(threads: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-def _named_locks(spy: str, pid: int) -> list[str]:
+def _named_locks(spy: str, pid: int) -> list[str] | None:
     """The lock files that variables of the innermost frames name, directly or by their folder.
 
-    Nothing else of the variables is kept: they may contain secrets. Not every version of py-spy can read them
-    in every version of Python.
+    Nothing else of the variables is kept: they may contain secrets. None if py-spy cannot read them, as some
+    versions cannot in some versions of Python.
     """
     try:
         # Twice: once cuts a path to a few characters.
@@ -283,6 +288,6 @@ def _named_locks(spy: str, pid: int) -> list[str]:
         frames = threads[0]["frames"][:LOCK_FRAMES] if threads else []
         texts = [str(local["repr"]) for frame in frames for local in frame["locals"] or ()]
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
-        return []
+        return None
     paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
     return [path if path.endswith("lock") else f"{path}/lock" for path in paths]

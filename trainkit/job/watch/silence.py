@@ -96,13 +96,19 @@ class Silence:
 def explain_silence(replies: Sequence[Reply], started: str = "") -> Silence:
     """What the ranks of an attempt wait for that began at the time `started`, from their stacks and locks."""
     found = [(reply, lock) for reply in replies for lock in reply.locks]
-    if found:
-        paths = {str(lock["path"]): _Lock.of(found, str(lock["path"])) for _, lock in found}
+    in_the_way = {
+        str(lock["path"])
+        for reply, lock in found
+        # A rank with a stack that does not show that it waits has the lock itself, or works next to a holder.
+        if lock["is_certain"] or not reply.threads or not lock["holder"]
+    }
+    if in_the_way:
+        paths = {path: _Lock.of(found, path) for path in in_the_way}
         # Of several, the one that a stack shows, then one that nobody releases, then the newest.
         lock = max(paths.values(), key=lambda lock: (lock.is_certain, not lock.holders, lock.time))
         return lock.silence(started)
     if not replies:
-        return Silence("no agent has answered a request for the stacks of its ranks")
+        return Silence(f"none of its ranks could be looked at within {LOOK_S:.0f} s")
     groups = group_replies(replies)
     first = groups[0][0] if groups else replies[0]
     where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
