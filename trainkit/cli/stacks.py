@@ -76,8 +76,9 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     for reply in replies:
         if reply.problem:
             click.echo(f"rank {reply.rank} on {reply.host}, process {reply.pid}: {reply.problem}")
-    if any(reply.locks for reply in replies):
-        click.echo(explain_silence(replies).text)
+    waits = explain_silence(replies)
+    if waits.lock is not None:
+        click.echo(waits.text)
     if silent:
         click.echo(f"no response from {_ranks(silent)}: ended, or the host does not respond")
     return EXIT_OK
