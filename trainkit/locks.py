@@ -28,12 +28,8 @@ STOP_S = 2.0
 """How long to keep waiting after a stop signal: most locks are held for a moment."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
-
-
 _held: set[int] = set()
 """The descriptors of the locks of this process, from their opening to `release_lock`."""
-
-
 NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount option flock, NFS with lockd"
 
 

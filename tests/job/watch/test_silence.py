@@ -66,7 +66,8 @@ class Watched:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> AttemptDir:
-    attempt = RunDir(tmp_path).attempt(1)
+    attempt = RunDir(tmp_path / "rank-study").attempt(1)
+    attempt.run.path.mkdir()
     attempt.create()
     for rank in range(4):
         attempt.rank_log(rank).touch()

@@ -20,8 +20,6 @@ from trainkit.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
 """A run that writes metrics seldom is stalled after this many of its longest intervals."""
-
-
 WATCHED_EVENTS = (*SLOWDOWN_EVENTS, *SILENCE_EVENTS, *SAVE_EVENTS)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from trainkit.folders import ensure_folder
@@ -44,7 +45,7 @@ class OutputWatch:
         run, before = self._attempt.run, self._at_start or {}
         signs = (str(run.metrics_file), str(run.heartbeat_file))
         # An agent prints into the log of its node before its ranks start.
-        logs = (size for name, (size, _) in self._seen.items() if "/rank-" in name)
+        logs = (size for name, (size, _) in self._seen.items() if Path(name).name.startswith("rank-"))
         return any(logs) or any(self._seen.get(name) != before.get(name) for name in signs)
 
     def poll(self) -> float | None:
