@@ -21,34 +21,35 @@ ALLOWED = {
     # What everybody may know.
     "__init__": set(),  # the version
     "errors": set(),
+    "folders": set(),
     "locks": set(),
     "resources": {"errors"},
     "jsonl": set(),
-    "rundir": {"errors", "jsonl"},
+    "rundir": {"errors", "folders", "jsonl"},
     "tables": set(),
     "rungroup": {"errors", "locks", "rundir"},
     "manifest": {"errors", "rundir"},
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources", "tables"},
-    "data": {"errors", "locks", "rundir", "config"},
+    "data": {"errors", "folders", "locks", "rundir", "config"},
     "slurm": {"errors"},
-    "cluster": {"errors", "locks", "resources", "rundir", "tables", "config", "slurm"},
+    "cluster": {"errors", "folders", "locks", "resources", "rundir", "tables", "config", "slurm"},
     "plan": {"errors", "resources", "rundir", "tables", "manifest", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "locks", "jsonl", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        *("errors", "folders", "locks", "jsonl", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
         "cluster.bad_nodes",
     },
     # What reaches a run that is there.
     "control": {
-        *("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        *("errors", "folders", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
         *("job.record", "job.failed_starts", "job.array_tasks", "job.processes", "job.signals"),
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
     },
     # How it gets there.
     "submit": {
-        *("errors", "resources", "rundir", "rungroup", "tables"),
+        *("errors", "folders", "locks", "resources", "rundir", "rungroup", "tables"),
         *("manifest", "config", "cluster", "plan", "slurm", "control"),
         # submitit pickles what its jobs run, and that is the supervisor.
         *("job.record", "job.processes", "job.supervisor", "job.signals", "job.node.slurm_step"),
@@ -77,10 +78,10 @@ ALLOWED = {
         *("job", "control", "submit", "observe"),
     },
     # Sends what a run has written. It is named in argv by the job, never imported.
-    "trackers": {"errors", "locks", "rundir", "manifest", "config"},
+    "trackers": {"errors", "folders", "locks", "rundir", "manifest", "config"},
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
-        *("errors", "rundir", "rungroup", "manifest", "tables", "config", "cluster", "plan"),
+        *("errors", "folders", "rundir", "rungroup", "manifest", "tables", "config", "cluster", "plan"),
         *("control", "submit", "observe", "job.record"),
     },
     # What a user's own task is a subclass of: the public face of the trainer.
@@ -91,6 +92,7 @@ ALLOWED = {
     "trainer": {
         *(
             "errors",
+            "folders",
             "rundir",
             "manifest",
             "config",
@@ -105,12 +107,12 @@ ALLOWED = {
     },
     # The other public face of the trainer: for loops of the user's own.
     "loop": {
-        *("errors", "rundir", "plan", "data.order", "job.signals", "job.rank_env", "trainer"),
+        *("errors", "folders", "rundir", "plan", "data.order", "job.signals", "job.rank_env", "trainer"),
     },
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "cluster", "plan"),
         *("slurm", "job", "control", "submit", "observe", "drill", "bench", "tables"),
-        *("locks", "trackers", "replay", "doctor"),
+        *("folders", "locks", "trackers", "replay", "doctor"),
     },
     "__main__": {"cli"},
 }
@@ -207,6 +209,17 @@ def test_no_module_is_a_drawer_for_everything() -> None:
 def test_files_stay_small() -> None:
     sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files()}
     assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def test_folders_are_made_by_one_function() -> None:
+    """`exist_ok` trusts what a client of a file system remembers, and fails on a parallel one."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and any(word.arg == "exist_ok" for word in node.keywords)
+    ]
+    assert found == [], "use trainkit.folders.ensure_folder"
 
 
 def test_public_names_have_a_docstring() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from trainkit import locks
-from trainkit.locks import LockBusy, LockStopped, acquire_lock, describe_holder, file_lock
+from trainkit.locks import (
+    LockBusy,
+    LockStopped,
+    acquire_lock,
+    describe_holder,
+    file_lock,
+    release_lock,
+    unsupported,
+)
 
 HOLD = (
     "import sys, time; from pathlib import Path; from trainkit.locks import file_lock\n"
@@ -115,3 +124,68 @@ def test_a_disk_that_is_full_does_not_prevent_a_lock(tmp_path: Path, monkeypatch
     monkeypatch.setattr(locks.os, "pwrite", full)
     with file_lock(tmp_path / "lock"):
         assert describe_holder(tmp_path / "lock") == "held by another process"
+
+
+FORK = """
+import os, sys, time
+from pathlib import Path
+from trainkit.locks import file_lock
+with file_lock(Path(sys.argv[1])):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+"""
+
+
+def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As a data worker of a rank that was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK, str(tmp_path / "lock")], stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        fork = int(child.stdout.readline())
+        try:
+            assert child.wait() == -signal.SIGKILL
+            os.kill(fork, 0)
+            release_lock(acquire_lock(tmp_path / "lock", 5.0))
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_fork_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    descriptor = acquire_lock(lock)
+    try:
+        if (fork := os.fork()) == 0:
+            release_lock(descriptor)
+            os._exit(0)
+        assert os.waitpid(fork, 0)[1] == 0
+        held = subprocess.run([sys.executable, "-c", TRY, str(lock)], capture_output=True, text=True)
+    finally:
+        release_lock(descriptor)
+    assert held.stdout == "busy\n", held.stderr
+
+
+TRY = """
+import sys
+from pathlib import Path
+from trainkit.locks import LockBusy, acquire_lock
+try:
+    acquire_lock(Path(sys.argv[1]), 0.0)
+except LockBusy:
+    print("busy")
+"""
+
+
+def test_a_file_system_without_locks_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsupported(tmp_path) is None
+    assert unsupported(tmp_path / "missing") is None
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    assert unsupported(tmp_path) == "No locks available"
+    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
 """Locks between processes, on one host or on several that share a file system.
 
-They are flocks, which the kernel releases when the process dies. The file contains its holder, so that a
-process that waits can name it.
+They are flocks, which the kernel releases when the process dies, and with it those that it has forked: a fork
+lets go of its locks here. The file contains its holder, so that a process that waits can name it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ STOP_S = 2.0
 """How long to keep waiting after a stop signal: most locks are held for a moment."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
+_held: set[int] = set()
+"""The descriptors of the locks of this process, from their opening to `release_lock`."""
+NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount option flock, NFS with lockd"
 
 
 class LockUnsupported(OSError):
@@ -42,7 +46,7 @@ class LockStopped(LockBusy):
 
 
 def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> int:
-    """Lock a file with flock and return its descriptor; closing it releases the lock.
+    """Lock a file with flock and return its descriptor, for `release_lock`.
 
     Waits indefinitely for another process, or raises LockBusy after `timeout_s`; prints once to stderr what
     it waits for. In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: raises LockStopped
@@ -58,7 +62,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) 
             if not _is_current(descriptor, path):
                 # A person has removed the file of a host that is down: the new file is the lock now.
                 replaced, descriptor = descriptor, _open(path, mode)
-                os.close(replaced)
+                release_lock(replaced)
             if _try_lock(descriptor, path) and _is_current(descriptor, path):
                 _write_holder(descriptor)
                 return descriptor
@@ -76,8 +80,29 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) 
                     )
             time.sleep(POLL_S if now_s - started_s < 1.0 else SLOW_POLL_S)
     except BaseException:
-        os.close(descriptor)
+        release_lock(descriptor)
         raise
+
+
+def release_lock(descriptor: int) -> None:
+    """Release a lock of `acquire_lock`."""
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def _let_go_in_fork() -> None:
+    """Leave the locks of the parent to it: a fork that outlives it would hold them, and say so nowhere.
+
+    The descriptors stay valid, for `release_lock` on the way out of the fork.
+    """
+    if _held:
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in _held:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 @contextmanager
@@ -87,11 +112,29 @@ def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> 
     try:
         yield
     finally:
+        release_lock(descriptor)
+
+
+def unsupported(folder: Path) -> str | None:
+    """Why files in a folder cannot be locked; None if they can, and where nothing can be written."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".trainkit-", dir=folder)
+    except OSError:
+        return None
+    try:
+        _try_lock(descriptor, folder)
+    except LockUnsupported as error:
+        return str(error.strerror)
+    finally:
         os.close(descriptor)
+        os.unlink(name)
+    return None
 
 
 def _open(path: Path, mode: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    _held.add(descriptor)
+    return descriptor
 
 
 def _is_current(descriptor: int, path: Path) -> bool:

@@ -46,6 +46,7 @@ from torch.optim import Optimizer
 from trainkit import __version__
 from trainkit.data.order import sample_index
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env, own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
@@ -132,7 +133,7 @@ def _own_attempt(run: RunDir, world: World) -> AttemptDir:
     """The next attempt of a run that trainkit did not start, created by rank 0."""
     number = torch.zeros((), dtype=torch.int64)
     if world.is_main:
-        run.path.mkdir(parents=True, exist_ok=True)
+        ensure_folder(run.path, parents=True)
         number += (run.attempt_numbers() or [0])[-1] + 1
         run.attempt(int(number)).create()
     dist.broadcast(number, src=0, group=world.checkpoint_group)

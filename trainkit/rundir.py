@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from trainkit.folders import ensure_folder
 from trainkit.jsonl import append_jsonl as append_jsonl
 from trainkit.jsonl import read_jsonl as read_jsonl
 from trainkit.jsonl import read_jsonl_reversed as read_jsonl_reversed
@@ -283,7 +284,7 @@ class AttemptDir:
 
         Raises FileExistsError when another command has already created it, OSError when it cannot be written.
         """
-        self.run.attempts_dir.mkdir(mode=0o700, exist_ok=True)
+        ensure_folder(self.run.attempts_dir, 0o700)
         self.path.mkdir(mode=0o700)
         try:
             for folder in (self.logs_dir, self.errors_dir):
@@ -493,7 +494,5 @@ def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """``$XDG_STATE_HOME/trainkit``; it may not exist yet."""
-    home = environ.get("XDG_STATE_HOME") or str(
-        Path(environ.get("HOME") or "~").expanduser() / ".local/state"
-    )
-    return Path(home) / "trainkit"
+    default = Path(environ.get("HOME") or "~").expanduser() / ".local/state"
+    return Path(environ.get("XDG_STATE_HOME") or default) / "trainkit"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.webhooks import SECRET, webhook
+from trainkit import locks
 from trainkit.cli.main import main
 
 
@@ -38,6 +41,23 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
         "threads_per_worker",
     }
     assert err == "a;b 'c.yaml: no problems\n"
+
+
+@pytest.mark.parametrize("command", ["check", "submit"])
+def test_a_file_system_without_locks_is_refused(
+    config: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the queue: every job of such a run would end at its start."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    assert main([command, config]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "error: files in runs cannot be locked: Function not implemented\n\nhint: runs need" in err
+    assert [path.name for path in Path.cwd().iterdir()] == [config]
 
 
 def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -322,6 +322,27 @@ def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: py
     assert [notification.fields["host"] for notification in notifications] == ["b"]
 
 
+def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
+    run, number = attempt.run, attempt.number
+    log_event(run, number, "checkpoint_failed", step=10, error="full")
+    log_event(run, number, "checkpoint_commit", step=20)
+    log_event(run, number, "checkpoint_failed", step=30, error="full")
+    wait(40)
+    assert notifications == []
+    for step in (40, 50):
+        log_event(run, number, "checkpoint_failed", step=step, error="OSError: disk full")
+    log_event(run, number, "silent", rank=1, host="b", reason="no output for 610 s")
+    wait(40)
+    saves, silence = notifications
+    assert (saves.event, saves.fields["step"]) == ("stalled", 40)
+    assert saves.text == "cannot save checkpoints: 2 in a row failed, since step 30: OSError: disk full"
+    assert (silence.event, silence.text, silence.fields["host"]) == ("stalled", "no output for 610 s", "b")
+    assert silence.command == f"trainkit diagnose {run.path}"
+
+
 def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> None:
     attempt = make_attempt(tmp_path / "run")
     plan = json.loads(attempt.plan_file.read_text())

@@ -242,6 +242,35 @@ def test_damaged_files_are_no_reason_to_fail(run):
     assert read_status(run, None, NOW).state == "incomplete"
 
 
+def test_saves_that_fail_in_a_row_are_a_warning(run):
+    def warnings(event, step, attempt=1, **fields):
+        log_event(run, attempt, event, step=step, **fields)
+        return read_status(run, True, NOW).warnings
+
+    full = {"error": "rank 3: OSError: disk full"}
+    assert warnings("checkpoint_failed", 100, **full) == [], "one can fail for a moment"
+    assert warnings("checkpoint_failed", 200, **full) == [
+        "no checkpoint could be saved since step 100 (2 saves in a row failed): rank 3: OSError: disk full"
+    ]
+    assert "(3 saves in a row failed)" in warnings("checkpoint_failed", 300, **full)[0]
+    assert warnings("checkpoint_commit", 400) == []
+    assert warnings("checkpoint_failed", 500, **full) == []
+    entries = [{"attempt": number, "job_id": "local-7", "host": "here"} for number in (1, 2)]
+    run.attempt(2).create()
+    write_json(run.job_file, {"name": "mine", "attempts": entries})
+    assert warnings("checkpoint_failed", 600, attempt=2, **full) == [], "the first of this attempt"
+    assert len(warnings("checkpoint_failed", 700, attempt=2, **full)) == 1
+
+
+def test_a_silence_that_lasts_is_a_warning(run):
+    log_event(run, 1, "silent", rank=0, lock=None, reason="no output for 610 s, and none before")
+    [warning] = read_status(run, True, NOW).warnings
+    assert warning.startswith("no output for 610 s, and none before; `trainkit diagnose ")
+    assert "no output" not in " ".join(read_status(run, False, NOW).warnings)
+    log_event(run, 1, "silent_over")
+    assert read_status(run, True, NOW).warnings == []
+
+
 def test_how_far_the_trackers_are(run):
     assert read_status(run, True, NOW).trackers == {}
     run.trackers_dir.mkdir()

@@ -311,7 +311,7 @@ class TestFailure:
             assert event["step"] == 2
             assert cause in event["error"]
         assert saver.last_step == 1
-        with pytest.raises(CheckpointError, match="state after step 2 could not be saved"):
+        with pytest.raises(CheckpointError, match=f"state after step 2 could not be saved to .*{cause}"):
             saver.require_saved(2)
         checkpoints_dir = RunDir(folder).checkpoints_dir
         assert [path.name for path in checkpoints_dir.iterdir()] == ["step-00000001"], "no half folder"
@@ -333,6 +333,21 @@ class TestFailure:
         other.finish()
         assert "could not be saved" in caplog.text
         assert (RunDir(tmp_path).checkpoint_dir(1) / "manifest.json").read_text() == written
+        assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
+
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_a_folder_that_another_rank_made_and_this_host_does_not_see(
+        self, tmp_path: Path, make_saver: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`mkdir` asks the server; what a client of a parallel file system remembers can be stale."""
+        partial = RunDir(tmp_path).checkpoints_dir / "step-00000001.attempt-001.partial"
+        partial.mkdir(parents=True)
+        is_dir = Path.is_dir
+        monkeypatch.setattr(Path, "is_dir", lambda path: path != partial and is_dir(path))
+        saver = make_saver(tmp_path)
+        saver.save(request(1), blocking)
+        saver.finish()
+        saver.require_saved(1)
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
     @pytest.mark.parametrize("blocking", [True, False])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.bench.measure import FINISHED, Row
 from trainkit.bench.summary import row_name
+from trainkit.folders import ensure_folder
 from trainkit.plan.sweep import shown
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple
 
     Raises OSError when the folder cannot be written.
     """
-    folder.mkdir(exist_ok=True)
+    ensure_folder(folder)
     written, empty = [], []
     for column, label in PLOTS.items():
         file = folder / f"{column}.png"

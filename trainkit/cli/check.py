@@ -79,7 +79,7 @@ def command(
     from trainkit.rundir import RUNS_FOLDER
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.queue_estimate import wait_lines
-    from trainkit.submit.run_folder import local_locks
+    from trainkit.submit.run_folder import local_locks, require_locks
     from trainkit.submit.user_code_check import smoke_problems
 
     if world_size is None and rank is not None:
@@ -108,6 +108,7 @@ def command(
     waits = None
     if plan.slurm is not None and estimate is not False and target.cluster is not None:
         waits = _waits(plan, loaded.config, target.cluster, must=bool(estimate))
+    require_locks(Path(RUNS_FOLDER))
     problem = None if plan.slurm is None else local_locks(Path(RUNS_FOLDER))
     if problem is not None:
         click.echo(f"warning: {problem}", err=True)

@@ -77,7 +77,7 @@ def diagnosis_text(found: Diagnosis) -> str:
         sure = "" if found.confidence == "certain" else f"  ({found.confidence})" if found.name else ""
         lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", *_wrapped(found.cause)]
         if place := _place(found):
-            lines.append(f"first failure: {place}")
+            lines.append(f"{'where' if found.state == 'running' else 'first failure'}: {place}")
     lines += _section(
         f"evidence, in {found.run_dir}", [line for item in found.evidence for line in _evidence(item)]
     )

@@ -22,6 +22,7 @@ from trainkit.cli.options import (
     slurm_options,
 )
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 
 
 @click.command(
@@ -66,7 +67,7 @@ def command(
     if not sys.stdin.isatty():
         raise UsageError("a shell needs a terminal", hint="`trainkit submit` runs without one")
     folder = Path("runs")
-    folder.mkdir(exist_ok=True)
+    ensure_folder(folder)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
         file.write(start_file)
     path = Path(file.name).absolute()

@@ -37,6 +37,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     """
     from trainkit.control.run_registry import find_run
     from trainkit.job.failure.stacks import gather, group_replies
+    from trainkit.job.watch.silence import explain_silence
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
 
@@ -75,6 +76,9 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     for reply in replies:
         if reply.problem:
             click.echo(f"rank {reply.rank} on {reply.host}, process {reply.pid}: {reply.problem}")
+    waits = explain_silence(replies)
+    if waits.lock is not None:
+        click.echo(waits.text)
     if silent:
         click.echo(f"no response from {_ranks(silent)}: ended, or the host does not respond")
     return EXIT_OK

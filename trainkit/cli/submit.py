@@ -94,7 +94,7 @@ def command(
 
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
-    _warn_of_local_locks(plan, folder)
+    _check_locks(plan, folder)
     if command_argv is not None:
         _warn_of_secrets(command_argv)
     if plan.slurm is not None and not dry_run:
@@ -125,13 +125,13 @@ def _warn(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
 
 
-def _warn_of_local_locks(plan: LaunchPlan, folder: Path | None) -> None:
-    if plan.slurm is None:
-        return  # one host
+def _check_locks(plan: LaunchPlan, folder: Path | None) -> None:
     from trainkit.rundir import RUNS_FOLDER
-    from trainkit.submit.run_folder import local_locks
+    from trainkit.submit.run_folder import local_locks, require_locks
 
-    problem = local_locks(folder or Path(RUNS_FOLDER))
+    require_locks(folder or Path(RUNS_FOLDER))
+    # Without Slurm the job is on this host.
+    problem = None if plan.slurm is None else local_locks(folder or Path(RUNS_FOLDER))
     if problem is not None:
         _warn(problem)
 
@@ -245,7 +245,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     common = common_plan(points)
     click.echo(describe_plan(common, points[0].config.name), err=True)
-    _warn_of_local_locks(points[0].plan, options.run_dir)
+    _check_locks(points[0].plan, options.run_dir)
     if options.command is not None:
         _warn_of_secrets(options.command)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)

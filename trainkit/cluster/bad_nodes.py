@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.folders import ensure_folder
 from trainkit.locks import file_lock
 from trainkit.rundir import read_json, state_folder, write_json
 
@@ -47,7 +48,7 @@ def note_failure(
     """
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ensure_folder(file.parent, 0o700, parents=True)
     # Two jobs must not overwrite each other's notes.
     with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S):
         notes = _notes(file, now)

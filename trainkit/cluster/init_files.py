@@ -17,6 +17,7 @@ from trainkit.cluster.resource_request import ResourceRequest
 from trainkit.cluster.units import memory_text, time_text, version_text
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 from trainkit.resources import FIRST_RUN, shipped_templates
 from trainkit.tables import table
 
@@ -117,7 +118,7 @@ def write_new(path: Path, text: str) -> bool:
     Raises UsageError if it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        ensure_folder(path.parent, parents=True)
         with path.open("x", encoding="utf-8") as file:
             try:
                 file.write(text)

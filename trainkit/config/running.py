@@ -202,6 +202,11 @@ class RequeueConfig(Section):
         description="A step hangs when it takes this many times the median step time; null disables this.",
     )
     hang_min_s: Positive = Field(default=300.0, description="Seconds before which no step counts as hanging.")
+    inspect_s: Positive | None = Field(
+        default=600.0,
+        description="Seconds without output of any rank after which a COMMAND is looked at, and reported if"
+        " it has not printed anything yet or waits for a lock file; null disables this.",
+    )
     silence_s: Positive | None = Field(
         default=None,
         description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
@@ -234,8 +239,9 @@ class NotifyConfig(Section):
 
     on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = list_field(
         ("finished", "failed", "requeued", "stalled"),
-        "Events to report; failed: the run ended without finishing; requeued: it restarts; slow: a rank holds"
-        " the others up, or the run is slower than before.",
+        "Events to report; failed: the run ended without finishing; requeued: it restarts; stalled: no"
+        " progress, no output, or no checkpoints; slow: a rank holds the others up, or the run is slower than"
+        " before.",
     )
     webhook: str | None = Field(
         default=WEBHOOK_VARIABLE,

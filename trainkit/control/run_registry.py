@@ -20,6 +20,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 from trainkit.job.record import read_job
 from trainkit.rundir import RUNS_FOLDER, RunDir, append_jsonl, read_jsonl, state_folder, utc_now
 from trainkit.rungroup import BENCH_FILE, RunGroup, group_of, is_index
@@ -54,7 +55,7 @@ def register(run: RunDir, name: str) -> None:
     """Add a started run to the index; prints a note if the index cannot be written."""
     path = index_file()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        ensure_folder(path.parent, parents=True)
         append_jsonl(path, {"time": utc_now(), "name": name, "path": str(run.path)})
     except OSError as error:
         print(

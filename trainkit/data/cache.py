@@ -36,6 +36,7 @@ from trainkit.data.sources import (
 )
 from trainkit.data.tokenizer_identity import check_made_by, identify
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 
 CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
@@ -124,7 +125,7 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
 
     partial = target.with_name(target.name + _PARTIAL_SUFFIX)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        ensure_folder(cache, parents=True)
         lock = exclusive(
             target.with_name(target.name + ".lock"),
             busy=f"waiting for another process to prepare {target}",

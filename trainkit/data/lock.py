@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.locks import LockUnsupported, acquire_lock
+from trainkit.locks import LockUnsupported, acquire_lock, release_lock
 
 
 @contextmanager
@@ -35,4 +34,4 @@ def exclusive(path: Path, busy: str, wait: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)
+        release_lock(descriptor)

@@ -43,6 +43,7 @@ from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, 
 from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.folders import ensure_folder
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -273,13 +274,13 @@ class _Preparation:
 
 
 def _make_work_folder(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    ensure_folder(folder, parents=True)
     others = sorted(entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER)
     if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
         raise UsageError(
             f"{folder} is not empty and not a dataset: it contains {others[0]}", hint="choose another folder"
         )
-    (folder / WORK_FOLDER).mkdir(exist_ok=True)
+    ensure_folder(folder / WORK_FOLDER)
 
 
 def _options(spec: DatasetSpec, unit_bytes: int) -> dict[str, Any]:

@@ -236,13 +236,14 @@ def repeatable_failure(failure: Mapping[str, Any]) -> Failure | None:
     """The part of a failure that identifies its recurrence; None if the cause was external or random."""
     code = failure.get("exit_code")
     was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
-    if was_killed or failure.get("type") in RANDOM_TYPES:
+    is_final = bool(failure.get("final"))
+    if was_killed or (failure.get("type") in RANDOM_TYPES and not is_final):
         return None
     step = failure.get("step")
     return Failure(
         what=f"{failure.get('type')}: {failure.get('message')}",
         step=step if isinstance(step, int) else None,
-        final=bool(failure.get("final")),
+        final=is_final,
     )
 
 

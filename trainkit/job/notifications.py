@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import quote
@@ -114,6 +114,23 @@ def slowdown_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Noti
     text = f"{who} slow since step {event.get('since_step')} ({event.get('phase')}), {times}"
     fields = {"state": "running", "reason": text, "step": event.get("step"), "rank": rank, "host": host}
     return Notification("slow", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
+
+
+def silence_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Notification:
+    """The notification of an event ``silent``: a COMMAND that prints nothing."""
+    text, step = str(event.get("reason")), event.get("step")
+    fields = {"state": "running", "reason": text, "step": step}
+    fields |= {"rank": event.get("rank"), "host": event.get("host")}
+    return Notification("stalled", text, f"trainkit diagnose {quote(str(attempt.run.path))}", fields)
+
+
+def unsaved_notification(attempt: AttemptDir, failed: Sequence[Mapping[str, Any]]) -> Notification:
+    """The notification of saves in a row that failed, as events ``checkpoint_failed``."""
+    last = failed[-1]
+    text = f"cannot save checkpoints: {len(failed)} in a row failed, since step {failed[0].get('step')}"
+    text = f"{text}: {last.get('error')}"
+    fields = {"state": "running", "reason": text, "step": last.get("step")}
+    return Notification("stalled", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
 
 
 class Notifier:

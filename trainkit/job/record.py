@@ -20,7 +20,15 @@ from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.rank_env import own_host
-from trainkit.locks import LockBusy, LockStopped, LockUnsupported, acquire_lock, file_lock
+from trainkit.locks import (
+    NEEDS_FLOCK,
+    LockBusy,
+    LockStopped,
+    LockUnsupported,
+    acquire_lock,
+    file_lock,
+    release_lock,
+)
 from trainkit.rundir import (
     PROC,
     RESUME_ACTIONS,
@@ -116,7 +124,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         except LockUnsupported as error:
             raise UsageError(
                 f"{run.lock_file} cannot be locked: {error.strerror}",
-                hint="the run folder must be on a filesystem with flock; Lustre needs the mount option flock",
+                hint=NEEDS_FLOCK,
             ) from error
         except OSError as error:
             raise UsageError(
@@ -144,7 +152,7 @@ def is_supervised(run: RunDir) -> bool:
         descriptor = acquire_lock(run.supervisor_lock_file, 0.0)
     except BlockingIOError:
         return True
-    os.close(descriptor)
+    release_lock(descriptor)
     return False
 
 
@@ -441,3 +449,17 @@ def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str,
             if event.get("event") in ("slow_rank", "slow_run"):
                 found[event.get("rank")] = event
     return list(found.values())
+
+
+SILENCE_EVENTS = ("silent", "silent_over")
+"""What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
+SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
+FAILED_SAVES = 2
+"""So many saves that fail in a row are reported: one may fail for a moment."""
+
+
+def failed_in_a_row(failed: list[dict[str, Any]], event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The newest saves of one attempt, as far as all of them failed, after one more of `SAVE_EVENTS`."""
+    if event.get("event") != "checkpoint_failed":
+        return []
+    return [*(one for one in failed if one.get("attempt") == event.get("attempt")), event]

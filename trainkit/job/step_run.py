@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
+from trainkit.folders import ensure_folder
 from trainkit.job import processes
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
@@ -45,7 +46,7 @@ def announcement_file(folder: Path, task: SlurmTask) -> Path:
 def announce(folder: Path, task: SlurmTask, value: dict[str, Any]) -> None:
     """Announce ``run_dir`` and ``attempt`` to the other tasks, or the ``exit_code`` of a failed start."""
     file = announcement_file(folder, task)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    ensure_folder(file.parent, parents=True)
     write_json_in_place(file, value)
 
 
@@ -63,7 +64,7 @@ def await_announcement(
     """
     file = announcement_file(folder, task)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        ensure_folder(file.parent, parents=True)
         value = wait_for_json(file, timeout_s, creates=True)
     except TimeoutError:
         raise TrainkitError(

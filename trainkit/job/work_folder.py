@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from trainkit.folders import ensure_folder
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir, read_json, write_json
 
@@ -46,7 +47,7 @@ def prepare_work_folder(run: RunDir) -> Path | None:
             _renew(run.work_dir, before[num_seen], snapshot)
             write_json(run.work_file, _record(code, before))
     folder = run.work_dir / str(code["subfolder"])
-    folder.mkdir(parents=True, exist_ok=True)
+    ensure_folder(folder, parents=True)
     return folder
 
 
@@ -96,7 +97,7 @@ def _files(root: Path) -> Iterator[str]:
 
 def _copy(source: Path, target: Path, names: list[str]) -> None:
     for folder in sorted({Path(name).parent for name in names}):
-        (target / folder).mkdir(parents=True, exist_ok=True)
+        ensure_folder(target / folder, parents=True)
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(lambda name: _copy_file(source / name, target / name), names))
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
+from trainkit.job.record import SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, still_slow
 from trainkit.observe.run_text import Evidence, Text, clean
 from trainkit.observe.text import event_content, slowdown_line
 from trainkit.rundir import AttemptDir
@@ -17,7 +17,6 @@ MAX_EVENTS = 400
 MAX_SHOWN = 8
 END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
 """What the supervisor writes after an attempt, which repeats end.json."""
-SAVE_ENDS = ("checkpoint_commit", "checkpoint_failed")
 
 
 class AttemptEvents:
@@ -30,6 +29,8 @@ class AttemptEvents:
         """The last ones, with the numbers of their lines."""
         self._slowdowns: list[dict[str, Any]] = []
         """Those of slow ranks, however long ago."""
+        self._silence: dict[str, Any] | None = None
+        """The event of a silence that lasts."""
         with contextlib.suppress(OSError):  # missing, or on a disk that fails
             self._read()
 
@@ -41,6 +42,8 @@ class AttemptEvents:
                     self._numbered.append((number, event))
                     if event["event"] in SLOWDOWN_EVENTS:
                         self._slowdowns.append(event)
+                    if event["event"] in SILENCE_EVENTS:
+                        self._silence = event if event["event"] == "silent" else None
 
     def _is_before(self, event: Mapping[str, Any]) -> bool:
         time = event.get("time")
@@ -48,9 +51,11 @@ class AttemptEvents:
             return False
         return not isinstance(self._failed_at, str) or time < self._failed_at
 
-    def texts(self) -> Iterator[Text]:
-        """Each event as one line, the last one first."""
+    def texts(self, *, only_silence: bool = False) -> Iterator[Text]:
+        """Each event as one line, the last one first; a silence only if it lasts."""
         for number, event in reversed(self._numbered):
+            if event is not self._silence and (only_silence or event["event"] == "silent"):
+                continue
             rank, host = event.get("rank"), event.get("host")
             yield Text(
                 self._attempt.run.events_file.name,
@@ -66,7 +71,7 @@ class AttemptEvents:
         file, found = self._attempt.run.events_file.name, []
         saved: set[object] = set()
         for number, event in reversed(self._numbered):
-            if event.get("event") in SAVE_ENDS:
+            if event.get("event") in SAVE_EVENTS:
                 saved.add(event.get("step"))
             elif event.get("event") == "checkpoint_begin" and event.get("step") in saved:
                 continue
@@ -75,8 +80,8 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """The values for advice, by placeholder: the save that did not complete, and the slow rank."""
-        names = ("checkpoint_begin", *SAVE_ENDS)
+        """The values for advice, by placeholder: the incomplete save, the slow rank, the silence."""
+        names = ("checkpoint_begin", *SAVE_EVENTS)
         saves = [event for _, event in self._numbered if event["event"] in names]
         values: dict[str, str] = {}
         if saves and saves[-1]["event"] == "checkpoint_begin" and isinstance(saves[-1].get("step"), int):
@@ -89,6 +94,8 @@ class AttemptEvents:
             values["slowdown"] = clean(slowdown_line(slow[0]).replace(" is slow since", " was slow since"))
             if slow[0].get("rank") is not None:
                 values["slow_host"] = clean(str(slow[0].get("host") or ""))
+        if self._silence is not None:
+            values["silence"] = clean(str(self._silence.get("reason")))
         return values
 
 

@@ -51,7 +51,8 @@ class Diagnosis:
     run_dir: str
     attempt: int
     state: str
-    """``failed`` or ``stopped``, ``nothing failed``, or ``unknown`` when this host cannot tell."""
+    """``failed`` or ``stopped``, ``running`` with a problem, ``nothing failed``, or ``unknown`` when this
+    host cannot tell."""
     name: str | None
     """The signature; None when no known cause was found."""
     title: str
@@ -139,6 +140,9 @@ class _Case:
         if self.end.get("state") == "finished":
             return self._nothing("the run finished")
         if not self.end and not self.records and not self._is_over():
+            silence = self._best(self.events.texts(only_silence=True)) if self.alive else None
+            if silence is not None:
+                return replace(self._found(silence), state="running")
             if self.alive:
                 return self._nothing("the attempt is still running or pending")
             return self._plain("unknown", "this host cannot tell whether the run is alive", "unknown")

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
+from trainkit.job.record import (
+    SAVE_EVENTS,
+    SILENCE_EVENTS,
+    SLOWDOWN_EVENTS,
+    failed_in_a_row,
+    still_slow,
+)
 from trainkit.jsonl import JsonlTail, parse_record
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
 from trainkit.rundir import RunDir
@@ -52,6 +58,10 @@ class EventHistory:
         """The newest ``checkpoint_commit``."""
         self.save_began: object = None
         """The time of its ``checkpoint_begin``: the state is that of this moment."""
+        self._silence: dict[str, Any] = {}
+        """The newest of `SILENCE_EVENTS`."""
+        self._failed_saves: list[dict[str, Any]] = []
+        """The newest saves, as far as all of them failed, in one attempt."""
         self._begun: dict[object, object] = {}
         self._firsts: dict[tuple[object, object], dict[str, Any]] = {}
         self._slowdowns: list[dict[str, Any]] = []
@@ -80,6 +90,10 @@ class EventHistory:
         if name in RESTART_EVENTS:
             self._for_restarts.append(event)
             self._restarts = None
+        if name in SILENCE_EVENTS:
+            self._silence = event
+        if name in SAVE_EVENTS:
+            self._failed_saves = failed_in_a_row(self._failed_saves, event)
         if name == "evaluated":
             self.val_loss = event["val_loss"] if is_number(event.get("val_loss")) else None
             if self.first_val_loss is None:
@@ -99,6 +113,15 @@ class EventHistory:
     def slowdowns(self, attempt: int) -> list[dict[str, Any]]:
         """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
         return still_slow(self._slowdowns, attempt)
+
+    def silence(self, attempt: int) -> Mapping[str, Any] | None:
+        """The event of a silence of an attempt that lasts; None without one."""
+        is_open = self._silence.get("event") == "silent" and self._silence.get("attempt") == attempt
+        return self._silence if is_open else None
+
+    def failed_saves(self, attempt: int) -> list[dict[str, Any]]:
+        """The newest saves of an attempt, as far as all of them failed."""
+        return [event for event in self._failed_saves if event.get("attempt") == attempt]
 
     def first(self, attempt: int | None, name: str) -> Mapping[str, Any]:
         """The first event of this name of an attempt; empty without one."""

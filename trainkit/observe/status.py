@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.job.record import has_started
+from trainkit.job.record import FAILED_SAVES, has_started
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import Restart
 from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
 from trainkit.observe.run_text import read_log
-from trainkit.observe.text import slowdown_line
+from trainkit.observe.text import failed_saves_line, slowdown_line
 from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import (
@@ -141,7 +141,7 @@ def read_status(
     )
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
-    is_known = isinstance(attempt, int) and state in ("running", "stopping")
+    is_known = isinstance(attempt, int) and state in ("starting", "running", "stopping")
     slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
@@ -173,6 +173,7 @@ def read_status(
             *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(slowdown_line(event) for event in slowdowns),
+            *(_event_warnings(run, history, attempt) if is_known and isinstance(attempt, int) else ()),
         ],
         slowdowns=slowdowns,
         trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
@@ -348,6 +349,17 @@ def _warnings(
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died" and has_started(entry):
         warnings.append("the supervisor exited without recording how the attempt ended")
+    return warnings
+
+
+def _event_warnings(run: RunDir, history: EventHistory, attempt: int) -> list[str]:
+    """What the events say of a running attempt: it prints nothing, or cannot save."""
+    warnings, folder = [], quote(str(run.path))
+    if (silent := history.silence(attempt)) is not None:
+        warnings.append(f"{silent.get('reason')}; `trainkit diagnose {folder}` says what to do")
+    failed = history.failed_saves(attempt)
+    if len(failed) >= FAILED_SAVES:
+        warnings.append(failed_saves_line(failed))
     return warnings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -62,3 +62,9 @@ def slowdown_line(event: Mapping[str, Any]) -> str:
     own, usual = (f"{1e3 * float(event.get(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
     than = f"the other ranks {usual}" if is_rank else f"{usual} before"
     return f"{who} is slow since step {event.get('since_step')} ({event.get('phase')}): {own} a step, {than}"
+
+
+def failed_saves_line(failed: Sequence[Mapping[str, Any]]) -> str:
+    """Say since when no checkpoint could be saved, of the events ``checkpoint_failed`` since then."""
+    since, error = failed[0].get("step"), failed[-1].get("error")
+    return f"no checkpoint could be saved since step {since} ({len(failed)} saves in a row failed): {error}"

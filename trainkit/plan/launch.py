@@ -97,12 +97,20 @@ class RequeuePolicy:
     hang_factor: float | None = 20.0
     """A step hangs when it takes this many times the median step time; None disables this."""
     hang_min_s: float = 300.0
+    inspect_s: float | None = 600.0
+    """Seconds without output of any rank after which a command is looked at; None disables this."""
     silence_s: float | None = None
     """Seconds without output of any rank after which a command hangs; None disables this."""
     slow_hosts: str = "ignore"
     """What happens to the hosts of slow ranks: ``ignore``, ``exclude`` or ``restart``."""
     slow_after_s: float = 300.0
     """Seconds for which a rank must stay slow before ``restart`` restarts the run."""
+
+    @property
+    def look_s(self) -> float | None:
+        """Seconds without output after which a command is looked at: in time before `silence_s` ends it."""
+        limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ def make_plan(
         draft.reasons["end"] = (
             "exit code 0 is the end; after a notice only if the command has created $TRAINKIT_JOB_DONE_FILE"
         )
+        if target.node_sizes is None:  # a step has no supervisor that could look at it
+            draft.reasons["silence"] = _silence_reason(_policy(config.requeue))
     draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
     lead_s = draft.lead_s()
@@ -145,10 +147,21 @@ def _policy(requeue: RequeueConfig) -> RequeuePolicy:
         max_crashes=requeue.max_crashes,
         hang_factor=requeue.hang_factor,
         hang_min_s=requeue.hang_min_s,
+        inspect_s=requeue.inspect_s,
         silence_s=requeue.silence_s,
         slow_hosts=requeue.slow_hosts,
         slow_after_s=requeue.slow_after_s,
     )
+
+
+def _silence_reason(policy: RequeuePolicy) -> str:
+    """What happens to a command that prints nothing."""
+    if policy.look_s is None:
+        return "not watched: requeue.inspect_s and requeue.silence_s are null"
+    reported = f"before the first line, or at a lock file, reported after {policy.look_s:g} s"
+    if policy.silence_s is None:
+        return f"{reported}; never ended, as requeue.silence_s is null"
+    return f"{reported}; ended as a hang after {policy.silence_s:g} s"
 
 
 def _notify_policy(notify: NotifyConfig) -> NotifyPolicy:

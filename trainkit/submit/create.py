@@ -21,6 +21,7 @@ from typing import Any
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 from trainkit.job.record import create_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RUNS_FOLDER, RunDir, utc_now, write_json
@@ -121,7 +122,7 @@ def _folders(parent: Path, name: str) -> Iterator[Path]:
 
 def _next_free_folder(parent: Path, name: str) -> Path:
     """`parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
-    parent.mkdir(parents=True, exist_ok=True)
+    ensure_folder(parent, parents=True)
     for folder in _folders(parent, name):
         try:
             folder.mkdir(mode=0o700)
@@ -150,7 +151,7 @@ def _empty_folder(folder: Path, option: str) -> Path:
     refuse_shared(folder, option)
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    ensure_folder(folder.parent, parents=True)
     folder.mkdir(mode=0o700)
     return folder
 

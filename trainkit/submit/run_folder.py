@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.errors import UsageError
+from trainkit.locks import NEEDS_FLOCK, unsupported
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -18,6 +19,17 @@ _LOCAL_LOCKS = {
     "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
 }
 """File system -> mount options with which a flock is seen only by its own host."""
+
+
+def require_locks(folder: Path) -> None:
+    """Raise UsageError when the file system of a folder, which may not exist yet, has no file locks."""
+    place = Path(os.path.realpath(folder))
+    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
+    if reason is not None:
+        raise UsageError(
+            f"files in {folder} cannot be locked: {reason}",
+            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
+        )
 
 
 def local_locks(folder: Path, mountinfo: Path = MOUNTINFO) -> str | None:

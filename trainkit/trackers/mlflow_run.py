@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 from trainkit.rundir import RunDir
 from trainkit.trackers.records import Facts, Sample, command_folder
 
@@ -69,7 +70,7 @@ class MlflowRun:
         uri = store_uri(settings.tracking_uri, facts.folder, facts.cwd)
         if uri.startswith("sqlite:///"):
             self._folder = Path(uri.removeprefix("sqlite:///")).parent
-            self._folder.mkdir(parents=True, exist_ok=True)
+            ensure_folder(self._folder, parents=True)
         self._client = MlflowClient(tracking_uri=uri)
         experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.name
         self.place = f"{uri}, experiment {experiment}"

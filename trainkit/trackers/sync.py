@@ -7,7 +7,6 @@ attempt would compute the others again. `trackers/NAME.json` in the run folder h
 from __future__ import annotations
 
 import math
-import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,8 @@ from typing import Protocol
 
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
-from trainkit.locks import acquire_lock
+from trainkit.folders import ensure_folder
+from trainkit.locks import acquire_lock, release_lock
 from trainkit.rundir import RunDir, read_json, utc_now, write_json
 from trainkit.trackers.records import (
     Facts,
@@ -170,7 +170,7 @@ class RunTracker:
 
     def _acquire(self) -> None:
         if self._lock is None:
-            self.run.trackers_dir.mkdir(mode=0o700, exist_ok=True)
+            ensure_folder(self.run.trackers_dir, 0o700)
             self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
 
     def release(self) -> None:
@@ -178,7 +178,7 @@ class RunTracker:
         self._tracker = None
         self._manifests.clear()
         if self._lock is not None:
-            os.close(self._lock)
+            release_lock(self._lock)
             self._lock = None
 
 

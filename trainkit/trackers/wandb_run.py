@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config.running import WandbConfig
+from trainkit.folders import ensure_folder
 from trainkit.trackers.records import Facts, Sample
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _log(run: Any, batch: Sequence[Sample]) -> None:
 
 def _save_manifest(run: Any, label: str, file: Path) -> None:
     copy = Path(run.dir) / "checkpoints" / label / file.name
-    copy.parent.mkdir(parents=True, exist_ok=True)
+    ensure_folder(copy.parent, parents=True)
     shutil.copyfile(file, copy)
     run.save(str(copy), base_path=run.dir, policy="now")
     run.summary[f"checkpoint/{label}"] = file.parent.name

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainkit.config.running import ProfilerConfig
+from trainkit.folders import ensure_folder
 from trainkit.rundir import write_json
 from trainkit.trainer.distributed import World
 from trainkit.trainer.torch_private import dump_memory_history, record_memory_history
@@ -80,7 +81,7 @@ class ProfileWindow:
         profile, self._profile = self._profile, None
         profile.stop()
         try:
-            self._file.parent.mkdir(exist_ok=True)
+            ensure_folder(self._file.parent)
             self._write_memory()
             profile.export_chrome_trace(str(self._file))
             if self._num_steps:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from trainkit.folders import ensure_folder
 from trainkit.rundir import AttemptDir, append_jsonl, write_atomic
 
 log = getLogger(__name__)
@@ -134,7 +135,7 @@ class RankRecords:
         """Write the pending records; those that cannot be written, as on a full disk, are kept."""
         self._flushed_s = time.monotonic()
         try:
-            self._file.parent.mkdir(mode=0o700, exist_ok=True)
+            ensure_folder(self._file.parent, 0o700)
             while self._pending:
                 append_jsonl(self._file, self._pending[0])
                 self._pending.popleft()

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
+from trainkit.folders import ensure_folder
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
@@ -169,7 +170,7 @@ class Watchdog:
         step, phase, phase_index, _ = hang.current
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
-        self.attempt.hangs_dir.mkdir(exist_ok=True)
+        ensure_folder(self.attempt.hangs_dir)
         record = {**self.rank_info, "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
         record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
@@ -235,7 +236,7 @@ class RankStacks:
     def listen(self, stop: StopRequest) -> None:
         """Start answering requests for stacks and SIGQUIT."""
         try:
-            self.file.parent.mkdir(exist_ok=True)
+            ensure_folder(self.file.parent)
             # Opened here, since the C handler cannot open a file.
             faulthandler.register(signal.SIGQUIT, self.file.open("a"), all_threads=True)
         except OSError as error:

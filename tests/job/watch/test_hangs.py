@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from trainkit.job.failure.first_failure import suspect_host
-from trainkit.job.watch.hangs import HangRecord, SilenceWatch, hang_failure, missing_ranks, read_hangs
+from trainkit.job.watch.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.rundir import RunDir, write_json
 
@@ -119,31 +119,3 @@ def test_the_host_of_a_node_that_says_nothing(attempt):
     assert verdict["message"].startswith("does not respond (nor does 1 other rank): its process is stopped ")
     attempt.rendezvous_file.write_text("{}")
     assert hang_failure(attempt, PLAN, [record(0), record(1)])["host"] is None
-
-
-def test_a_silent_command_hangs(attempt, monkeypatch):
-    """Output of any rank, metrics and the heartbeat all count; a suspended machine does not."""
-    now = 1000.0
-    monkeypatch.setattr("trainkit.job.watch.hangs.time.monotonic", lambda: now)
-    watch = SilenceWatch(attempt, PLAN, limit_s=60.0)
-    run = attempt.run
-
-    def poll_for(seconds):
-        nonlocal now
-        for _ in range(seconds // 10):
-            now += 10.0
-            watch.poll()
-        return read_hangs(attempt)
-
-    for change in (attempt.rank_log(3), attempt.node_log(1), run.metrics_file, run.heartbeat_file):
-        assert poll_for(50) == []
-        change.write_text("x")
-    now += 3600.0
-    watch.poll()
-    assert poll_for(50) == []
-    assert poll_for(30) != []
-    found = read_hangs(attempt)
-    assert missing_ranks(PLAN, found) == []
-    failure = hang_failure(attempt, PLAN, found)
-    assert failure["host"] is None
-    assert failure["message"].startswith("no progress for 70 s, in a command without output")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.job import processes
+from trainkit.job.failure.lock_files import find_lock_files
 from trainkit.job.signals import STACKS_SIGNAL
 from trainkit.rundir import AttemptDir, process_stat, read_json, utc_now, write_json
 
@@ -45,6 +46,8 @@ class Reply:
     """Seconds since the rank entered that phase."""
     problem: str = ""
     """Why there are no stacks."""
+    locks: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """The lock files that a rank that did not reply itself may wait for: the fields of a `LockFile`."""
 
     @property
     def main_stack(self) -> tuple[str, ...]:
@@ -112,20 +115,44 @@ def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
     return request
 
 
-def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request the stacks of `rank`, or of all `ranks` if None, and wait for the replies or the timeout.
+class Gathering:
+    """A request for the stacks of `rank`, or of all `ranks` if None, and the replies to it.
 
-    Returns the replies so far by rank. Raises OSError when the run folder cannot be written.
+    Raises OSError when the run folder cannot be written.
     """
-    request = request_stacks(attempt, rank)
-    deadline_s = time.monotonic() + timeout_s
-    wanted = len(ranks) if rank is None else 1
+
+    def __init__(
+        self, attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float
+    ) -> None:
+        self._request = request_stacks(attempt, rank)
+        self._wanted = len(ranks) if rank is None else 1
+        self._deadline_s = time.monotonic() + timeout_s
+        self._replies: list[Reply] | None = None
+
+    def poll(self) -> list[Reply] | None:
+        """The replies by rank, once all are there or the time is over; until then None."""
+        if self._replies is None:
+            replies = self._request.replies()
+            if len(replies) < self._wanted and time.monotonic() < self._deadline_s:
+                return None
+            self.withdraw()
+            self._replies = replies
+        return self._replies
+
+    def withdraw(self) -> None:
+        """Stop waiting for replies."""
+        self._request.withdraw()
+
+
+def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float) -> list[Reply]:
+    """Request stacks as a `Gathering` does, and wait for them; returns the replies so far by rank."""
+    gathering = Gathering(attempt, ranks, rank, timeout_s)
     try:
-        while len(replies := request.replies()) < wanted and time.monotonic() < deadline_s:
+        while (replies := gathering.poll()) is None:
             time.sleep(POLL_S)
         return replies
     finally:
-        request.withdraw()
+        gathering.withdraw()
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
@@ -141,6 +168,8 @@ REPLY_S = 3.0
 """How long a rank may take to reply itself."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
+LOCK_FRAMES = 3
+"""The frames in which a rank that waits for a lock file has its path: torch's is in the second."""
 
 STATE_PROBLEMS = {
     "T": "its process is stopped (SIGSTOP, or Slurm suspended it)",
@@ -199,35 +228,66 @@ def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]
 
 
 def spy_on(rank: int, pid: int) -> Reply:
-    """The stacks of a process as read by py-spy, or the reason why there are none."""
+    """The stacks of a process as read by py-spy, or the reason why there are none; the locks in its way."""
     host = socket.gethostname()
     # Also look in this interpreter's folder, which need not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     problem = describe_state(pid)
     if spy is None:
-        problem = problem or "it does not respond, and py-spy, which can read its stacks, is not installed"
-        return Reply(rank, host, pid, "", problem=problem)
+        problem = problem or "py-spy, which can read its stacks, is not installed"
+        return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
-            threads = _spy(spy, candidate)
+            threads = _stacks(_spy(spy, candidate))
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             problem = problem or f"py-spy: {error}"
         else:
-            return Reply(rank, host, candidate, "py-spy", threads)
-    return Reply(rank, host, pid, "", problem=problem)
+            named = _named_locks(spy, candidate)
+            return Reply(rank, host, candidate, "py-spy", threads, locks=_locks(candidate, named))
+    return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
 
 
-def _spy(spy: str, pid: int) -> dict[str, list[str]]:
-    """The frames of each thread of a Python process, the main thread first."""
-    argv = [spy, "dump", "--json", "--pid", str(pid)]
+def _locks(pid: int, named: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The lock files that a rank may wait for; of those that its stack does not name, only held ones.
+
+    Without a stack, `named` is None. What one rank holds can be what another one waits for.
+    """
+    found = find_lock_files(pid, named or ())
+    return [asdict(lock) for lock in found if named is None or lock.is_certain or lock.holder]
+
+
+def _spy(spy: str, pid: int, *options: str) -> list[dict[str, Any]]:
+    """The threads of a Python process as py-spy dumps them, the main thread first."""
+    argv = [spy, "dump", *options, "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().partition("\n")[0] or f"ended with {done.returncode}")
     threads: list[dict[str, Any]] = json.loads(done.stdout)
-    threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
+    return sorted(threads, key=lambda thread: thread["os_thread_id"] != pid)
+
+
+def _stacks(threads: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The frames of each thread."""
     return {
         f"{thread['thread_name'] or 'native'} {thread['thread_id']:#x}": [
             f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]
         ]
         for thread in threads
     }
+
+
+def _named_locks(spy: str, pid: int) -> list[str] | None:
+    """The lock files that variables of the innermost frames name, directly or by their folder.
+
+    Nothing else of the variables is kept: they may contain secrets. None if py-spy cannot read them, as some
+    versions cannot in some versions of Python.
+    """
+    try:
+        # Twice: once cuts a path to a few characters.
+        threads = _spy(spy, pid, "--locals", "--locals")
+        frames = threads[0]["frames"][:LOCK_FRAMES] if threads else []
+        texts = [str(local["repr"]) for frame in frames for local in frame["locals"] or ()]
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return None
+    paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
+    return [path if path.endswith("lock") else f"{path}/lock" for path in paths]

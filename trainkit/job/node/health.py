@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.folders import ensure_folder
 from trainkit.job.processes import log_line
 from trainkit.job.rank_env import visible_gpus
 from trainkit.rundir import AttemptDir, append_jsonl, utc_now, write_atomic
@@ -61,7 +62,7 @@ class HealthSampler:
         self._gpus.open()
         while not self._ends.wait(self._interval_s):
             try:
-                self.file.parent.mkdir(exist_ok=True)
+                ensure_folder(self.file.parent)
                 append_jsonl(self.file, self.sample())
                 if self.file.stat().st_size > MAX_BYTES:
                     thin_out(self.file)

@@ -29,8 +29,9 @@ from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.job.watch.hangs import HangWatch, SilenceWatch
+from trainkit.job.watch.hangs import HangWatch
 from trainkit.job.watch.progress import ProgressWatch
+from trainkit.job.watch.silence import SilenceWatch
 from trainkit.job.watch.slow_hosts import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, seconds_between
@@ -57,8 +58,8 @@ class AttemptWatch(ProcessGroup):
         self.superseded_by: dict[str, Any] | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
-        silence_s = plan.requeue.silence_s if plan.command is not None else None
-        self._silence = None if silence_s is None else SilenceWatch(attempt, plan, silence_s)
+        is_watched = plan.command is not None and plan.requeue.look_s is not None
+        self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
         self.progress: ProgressWatch | None = None
         """Reports that the attempt is stalled or slow; None without notifications."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json, refresh_listing, utc_now, write_json
+from trainkit.rundir import AttemptDir, read_json, refresh_listing
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class HangRecord:
     time: str
     stack: tuple[str, ...]
     """The frames of its training thread, innermost first."""
+    is_final: bool = False
+    """Whether it waits for what a restart does not change either."""
 
     @property
     def summary(self) -> str:
@@ -84,7 +85,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     missing = missing_ranks(plan, records)
     if missing:
         rank, message = missing[0], _describe_missing(missing, behind)
-        node_rank = _node_of(plan, rank)
+        node_rank = node_of(plan, rank)
         host = _host_of(attempt, node_rank, records)
     else:
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
@@ -101,7 +102,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         "type": "Hang",
         "message": message,
         "exit_code": EXIT_STUCK,
-        "final": False,
+        "final": any(record.is_final for record in records),
     }
 
 
@@ -119,7 +120,8 @@ def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
     return min(candidates, key=lambda record: record.rank), is_distinct
 
 
-def _node_of(plan: LaunchPlan, rank: int) -> int:
+def node_of(plan: LaunchPlan, rank: int) -> int:
+    """The node of a rank."""
     return max(node for node in range(plan.num_nodes) if plan.first_rank_of(node) <= rank)
 
 
@@ -145,7 +147,6 @@ def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
     )
 
 
-SILENCE_POLL_S = 10.0
 GATHER_S = 5.0
 """How long to collect reports: ranks that wait for each other report within moments."""
 
@@ -168,87 +169,3 @@ class HangWatch:
             refresh_listing(self._attempt.hangs_dir)  # else the reports of other hosts may seem to be missing
             return read_hangs(self._attempt)
         return []
-
-
-class OutputWatch:
-    """Watches the files that a run changes while it makes progress."""
-
-    def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
-        """`with_logs` includes what the ranks print, else events of the trainer; `limit_s` sets the pace."""
-        self._attempt = attempt
-        self._with_logs = with_logs
-        self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
-        # Not the files' own times, which are those of other hosts' clocks.
-        self._changed_s = self._polled_s = time.monotonic()
-        self._seen: dict[str, tuple[int, int]] = {}
-
-    def poll(self) -> float | None:
-        """Seconds since the last change; None when it is too early to check again. Raises OSError."""
-        now_s = time.monotonic()
-        if now_s < self._polled_s + self._pause_s:
-            return None
-        was_suspended, self._polled_s = now_s > self._polled_s + 2 * self._pause_s + GATHER_S, now_s
-        seen = self._files()
-        if seen != self._seen or was_suspended:
-            self._seen, self._changed_s = seen, now_s
-        return now_s - self._changed_s
-
-    def reset(self) -> None:
-        """Count from now."""
-        self._changed_s = time.monotonic()
-
-    def _files(self) -> dict[str, tuple[int, int]]:
-        """Size and time of what a running command changes."""
-        run, logs = self._attempt.run, self._attempt.logs_dir
-        files = [run.metrics_file, run.heartbeat_file]
-        if self._with_logs:
-            refresh_listing(logs)
-            files += [*logs.glob("rank-*.log"), *logs.glob("node-*.log")]
-        else:
-            files.append(run.events_file)
-        found = {}
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                status = file.stat()
-                found[str(file)] = status.st_size, status.st_mtime_ns
-        return found
-
-
-class SilenceWatch:
-    """Detects that a command hangs: no rank prints anything, and no metrics and no heartbeat are written.
-
-    It then writes the reports that the ranks of the built-in trainer write themselves.
-    """
-
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, limit_s: float) -> None:
-        self._attempt = attempt
-        self._plan = plan
-        self._limit_s = limit_s
-        self._output = OutputWatch(attempt, limit_s, with_logs=True)
-
-    def poll(self) -> None:
-        """Write the reports of all ranks once there is silence. Raises OSError."""
-        silent_s = self._output.poll()
-        if silent_s is not None and silent_s > self._limit_s:
-            self._report(silent_s)
-            self._output.reset()
-
-    def _report(self, waited_s: float) -> None:
-        """One report per rank, all alike: nothing tells which one blocks the others."""
-        self._attempt.hangs_dir.mkdir(exist_ok=True)
-        plan = self._plan
-        for rank in range(plan.world_size):
-            record = HangRecord(
-                rank=rank,
-                node_rank=_node_of(plan, rank),
-                host="",
-                step=None,
-                phase="a command without output",
-                beat=0,
-                waited_s=round(waited_s, 3),
-                limit_s=self._limit_s,
-                usual_s=None,
-                time=utc_now(),
-                stack=(),
-            )
-            write_json(self._attempt.rank_hang(rank), asdict(record))

@@ -17,6 +17,7 @@ from typing import Any
 
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
 from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, write_json
@@ -205,7 +206,7 @@ def take_snapshot(
         try:
             _copy_all(tree, stage)
             _make_links(tree, snapshot.links, stage)
-            Path(stage, snapshot.subfolder).mkdir(parents=True, exist_ok=True)
+            ensure_folder(Path(stage, snapshot.subfolder), parents=True)
             Path(stage).rename(run.code_dir)
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
@@ -363,7 +364,7 @@ def _make_links(tree: SourceTree, paths: Iterable[str], target: str) -> None:
     """Create the links of a copy, each to the absolute path of the source."""
     for path in paths:
         link = Path(target, path)
-        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ensure_folder(link.parent, 0o700, parents=True)
         link.symlink_to(Path(tree.root, path))
 
 

@@ -109,6 +109,8 @@ class CheckpointSaver:
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
         """Step of the newest checkpoint known to be published; None if there is none."""
+        self._problem = ""
+        """Why the newest save failed."""
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
@@ -184,16 +186,19 @@ class CheckpointSaver:
         error = future.exception()
         if error is None:
             self.last_step = request.step
+            self._problem = ""
             self._report_success(request, time.monotonic() - started)
         else:
-            self._report_failure(request, partial, error)
+            self._problem = _root_cause(error)
+            self._report_failure(request, partial)
 
     def require_saved(self, step: int) -> None:
         """Raise CheckpointError unless the checkpoint of this step is published."""
         if self.last_step != step:
+            why = f": {self._problem}" if self._problem else ""
             raise CheckpointError(
-                f"the state after step {step} could not be saved to {self._run.checkpoints_dir}",
-                hint="free space there, then `trainkit resume` continues from the checkpoint before it",
+                f"the state after step {step} could not be saved to {self._run.checkpoints_dir}{why}",
+                hint="`trainkit resume` continues from the checkpoint before it, once that is mended",
             )
 
     def mark_best(self) -> None:
@@ -256,16 +261,16 @@ class CheckpointSaver:
             save_s=round(duration_s, 3),
         )
 
-    def _report_failure(self, request: SaveRequest, partial: Path, error: BaseException) -> None:
+    def _report_failure(self, request: SaveRequest, partial: Path) -> None:
         if not self._world.is_main:
             return
         # The incomplete files are useless, and a full disk may be the cause.
         shutil.rmtree(partial, ignore_errors=True)
-        cause = _root_cause(error)
         log.error(
-            f"checkpoint step={request.step} could not be saved: {cause}; earlier checkpoints are unaffected"
+            f"checkpoint step={request.step} could not be saved: {self._problem};"
+            " earlier checkpoints are unaffected"
         )
-        record_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=cause)
+        record_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from trainkit.folders import ensure_folder
 from trainkit.manifest import file_hash
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
@@ -69,6 +70,9 @@ class _HashingStream(io.BufferedWriter):
 class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Any]] = {}
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        ensure_folder(Path(path), parents=True)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:

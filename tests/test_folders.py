@@ -1,0 +1,41 @@
+"""Folders that another host makes at the same moment, on a file system that shows that late."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from trainkit.folders import ensure_folder
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that remembers of every folder that it is missing, while the server knows better."""
+
+    def missing(path: Path, **_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Path, "stat", missing)
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)
+
+
+def test_a_folder_that_exists_is_one_whatever_is_remembered_of_it(tmp_path: Path, stale: None) -> None:
+    folder = tmp_path / "checkpoints" / "step"
+    ensure_folder(folder, parents=True)
+    ensure_folder(folder, parents=True)
+    with pytest.raises(FileExistsError):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def test_what_a_folder_is_made_with(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ensure_folder(tmp_path / "a" / "b")
+    ensure_folder(tmp_path / "a" / "b", 0o700, parents=True)
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        ensure_folder(tmp_path / "file")
+    with pytest.raises(NotADirectoryError):
+        ensure_folder(tmp_path / "file" / "below", parents=True)
