@@ -189,7 +189,7 @@ def test_a_full_disk_at_the_end_of_a_job(
     decision = Decision("resubmit", "saved", 75, "timeout")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "h1")
     monkeypatch.setattr("trainkit.job.allocation.expand_hosts", lambda text: [text])
-    monkeypatch.setattr("trainkit.job.allocation.excluded", lambda cluster: {})
+    monkeypatch.setattr("trainkit.job.allocation.excluded", lambda cluster, run: {})
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
     problem = SlurmAllocation(run, "7", []).release(plan, decision)
     assert problem is not None
