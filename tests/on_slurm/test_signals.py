@@ -83,7 +83,8 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
         "--exclusive",
         "--output=/dev/null",
     ]
-    login.run([*preempting, "--wrap=sleep 1"], check=True)
+    # Until the end of the test: the runs must not start again before they are looked at.
+    login.run([*preempting, "--wrap=sleep 600"], check=True)
     for attempt, run in runs:
         end = login.wait_for_end(run, attempt)
         assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
