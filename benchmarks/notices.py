@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "trainer": (BUILT_IN, (), ()),
     "task": (TASK % ("Mapped", 2), (), ()),
     "stream": (TASK % ("Streamed", 0), (), ()),
-    "loop": ("", (), (PYTHON, "attached.py")),
+    "loop": ("train: {steps: 20000}\n", (), (PYTHON, "attached.py")),
     "HF Trainer": ("", (), (PYTHON, "hf_trainer.py")),
     "Lightning": ("", ("--launcher", "lightning"), (PYTHON, "lightning_fit.py", *LIGHTNING)),
 }

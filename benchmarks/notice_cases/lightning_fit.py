@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import partial
 
 import lightning_train
 from torch.utils.data import DataLoader
@@ -14,11 +15,7 @@ class Model(lightning_train.Model):
         return super().training_step(batch, index)
 
 
-class WithWorkers(DataLoader):
-    def __init__(self, data, batch_size):
-        super().__init__(data, batch_size=batch_size, num_workers=2)
-
-
 if __name__ == "__main__":
-    lightning_train.Model, lightning_train.DataLoader = Model, WithWorkers
+    lightning_train.Model = Model
+    lightning_train.DataLoader = partial(DataLoader, num_workers=2)
     sys.exit(lightning_train.main())
