@@ -30,8 +30,11 @@ LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
 """The process that hears notices: those below it are spared."""
 
-RT_SIGQUEUEINFO = {"x86_64": 129, "aarch64": 138}
-"""Numbers of the system call that sends a signal with the sender of another."""
+RT_TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}
+"""Numbers of the system call that sends a thread a signal with the sender of another.
+
+The call that sends it to a process is allowed in the main thread only.
+"""
 SIGINFO_SIZE = 128
 
 _before_fork = _thread._local()
@@ -125,15 +128,16 @@ def _filter(
 
 
 def _send_again(received: signal.struct_siginfo) -> None:
-    """Send a signal to this process with its original sender, for which a DataLoader's worker looks."""
+    """Send a signal to this thread with its original sender, for which a DataLoader's worker looks."""
     import ctypes
     import struct
 
-    call = RT_SIGQUEUEINFO.get(os.uname().machine)
+    call = RT_TGSIGQUEUEINFO.get(os.uname().machine)
+    thread = (os.getpid(), _thread.get_native_id())
     info = ctypes.create_string_buffer(SIGINFO_SIZE)
     struct.pack_into("iii", info, 0, received.si_signo, received.si_errno, received.si_code)
     struct.pack_into("iI", info, 16, received.si_pid, received.si_uid)
-    if call is None or ctypes.CDLL(None).syscall(call, os.getpid(), received.si_signo, info) != 0:
+    if call is None or ctypes.CDLL(None).syscall(call, *thread, received.si_signo, info) != 0:
         os.kill(os.getpid(), received.si_signo)
 
 

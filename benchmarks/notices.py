@@ -1,0 +1,269 @@
+"""What each kind of workload loses when Slurm or trainkit asks it to stop, and how often its ranks hear it.
+
+    python -m benchmarks.notices [--slurm 24.11] [--cases bash counter ...] [--asks preempted ...] [--keep]
+
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits each workload on
+two of them, up to eight at once. Every ask comes when all have passed step 20 of their attempt, for all at
+once; the next ask disturbs the attempt that follows. A library that is preloaded (`notice_cases/heard.c`, so
+it takes gcc) notes each signal that a handler of a rank is called for, with the name of its sender.
+
+Prints what `status` and `diagnose` said of each attempt, and a table of "signals of a rank / steps lost". A
+step is lost if the next attempt computes it again. The exit code is 0 if none is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.survival import newest_attempt, preempt, steps_of
+from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.processes import Pid
+from trainkit.rundir import RunDir, read_json
+
+PARTS = Path(__file__).parent / "notice_cases"
+LIGHTNING_EXAMPLE = Path(__file__).parents[1] / "examples/lightning_train.py"
+NUM_RANKS = 2
+AT_ONCE = 8
+"""Runs on the GPUs of the cluster."""
+MIN_STEPS = 20
+TIMEOUT_S = 240.0
+RETURNS = ("requeue", "restart", "resubmit")
+LIMIT = settings("resources.time='2'", "requeue.grace_s=20")
+CONFIG = """\
+name: notices
+device: cpu
+requeue: {grace_s: 20}
+logging: {tensorboard: false}
+"""
+TASK = """\
+task: tasks.py:%s
+train: {steps: 20000, device_batch_size: 2, global_batch_size: 4, log_every: 1, eval_every: null}
+data: {num_workers: %d}
+checkpoint: {every_steps: null}
+precision: {dtype: fp32}
+"""
+BUILT_IN = """\
+model: {preset: nano, num_layers: 1}
+data: {source: text.txt, seq_len: 64}
+train: {steps: 20000, device_batch_size: 4, global_batch_size: 8, log_every: 1, eval_every: null}
+checkpoint: {every_steps: null}
+precision: {dtype: fp32}
+"""
+PYTHON = sys.executable
+SAVED_BY_TRAINKIT = ("trainer", "task", "stream", "loop")
+
+
+def _flag(kind: str, *options: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    return "", options, (PYTHON, "flag.py", kind)
+
+
+LIGHTNING = ("--num-nodes", "{num_nodes}", "--devices", "{devices}", "--max-steps", "20000")
+CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "flag": _flag("plain"),
+    "default after first": _flag("default"),
+    "counter": _flag("counter"),
+    "bash": ("", (), ("bash", "trap.sh")),
+    "C": ("", (), ("./steps",)),
+    "pool": _flag("pool"),
+    "loader": _flag("loader"),
+    "torchrun": _flag("ddp", "--launcher", "torchrun"),
+    "accelerate": _flag("ddp", "--launcher", "accelerate"),
+    "trainer": (BUILT_IN, (), ()),
+    "task": (TASK % ("Mapped", 2), (), ()),
+    "stream": (TASK % ("Streamed", 0), (), ()),
+    "loop": ("train: {steps: 20000}\n", (), (PYTHON, "attached.py")),
+    "HF Trainer": ("", (), (PYTHON, "hf_trainer.py")),
+    "Lightning": ("", ("--launcher", "lightning"), (PYTHON, "lightning_fit.py", *LIGHTNING)),
+}
+"""Workload -> its config, its options, its command."""
+
+
+@dataclass
+class Cell:
+    """What one ask did to a run."""
+
+    signals: str
+    lost: int | None
+    """None if no later attempt has begun."""
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return f"{self.signals} / {'?' if self.lost is None else self.lost}"
+
+
+def submit(login: Login, name: str, options: Iterable[str]) -> RunDir:
+    """Submit a workload on two hosts."""
+    more, own, command = CASES[name]
+    config = login.folder / f"{re.sub(r'[^a-z]+', '-', name.lower())}.yaml"
+    config.write_text(CONFIG + more)
+    return login.submit(
+        *("--nodes", str(NUM_RANKS), "--gpus-per-node", "1", "--partition", "low", "--no-snapshot"),
+        *settings(f"launch.env.LD_PRELOAD={login.folder / 'heard.so'}"),
+        *(*own, *options, *(("--", *command) if command else ())),
+        config=config,
+    )
+
+
+def steps(name: str, run: RunDir, attempt: int) -> list[int]:
+    """The steps that an attempt has computed so far."""
+    if name in SAVED_BY_TRAINKIT:
+        return steps_of(run, attempt)
+    log = run.attempt(attempt).rank_log(0)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return [int(number) for number in re.findall(r"^step (\d+)", text, re.MULTILINE)]
+
+
+def has_ended(run: RunDir, attempt: int) -> bool:
+    return newest_attempt(run) > attempt or run.attempt(attempt).end_file.exists()
+
+
+def has_steps(name: str, run: RunDir, attempt: int) -> bool:
+    """Whether an attempt can be asked; True as well if it has ended before."""
+    return len(steps(name, run, attempt)) >= MIN_STEPS or has_ended(run, attempt)
+
+
+def heard(run: RunDir, attempt: int) -> tuple[str, str]:
+    """(signals of each rank, what they were and who sent them) in an attempt."""
+    counts, seen = [], []
+    for who in (*map(str, range(NUM_RANKS)), "launcher"):
+        file = run.path / f"heard-{attempt}-{who}"
+        lines = file.read_text().splitlines() if file.exists() else []
+        counts.append(sum(line.startswith("rank ") for line in lines))
+        seen += [f"{who}: {count} x {line}" for line, count in Counter(lines).items()]
+    ranks = sorted(set(counts[:NUM_RANKS]))
+    return "-".join(map(str, ranks)), "; ".join(seen) or "no handler was called"
+
+
+def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
+    """Ask all runs to stop."""
+    if what == "preempted":
+        preempt(login.cluster)
+    for run in runs:
+        if what in ("USR2", "TERM"):
+            login.run(["scancel", f"--signal={what}", login.job_id(run)], check=True)
+        elif what in ("requeue", "cancel"):
+            login.trainkit(what, str(run.path), check=True)
+
+
+def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
+    """Whether a condition became true in time; the table goes on without the run."""
+    try:
+        wait_for(condition, what, TIMEOUT_S, 0.2)
+    except AssertionError as error:
+        print(f"- {error}", flush=True)
+        return False
+    return True
+
+
+def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
+    """Let a run that was asked in an attempt go on, and say what it lost."""
+    if not wait_or_note(lambda: has_ended(run, attempt), f"the end of attempt {attempt} of {name}"):
+        return Cell("?", None, ["never ended"])
+    wait_or_note(run.attempt(attempt).end_file.exists, f"end.json of attempt {attempt} of {name}")
+    end = read_json(run.attempt(attempt).end_file)
+    signals, senders = heard(run, attempt)
+    status = login.status(run)
+    diagnosed = login.trainkit("diagnose", str(run.path)).stdout.strip().splitlines()
+    lines = [
+        senders,
+        f"end: {end['state']}, {end['action']}, {end['cause']}: {end['reason']}",
+        f"status: {json.dumps({key: status[key] for key in ('state', 'reason') if key in status})}",
+        f"diagnose: {' | '.join(diagnosed[:3])}",
+    ]
+    if end["action"] not in RETURNS:
+        resumed = login.trainkit("resume", str(run.path))
+        lines += [f"resume: {resumed.stderr.strip()}"] if resumed.returncode else []
+    last = max(steps(name, run, attempt), default=0)
+    after = attempt + 1
+    if not wait_or_note(lambda: bool(steps(name, run, after)), f"a step of attempt {after} of {name}"):
+        return Cell(signals, None, lines)
+    return Cell(signals, last + 1 - steps(name, run, after)[0], lines)
+
+
+def disturb(login: Login, names: list[str], asks: list[str]) -> dict[tuple[str, str], Cell]:
+    """Submit workloads and ask them, one way after another."""
+    found: dict[tuple[str, str], Cell] = {}
+    for series, options in (([a for a in asks if a != "limit"], ()), (asks, LIMIT)):
+        if not series or (options and "limit" not in asks):
+            continue
+        runs = {name: submit(login, name, options) for name in names}
+        for number, what in enumerate(["limit"] if options else series, 1):
+            for name, run in list(runs.items()):
+                is_ready = partial(has_steps, name, run, number)
+                if not wait_or_note(is_ready, f"{MIN_STEPS} steps of {name}"):
+                    runs.pop(name)
+                    found[name, what] = Cell("?", None, [f"no {MIN_STEPS} steps: see {run.path}"])
+            ask(login, what, runs.values())
+            for name, run in runs.items():
+                cell = found[name, what] = judge(login, name, run, number)
+                print(f"- {what}, {name}: {cell.text}", flush=True)
+                for line in cell.lines:
+                    print(f"  - {line}", flush=True)
+        for run in runs.values():
+            login.trainkit("cancel", "--now", str(run.path))
+        login.cluster.cancel_all()
+    return found
+
+
+ASKS = ("preempted", "requeue", "USR2", "TERM", "cancel", "limit")
+
+
+def prepare(folder: Path) -> None:
+    """The scripts, the program and the library in a folder."""
+    for part in (*PARTS.glob("*.py"), *PARTS.glob("*.sh"), LIGHTNING_EXAMPLE):
+        shutil.copy(part, folder)
+    for source, target in (("heard.c", ("-shared", "-fPIC", "-o", "heard.so")), ("steps.c", ("-o", "steps"))):
+        command = ["gcc", "-O1", *target, str(PARTS / source), "-ldl"]
+        subprocess.run(command, cwd=folder, check=True)
+    (folder / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(4000)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--asks", nargs="+", choices=ASKS, default=list(ASKS))
+    parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="notices-"))
+    prepare(folder)
+    began_s = time.monotonic()
+    found: dict[tuple[str, str], Cell] = {}
+    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm)
+    try:
+        login = Login(cluster, folder)
+        for first in range(0, len(args.cases), AT_ONCE):
+            found |= disturb(login, args.cases[first : first + AT_ONCE], args.asks)
+    finally:
+        cluster.down()
+    print(f"\nSlurm {args.slurm or 'as installed'}, {time.monotonic() - began_s:.0f} s:\n")
+    print(f"| workload | {' | '.join(args.asks)} |\n|---|{'---|' * len(args.asks)}")
+    for name in args.cases:
+        cells = [found.get((name, what)) for what in args.asks]
+        print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")
+    if args.keep:
+        print(f"\nthe runs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return 0 if all(cell.lost is not None and cell.lost <= 0 for cell in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
