@@ -63,21 +63,22 @@ def test_two_resumes_at_once_start_one_attempt(desk):
 
 
 def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
+    """Also beyond the steps of the config, which do not count for a command."""
     run = ended_run(desk)
-    for step in (100, 200):
+    for step in (100, 20_000):
         folder = run.checkpoint_dir(step)
         folder.mkdir()
         (folder / "data").write_text(str(step))
         files = {"data": {"bytes": 3, "sha256": file_hash(folder / "data")}}
         manifest = {"version": MANIFEST_VERSION, "step": step, "files": files}
         write_json(folder / "manifest.json", {**manifest, SEAL: seal(manifest)})
-    (run.checkpoints_dir / "step-00000300.partial").mkdir()
-    run.checkpoint_dir(400).mkdir()
+    (run.checkpoints_dir / "step-00030000.partial").mkdir()
+    run.checkpoint_dir(40_000).mkdir()
     done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json")
     assert done.returncode == 0, done.stderr
     fork = RunDir(json.loads(done.stdout)["run_dir"])
-    assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00000200"]
-    assert (fork.checkpoint_dir(200) / "data").samefile(run.checkpoint_dir(200) / "data")
+    assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00020000"]
+    assert (fork.checkpoint_dir(20_000) / "data").samefile(run.checkpoint_dir(20_000) / "data")
     assert run.attempt_numbers() == [1]
     desk.wait_for_end(fork)
 

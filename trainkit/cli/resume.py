@@ -122,7 +122,8 @@ def command(
             code_dir=code_dir,
             resumes=bool(published(source.checkpoints_dir)),
         )
-        refuse_incompatible(source, loaded)
+        if before.command is None:
+            refuse_incompatible(source, loaded)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(read_effective(source.config_file), loaded.config):

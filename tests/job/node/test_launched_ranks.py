@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 
+import pytest
+
 from trainkit.job.failure.launcher_report import RankExit
 from trainkit.job.node.launched_ranks import LaunchedRanks
 
@@ -27,6 +29,25 @@ def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> 
             process.kill()
             process.wait()
     assert (ranks.first_exit, len(ranks)) == (RankExit(-9, 6), 3)
+
+
+@pytest.mark.parametrize(
+    ("codes", "saved"), [((75, 0), True), ((0, 0), False), ((75, 1), False), ((75, -15), False)]
+)
+def test_ranks_have_saved_when_all_say_so(codes: tuple[int, int], saved: bool) -> None:
+    ends = [f"exit {code}" if code >= 0 else f"kill {code} $$; sleep 9" for code in codes]
+    processes = [subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE) for end in ends]
+    ranks = LaunchedRanks()
+    ranks.watch({rank: process.pid for rank, process in enumerate(processes)})
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    deadline_s = time.monotonic() + 30.0
+    while len(ranks.codes) < len(codes) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    for process in processes:
+        process.wait()
+    assert (sorted(ranks.codes), ranks.have_saved) == (sorted(codes), saved)
 
 
 def test_a_process_that_is_gone_is_not_watched() -> None:

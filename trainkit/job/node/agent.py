@@ -244,7 +244,7 @@ class Agent(ProcessGroup):
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
         if self.has_launcher and self.received is not None and code == EXIT_FAILED:
             # A launcher exits with 1 whatever its ranks return: after a notice they ended as requested.
-            self.codes.append(signal_exit_code(self.received))
+            self.codes.append(EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received))
             return
         dead = None if killed or code in (EXIT_OK, EXIT_STOPPED) else self._killed_rank(rank, code)
         code = code if dead is None else signal_exit_code(-dead.code)

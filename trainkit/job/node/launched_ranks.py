@@ -1,4 +1,4 @@
-"""Which rank of a launcher was killed: DeepSpeed does not say, and ends the others."""
+"""How the ranks of a launcher ended: it exits with 1 whatever they did, and DeepSpeed names none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import select
 import threading
 from collections.abc import Mapping
 
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.failure.launcher_report import RankExit
 from trainkit.job.processes import exit_code_of_zombie
 
@@ -18,11 +19,18 @@ class LaunchedRanks:
     def __init__(self) -> None:
         self.first_exit: RankExit | None = None
         """That of the first rank which has failed."""
+        self.codes: list[int | None] = []
+        """The exit codes of those that have ended; None where it came too late to see."""
         self._lock = threading.Lock()
         self._watched: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._watched)
+
+    @property
+    def have_saved(self) -> bool:
+        """Whether all that have ended say that they have saved or finished, and one that it has saved."""
+        return EXIT_STOPPED in self.codes and set(self.codes) <= {EXIT_OK, EXIT_STOPPED}
 
     def watch(self, pids: Mapping[int, int]) -> None:
         """Watch these processes, by rank, in addition to those that are already watched."""
@@ -40,5 +48,6 @@ class LaunchedRanks:
             os.close(handle)
         code = exit_code_of_zombie(pid)
         with self._lock:
+            self.codes.append(code)
             if code and self.first_exit is None:
                 self.first_exit = RankExit(code, rank)
