@@ -69,7 +69,7 @@ def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
         folder = run.checkpoint_dir(step)
         folder.mkdir()
         (folder / "data").write_text(str(step))
-        files = {"data": {"bytes": 3, "sha256": file_hash(folder / "data")}}
+        files = {"data": {"bytes": len(str(step)), "sha256": file_hash(folder / "data")}}
         manifest = {"version": MANIFEST_VERSION, "step": step, "files": files}
         write_json(folder / "manifest.json", {**manifest, SEAL: seal(manifest)})
     (run.checkpoints_dir / "step-00030000.partial").mkdir()
