@@ -74,7 +74,7 @@ def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
         write_json(folder / "manifest.json", {**manifest, SEAL: seal(manifest)})
     (run.checkpoints_dir / "step-00030000.partial").mkdir()
     run.checkpoint_dir(40_000).mkdir()
-    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json")
+    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json", "--set", "train.steps=200")
     assert done.returncode == 0, done.stderr
     fork = RunDir(json.loads(done.stdout)["run_dir"])
     assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00020000"]
