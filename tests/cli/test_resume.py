@@ -11,6 +11,15 @@ def ended_run(desk):
     return run
 
 
+def publish(run, step):
+    folder = run.checkpoint_dir(step)
+    folder.mkdir()
+    (folder / "data").write_text(str(step))
+    files = {"data": {"bytes": len(str(step)), "sha256": file_hash(folder / "data")}}
+    manifest = {"version": MANIFEST_VERSION, "step": step, "files": files}
+    write_json(folder / "manifest.json", {**manifest, SEAL: seal(manifest)})
+
+
 def test_live_run_is_refused(desk):
     run = desk.submit()
     done = desk.trainkit("resume", "last")
@@ -42,6 +51,13 @@ def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     assert "checkpoint          none yet: training starts at step 0 again" in done.stderr
 
 
+def test_the_steps_of_the_config_do_not_count_for_a_command(desk):
+    run = ended_run(desk)
+    publish(run, 20_000)
+    done = desk.trainkit("resume", "small", "--set", "train.steps=200", "--follow")
+    assert done.returncode == 0, done.stderr
+
+
 def test_resume_from_another_folder_works_where_it_was_submitted(desk):
     desk.works("print(os.getcwd())")
     run = desk.submit()
@@ -63,22 +79,16 @@ def test_two_resumes_at_once_start_one_attempt(desk):
 
 
 def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
-    """Also beyond the steps of the config, which do not count for a command."""
     run = ended_run(desk)
-    for step in (100, 20_000):
-        folder = run.checkpoint_dir(step)
-        folder.mkdir()
-        (folder / "data").write_text(str(step))
-        files = {"data": {"bytes": len(str(step)), "sha256": file_hash(folder / "data")}}
-        manifest = {"version": MANIFEST_VERSION, "step": step, "files": files}
-        write_json(folder / "manifest.json", {**manifest, SEAL: seal(manifest)})
-    (run.checkpoints_dir / "step-00030000.partial").mkdir()
-    run.checkpoint_dir(40_000).mkdir()
-    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json", "--set", "train.steps=200")
+    for step in (100, 200):
+        publish(run, step)
+    (run.checkpoints_dir / "step-00000300.partial").mkdir()
+    run.checkpoint_dir(400).mkdir()
+    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json")
     assert done.returncode == 0, done.stderr
     fork = RunDir(json.loads(done.stdout)["run_dir"])
-    assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00020000"]
-    assert (fork.checkpoint_dir(20_000) / "data").samefile(run.checkpoint_dir(20_000) / "data")
+    assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00000200"]
+    assert (fork.checkpoint_dir(200) / "data").samefile(run.checkpoint_dir(200) / "data")
     assert run.attempt_numbers() == [1]
     desk.wait_for_end(fork)
 
