@@ -74,7 +74,7 @@ class Agent(ProcessGroup):
         """The last notice signal."""
         self._has_notified = False
         """Whether the ranks of a command were asked to save."""
-        self._listener = StepListener() if self.is_slurm_task else None
+        self._listener: StepListener | None = None
         self.sampler: HealthSampler | None = None
         self.sender: TrackerSender | None = None
         """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
@@ -133,6 +133,9 @@ class Agent(ProcessGroup):
                     cwd=work_dir,
                 )
 
+        if self.is_slurm_task:
+            # After the ranks: what it hears, all of them have received.
+            self._listener = StepListener()
         if self.plan.trackers and rendezvous.has_rank_0:
             self.sender = TrackerSender(self.attempt, self.plan)
         # With a task for each GPU, every one of them has an agent.
