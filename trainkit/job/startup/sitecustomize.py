@@ -29,7 +29,7 @@ def spare_what_a_rank_starts() -> None:
 
 def import_next() -> None:
     """Import the module of this name that Python would have found without this folder."""
-    sys.path[:] = [folder for folder in sys.path if folder != FOLDER]
+    sys.path[:] = [folder for folder in sys.path if folder.rstrip("/") != FOLDER]
     own = sys.modules.pop(__name__)
     try:
         import_module(__name__)
@@ -39,6 +39,7 @@ def import_next() -> None:
         sys.modules[__name__] = own
 
 
-if os.environ.get("TRAINKIT_JOB_AGENT_PID"):
-    spare_what_a_rank_starts()
-import_next()
+if __name__ == "sitecustomize":
+    if os.environ.get("TRAINKIT_JOB_AGENT_PID"):
+        spare_what_a_rank_starts()
+    import_next()
