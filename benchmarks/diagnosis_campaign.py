@@ -5,8 +5,8 @@
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which up to six runs of
 two ranks wait at a time. Of each run one or two ranks are killed, each in an attempt of its own, and the run
 restarts, as a rule inside its allocation. Then Slurm ends all six jobs: by a preemption with or without grace
-time, at the time limit, with a lost host, or by scancel; half of the time without accounting. What comes back
-loses another rank in every other run, and is cancelled. `trainkit diagnose --attempt` must name for every
+time, at the time limit, with a lost host, or by scancel; half of the rounds without accounting. The requeued
+job loses another rank in every other run, and is cancelled. `trainkit diagnose --attempt` must name for every
 attempt what was done to it, and of a killed rank its number and host.
 
 Prints one line per run; the same seed draws the same runs. The exit code is 0 if all are right.

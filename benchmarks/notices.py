@@ -161,7 +161,7 @@ def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
 
 
 def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
-    """Whether a condition became true in time; the table goes on without the run."""
+    """Whether a condition became true in time; the table continues without the run."""
     try:
         wait_for(condition, what, TIMEOUT_S, 0.2)
     except AssertionError as error:
@@ -171,7 +171,7 @@ def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
 
 
 def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
-    """Let a run that was asked in an attempt go on, and say what it lost."""
+    """Let a run that was asked in an attempt continue, and return what it lost."""
     if not wait_or_note(lambda: has_ended(run, attempt), f"the end of attempt {attempt} of {name}"):
         return Cell("?", None, ["never ended"])
     wait_or_note(run.attempt(attempt).end_file.exists, f"end.json of attempt {attempt} of {name}")

@@ -249,7 +249,7 @@ def test_a_rank_that_compiles_holds_the_lock_itself(tmp_path: Path, start: Calla
 
 
 def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
-    """`status` and `diagnose` name the file while the run waits, and nothing once it goes on."""
+    """`status` and `diagnose` name the file while the run waits, and nothing once it continues."""
     lock = tmp_path / "extensions/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

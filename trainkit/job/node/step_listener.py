@@ -21,7 +21,7 @@ class StepListener:
     """
 
     def __init__(self) -> None:
-        """Start it; call before the agent has threads, with the notice signals blocked."""
+        """Start it; call after the ranks, before the agent has threads, with the notice signals blocked."""
         self._reader, writer = os.pipe()
         self._heard: set[int] = set()
         before_listening = processes.dies_with(os.getpid(), signal.SIGKILL)
