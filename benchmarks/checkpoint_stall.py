@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from trainkit.manifest import Checkpoint, find_damage
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import Checkpoint, find_damage
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World

@@ -35,7 +35,7 @@ from tests.on_slurm import survival
 from tests.on_slurm.login import Login, log_of, settings, wait_for
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 AT_ONCE = 6
 COMMANDS_AT_ONCE = 2

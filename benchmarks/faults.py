@@ -18,7 +18,7 @@ from tests.on_slurm import survival
 from tests.support.disks import fill
 from tools.slurm_cluster import daemons, hosts
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.manifest import Checkpoint
+from trainkit.run.manifest import Checkpoint
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import Any
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login
 from tests.on_slurm.survival import Curve
-from trainkit.manifest import Checkpoint, find_damage, published
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import Checkpoint, find_damage, published
+from trainkit.run.rundir import RunDir
 
 OLD_EVERY_S = 5.0
 """How old at the most what a host with stale reads sees."""

@@ -29,7 +29,8 @@ from pathlib import Path
 from tests.on_slurm.login import Login, wait_for
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 SCRIPTS = Path(__file__).parent / "foreign"
 EXAMPLES = Path(__file__).parents[1] / "examples"

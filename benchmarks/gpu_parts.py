@@ -35,7 +35,8 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import peak_flops
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import flops_per_token, resolve_model_shape
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import INIT_STD, Decoder

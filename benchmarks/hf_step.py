@@ -63,7 +63,7 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
     from trainkit.config import read_effective
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import read_json
+    from trainkit.run.files import read_json
     from trainkit.trainer.distributed import World
     from trainkit.trainer.progress import Progress
     from trainkit.trainer.tasks import build_task

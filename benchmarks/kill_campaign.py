@@ -23,8 +23,8 @@ from pathlib import Path
 
 from trainkit.drill.inject import find_processes, kill_all
 from trainkit.drill.loss_curve import Point, compare, read_points
-from trainkit.manifest import find_damage, published
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import find_damage, published
+from trainkit.run.rundir import RunDir
 
 TRAINKIT = [sys.executable, "-m", "trainkit"]
 OPTIONS = {

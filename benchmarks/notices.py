@@ -32,7 +32,8 @@ from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.survival import newest_attempt, preempt, steps_of
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 PARTS = Path(__file__).parent / "notice_cases"
 LIGHTNING_EXAMPLE = Path(__file__).parents[1] / "examples/lightning_train.py"

@@ -33,7 +33,8 @@ from tests.support.runs import environs, make_attempt
 from trainkit.config import read_effective
 from trainkit.job.node.health import HealthSampler
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import RunDir, append_jsonl, read_json, write_json
+from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.rundir import RunDir
 
 NUM_RANKS = 2
 HEARTBEATS, USUAL, REPORT, OFF = "heartbeats alone", "a usual step", "a step that reports", "control"

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from trainkit.cli import main
 from trainkit.job.node.rendezvous import ephemeral_range, port_pool
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 from trainkit.submit import plan_run
 
 CONFIG = """\

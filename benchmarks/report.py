@@ -20,7 +20,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from trainkit.config import RunConfig, dump_effective
-from trainkit.rundir import RunDir, as_utc, write_json
+from trainkit.run.files import as_utc, write_json
+from trainkit.run.rundir import RunDir
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 STARTUP_S, STEP_S, EVAL_EVERY = 10.0, 0.5, 500

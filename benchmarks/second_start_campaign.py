@@ -36,8 +36,8 @@ from typing import Any
 from tests.on_slurm.login import BACKENDS, Login
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
-from trainkit.job.record import newest_entry
-from trainkit.rundir import read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.record import newest_entry
 
 NUM_STEPS = 60
 STEP_S = 0.1

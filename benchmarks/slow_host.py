@@ -26,8 +26,9 @@ from typing import Any
 from tests.on_slurm.login import Login, wait_for
 from tools.slurm_cluster.cluster import NUM_HOSTS, Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.job.record import SLOWDOWN_EVENTS
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.events import SLOWDOWN_EVENTS
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 
 CONFIG = """\
 name: slow-host

@@ -98,8 +98,8 @@ def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s:
         patch.object(time, "monotonic", clock.monotonic),
         patch.object(time, "sleep", clock.sleep),
         patch.object(Path, "iterdir", list_folder),
-        patch("trainkit.rundir.read_json", read),
-        patch("trainkit.rundir._read_or_create", read),
+        patch("trainkit.run.files.read_json", read),
+        patch("trainkit.run.files._read_or_create", read),
         patch.object(socket, "create_connection", connect),
     ):
         yield
@@ -110,7 +110,7 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
     from trainkit.job.node import preflight
     from trainkit.job.rank_env import RankEnv
     from trainkit.job.signals import StopRequest
-    from trainkit.rundir import wait_for_json
+    from trainkit.run.files import wait_for_json
     from trainkit.trainer import startup_barrier as barrier
 
     rng, counts, clock = random.Random(seed), Counter[str](), Clock()

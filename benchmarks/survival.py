@@ -27,7 +27,8 @@ from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 KINDS = [(backend, per) for backend in BACKENDS for per in ("gpu", "node")]
 NUM_STEPS = 300

@@ -56,7 +56,8 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
     from trainkit.cluster.machine import detect_machine
     from trainkit.config import dump_effective, load_config
     from trainkit.plan.make_plan import make_plan
-    from trainkit.rundir import RunDir, write_json
+    from trainkit.run.files import write_json
+    from trainkit.run.rundir import RunDir
 
     config_file = folder / "bench.yaml"
     config_file.write_text("name: bench\n")
@@ -107,7 +108,8 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.job.rank_env import find_rank_env
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import RunDir, read_json
+    from trainkit.run.files import read_json
+    from trainkit.run.rundir import RunDir
     from trainkit.trainer.distributed import exit_process, join_world, select_device
     from trainkit.trainer.progress import Progress
     from trainkit.trainer.tasks import build_task

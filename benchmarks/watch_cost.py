@@ -30,8 +30,10 @@ from typing import Any
 
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.job.record import process_identity
-from trainkit.rundir import RunDir, append_jsonl, as_utc, log_event, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import append_jsonl, as_utc, write_json
+from trainkit.run.process import process_identity
+from trainkit.run.rundir import RunDir
 
 MAX_SHARE = 0.05
 NUM_RANKS = 1024

@@ -28,8 +28,8 @@ from tools.slurm_cluster.cluster import Cluster
 from trainkit.config import load_config
 from trainkit.drill.inject import find_processes
 from trainkit.drill.result import HEADING
-from trainkit.manifest import published
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -16,8 +16,9 @@ import torch
 from tests.support.hf_models import need
 from tests.test_docs import ROOT, commands, environ_of
 from trainkit.drill.inject import find_processes, kill_all
-from trainkit.manifest import published
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 
 PAGE = ROOT / "docs" / "recipes.md"
 

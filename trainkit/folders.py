@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -25,3 +27,9 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
         # A folder that exists on a read-only disk.
         if not path.is_dir():
             raise
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_STATE_HOME/trainkit``; it may not exist yet."""
+    default = Path(environ.get("HOME") or "~").expanduser() / ".local/state"
+    return Path(environ.get("XDG_STATE_HOME") or default) / "trainkit"

@@ -47,10 +47,12 @@ from trainkit import __version__
 from trainkit.data.order import sample_index
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.folders import ensure_folder
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env, own_host
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json, utc_now
+from trainkit.run.files import append_jsonl, read_json, utc_now
+from trainkit.run.process import own_host
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.__main__ import record_failure
 from trainkit.trainer.checkpoint.encoding import decode, encode
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors

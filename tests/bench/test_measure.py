@@ -12,7 +12,8 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.bench_file import Bench, BenchRun, read_bench
 from trainkit.bench.measure import Row, by_speed, measured, point_row, row_of
 from trainkit.bench.summary import COLUMNS, csv_text, find_fastest, summary_table
-from trainkit.rundir import read_metrics, write_json
+from trainkit.run.events import read_metrics
+from trainkit.run.files import write_json
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1}
 

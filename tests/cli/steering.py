@@ -14,8 +14,10 @@ from typing import Any
 
 import trainkit
 from trainkit.control.jobs import kill
-from trainkit.job.record import Liveness, liveness, newest_entry
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.process import Liveness, liveness
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 
 LIMIT_S = 180
 CONFIG = """

@@ -13,8 +13,9 @@ from trainkit.bench import run_bench
 from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
 from trainkit.job.array_tasks import create_task_run
-from trainkit.rundir import RunDir, read_json, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import read_json, write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 from trainkit.submit import array_spec, sbatch_backend
 
 CONFIG = """

@@ -16,8 +16,11 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.summary import COLUMNS
-from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
-from trainkit.rundir import RunDir, read_end, read_json
+from trainkit.run.end import KILLED, read_end
+from trainkit.run.files import read_json
+from trainkit.run.process import Liveness, liveness
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--gpus-per-node", "2")

@@ -19,8 +19,9 @@ from trainkit.control.cancel import CancelResult
 from trainkit.control.run_registry import find_bench_folder
 from trainkit.errors import UsageError
 from trainkit.job.array_tasks import create_task_run
-from trainkit.rundir import RunDir, read_json, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import read_json, write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import array_spec, sbatch_backend
 

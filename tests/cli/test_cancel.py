@@ -4,7 +4,7 @@ import time
 from steering import is_running, wait_for
 
 from trainkit.job.processes import descendants
-from trainkit.rundir import read_json, write_json
+from trainkit.run.files import read_json, write_json
 
 
 def test_cancel_saves_and_ends(desk):

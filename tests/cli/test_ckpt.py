@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_manifest import change, flip, make, shard
+from tests.run.test_manifest import change, flip, make, shard
 from trainkit.cli.main import main
-from trainkit.job.record import add_entry
-from trainkit.manifest import point_best_at, published, set_aside
-from trainkit.rundir import RunDir, log_event, read_json, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, write_json
+from trainkit.run.manifest import point_best_at, published, set_aside
+from trainkit.run.record import add_entry
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture

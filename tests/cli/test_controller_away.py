@@ -12,8 +12,8 @@ from tests.support.fake_slurm import FakeSlurm, fake
 from trainkit.cli.main import main
 from trainkit.cluster import discovery
 from trainkit.config import dump_effective, load_config
-from trainkit.job.record import add_slurm_entry, create_job, open_attempt
-from trainkit.rundir import RunDir
+from trainkit.run.record import add_slurm_entry, create_job, open_attempt
+from trainkit.run.rundir import RunDir
 from trainkit.slurm import client
 
 __all__ = ["fake"]

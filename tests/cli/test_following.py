@@ -8,8 +8,8 @@ import pytest
 
 from trainkit.cli.following import print_end
 from trainkit.errors import EXIT_FAILED
-from trainkit.job.record import add_slurm_entry, claim_entry, create_job
-from trainkit.rundir import RunDir
+from trainkit.run.record import add_slurm_entry, claim_entry, create_job
+from trainkit.run.rundir import RunDir
 
 
 def test_a_job_that_ended_before_or_after_its_supervisor_began(

@@ -16,7 +16,8 @@ from trainkit.cli import main as main_module
 from trainkit.cli.help import Command
 from trainkit.cli.main import COMMANDS, cli, main
 from trainkit.errors import ConfigError, Problem, SlurmError
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(trainkit.__file__).parents[1]
 

@@ -2,7 +2,7 @@ import json
 
 from steering import wait_for
 
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 
 
 def test_requeue_of_a_live_run_comes_back_by_itself(desk):

@@ -1,7 +1,8 @@
 import json
 
-from trainkit.manifest import MANIFEST_VERSION, SEAL, file_hash, seal
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.manifest import MANIFEST_VERSION, SEAL, file_hash, seal
+from trainkit.run.rundir import RunDir
 
 
 def ended_run(desk):

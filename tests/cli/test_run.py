@@ -5,7 +5,8 @@ import sys
 import pytest
 from steering import is_running, wait_for
 
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 
 def started(desk, *args):

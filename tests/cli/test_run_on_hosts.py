@@ -14,7 +14,8 @@ import pytest
 from steering import LIMIT_S, Desk, is_running, wait_for
 
 from trainkit.job.node.rendezvous import choose_port
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 SHOWS_RANK = """
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]

@@ -4,7 +4,9 @@ import signal
 
 from steering import wait_for
 
-from trainkit.rundir import RunDir, append_jsonl, log_event, read_json, utc_now, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import append_jsonl, read_json, utc_now, write_json
+from trainkit.run.rundir import RunDir
 
 
 def test_table_of_all_runs_newest_first(desk):

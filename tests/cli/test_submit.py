@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from steering import is_running, wait_for
 
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.rundir import RunDir
 
 
 def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):

@@ -16,7 +16,8 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.tmux import Tmux, needs_tmux, normalized
-from trainkit.rundir import RunDir, process_stat
+from trainkit.run.process import process_stat
+from trainkit.run.rundir import RunDir
 
 SCREENS = Path(__file__).parent / "screens"
 TRAINKIT = (sys.executable, "-m", "trainkit")

@@ -22,8 +22,8 @@ from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
 from trainkit.cli.watch_source import SlurmPoller
 from trainkit.control.cancel import CancelResult
 from trainkit.control.run_registry import register
-from trainkit.rundir import RunDir
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

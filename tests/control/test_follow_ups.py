@@ -24,9 +24,10 @@ from trainkit.control.jobs import (
 )
 from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
-from trainkit.job.record import add_slurm_entry, read_job, submission_token
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.record import add_slurm_entry, read_job, submission_token
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState

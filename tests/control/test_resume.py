@@ -9,8 +9,9 @@ import pytest
 from trainkit.config import LoadedConfig, load_config
 from trainkit.control.resume import changes, refuse_incompatible
 from trainkit.errors import ConfigError
-from trainkit.manifest import MANIFEST_VERSION
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.manifest import MANIFEST_VERSION
+from trainkit.run.rundir import RunDir
 
 
 def load(folder: Path, *overrides: str) -> LoadedConfig:

@@ -8,7 +8,8 @@ from trainkit.cli.status import read_all
 from trainkit.control import run_registry
 from trainkit.control.run_registry import Start, find_run, index_file, known_runs, record_over, register
 from trainkit.errors import UsageError
-from trainkit.rundir import RunDir, append_jsonl, write_json
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,8 @@ from tests.support import tasks
 from tests.support.two_lines import two_lines
 from trainkit.drill.inject import find_processes
 from trainkit.drill.scenarios import NAMES
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """

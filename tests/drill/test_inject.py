@@ -5,8 +5,9 @@ import pytest
 
 from trainkit.drill.inject import find_processes, flip_bytes
 from trainkit.errors import UsageError
-from trainkit.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
+from trainkit.run.rundir import RunDir
 
 
 def save(run: RunDir, step: int) -> None:

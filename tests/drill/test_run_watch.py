@@ -7,8 +7,8 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.drill import run_watch
 from trainkit.drill.run_watch import RunWatch
-from trainkit.job.record import add_slurm_entry
-from trainkit.rundir import RunDir
+from trainkit.run.record import add_slurm_entry
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
 

@@ -14,12 +14,14 @@ import torch
 
 from tests.support.runs import fork_workers, log_text, losses, make_attempt, train, wait_for
 from trainkit.config import read_effective
-from trainkit.manifest import Checkpoint, find_damage, published
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory.peaks import memory_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import workload_of
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_json
+from trainkit.run.manifest import Checkpoint, find_damage, published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World

@@ -20,9 +20,12 @@ from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.control.jobs import kill
 from trainkit.job import allocation, claim_attempt, supervisor
-from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.lock import run_lock
+from trainkit.run.process import Liveness, liveness
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 from trainkit.submit.local_backend import start_local_attempt
 
 EVENTS = ("finished", "failed", "requeued", "stalled", "slow")

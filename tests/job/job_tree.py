@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.job.record import Liveness, liveness, newest_entry
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.process import Liveness, liveness
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 
 PREAMBLE = """
 import json, os, signal, sys, time

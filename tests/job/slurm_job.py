@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.job.record import add_slurm_entry, read_job
 from trainkit.job.supervisor import supervise_job
-from trainkit.rundir import RunDir, log_event, read_json
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json
+from trainkit.run.record import add_slurm_entry, read_job
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState

@@ -16,7 +16,8 @@ from trainkit.job.allocation import choose_hosts, lost_hosts, step_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
-from trainkit.rundir import RunDir, append_jsonl, write_json
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
 HOSTS = ("h18", "h19", "h1", "h2")

@@ -13,10 +13,11 @@ from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.job.array_tasks import create_task_run
 from trainkit.job.claim_attempt import claim_attempt
-from trainkit.job.record import newest_entry, read_job
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.group import RunGroup
+from trainkit.run.record import newest_entry, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 
 POINTS = {
     0: {"optimizer.lr": 0.1, "train.device_batch_size": 1},

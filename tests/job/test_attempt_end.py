@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from trainkit import jsonl
 from trainkit.job.attempt_end import last_step, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.observe.status import read_status
-from trainkit.rundir import RunDir, best_result, read_end, read_jsonl, read_jsonl_reversed, write_json
+from trainkit.run import files as jsonl
+from trainkit.run.end import read_end
+from trainkit.run.events import best_result
+from trainkit.run.files import read_jsonl, read_jsonl_reversed, write_json
+from trainkit.run.rundir import RunDir
 
 MANY = 20_000
 

@@ -13,7 +13,11 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import allocation, supervisor
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision
-from trainkit.job.record import (
+from trainkit.job.supervisor import supervise_job
+from trainkit.locks import file_lock
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.files import read_json
+from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_entry,
     mark_cancelled,
@@ -22,10 +26,7 @@ from trainkit.job.record import (
     set_follow_ups,
     waiting_follow_ups,
 )
-from trainkit.job.supervisor import supervise_job
-from trainkit.locks import file_lock
-from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState

@@ -17,10 +17,11 @@ from trainkit.control.jobs import cancel_follow_ups
 from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision, Outcome
-from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, open_attempt, read_job
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import batch_host
-from trainkit.rundir import AttemptDir, RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, open_attempt, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 

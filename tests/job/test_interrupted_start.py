@@ -9,8 +9,10 @@ from job_tree import wait_for
 
 from trainkit.bench.run_bench import run_here
 from trainkit.drill.run_drill import Drill
-from trainkit.job.record import Liveness, liveness, newest_entry
-from trainkit.rundir import RunDir, read_end
+from trainkit.run.end import read_end
+from trainkit.run.process import Liveness, liveness
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 
 
 def is_killed(run):

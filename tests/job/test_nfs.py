@@ -18,12 +18,13 @@ from trainkit.job.failure.records import first_exit_code
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import await_plan, await_port, publish_port
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.record import add_slurm_entry, claim_entry, create_job
 from trainkit.job.step_run import Announcement, announce, await_announcement
 from trainkit.job.watch import hangs
 from trainkit.job.watch.hangs import HangRecord, HangWatch
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import AttemptDir, RunDir, refresh_listing, write_json
+from trainkit.run.files import refresh_listing, write_json
+from trainkit.run.record import add_slurm_entry, claim_entry, create_job
+from trainkit.run.rundir import AttemptDir, RunDir
 
 T = TypeVar("T")
 TASK = SlurmTask("7", "0", 0, 1, 1, 0, (1, 1), ("host0", "host1"), "4000")

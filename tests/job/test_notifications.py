@@ -32,18 +32,17 @@ from trainkit.job.notifications import (
 from trainkit.job.watch import hangs
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import (
-    AttemptDir,
-    RunDir,
+from trainkit.run.events import log_event
+from trainkit.run.files import (
     append_jsonl,
     as_utc,
-    log_event,
     parse_time,
     read_json,
     read_jsonl,
     seconds_between,
     write_json,
 )
+from trainkit.run.rundir import AttemptDir, RunDir
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 

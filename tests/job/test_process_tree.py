@@ -10,8 +10,9 @@ import pytest
 from job_tree import is_running, wait_for
 
 from trainkit.job.processes import descendants
-from trainkit.job.record import Liveness, liveness, run_lock
-from trainkit.rundir import read_json, read_jsonl
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.lock import run_lock
+from trainkit.run.process import Liveness, liveness
 from trainkit.submit.local_backend import start_local_attempt
 
 SAVES = "save_when_asked()"

@@ -15,11 +15,12 @@ from trainkit.errors import TrainkitError
 from trainkit.job import requeue as resubmit_module
 from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.decision import Decision
-from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job, submission_token
 from trainkit.job.requeue import excludable, resubmit
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
+from trainkit.run.files import read_json, read_jsonl, write_json
+from trainkit.run.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job, submission_token
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=trainkit:old\n"

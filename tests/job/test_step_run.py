@@ -22,7 +22,8 @@ from trainkit.job.step_run import (
 )
 from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir
 
 TASK = SlurmTask("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
 

@@ -19,17 +19,14 @@ from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
 from trainkit.job import allocation, held_lock, supervisor
 from trainkit.job.claim_attempt import claim_attempt
-from trainkit.job.record import (
-    AUTO_RESTART,
-    add_slurm_entry,
-    mark_cancelled,
-)
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import attempt as attempt_module
 from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
+from trainkit.run.files import read_json, read_jsonl, write_json
+from trainkit.run.record import AUTO_RESTART, add_slurm_entry, mark_cancelled
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.states import JobState
 
 

@@ -13,10 +13,11 @@ from slurm_job import RUNNING, Slurm, record_signal, step
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, requeue, supervisor
 from trainkit.job.allocation import SlurmAllocation
-from trainkit.job.record import KILLED
 from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.end import KILLED
+from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
@@ -28,8 +29,8 @@ def test_what_cancel_now_kills_was_not_a_failure(
     monkeypatch.setattr(SlurmAllocation, "record_suspect", lambda *args: suspects.append(args))
     # Slurm's SIGTERM for a job that it cancels may come before the step is seen to have ended.
     code = (
-        "import os; from trainkit.rundir import RunDir, log_event;"
-        " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
+        "import os; from trainkit.run.rundir import RunDir; from trainkit.run.events import log_event;"
+        " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
         " mark_cancelled(run, now=True); log_event(run, 1, 'signal', signal='SIGTERM');"
         " os.kill(os.getpid(), 9)"
     )
@@ -45,8 +46,8 @@ def test_what_is_to_end_now_is_not_asked_to_save(
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.watch.attempt.SIGNAL_RECORD_S", 0.1)
     code = (
-        "import os, signal, sys, time; from trainkit.rundir import RunDir;"
-        " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
+        "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
+        " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
         " signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75));"
         " mark_cancelled(run, now=True); time.sleep(1); os.kill(os.getpid(), 9)"
     )
@@ -70,8 +71,8 @@ def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.watch.attempt.SIGNAL_RECORD_S", 0.1)
     code = (
-        "import os, signal, sys, time; from trainkit.rundir import RunDir;"
-        " from trainkit.job.record import mark_requeue_requested;"
+        "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
+        " from trainkit.run.record import mark_requeue_requested;"
         f" run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']); {then}"
     )
     result, end = step(run, code)

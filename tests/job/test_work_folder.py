@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.folders import content
 from trainkit.job.work_folder import prepare_work_folder
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code.snapshot import take_snapshot
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.test_diagnose import failed, newest
-from trainkit.rundir import write_json
+from trainkit.run.files import write_json
 
 STORE = "Timed out after 6 seconds waiting for clients. {}/8 clients joined."
 

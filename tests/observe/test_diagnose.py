@@ -21,12 +21,14 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
 from trainkit.errors import UsageError
-from trainkit.job.record import WITHOUT_RECORD, add_slurm_entry, create_job
 from trainkit.observe import run_text
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.run_text import read_log
 from trainkit.observe.signatures import load_signatures
-from trainkit.rundir import RunDir, as_utc, write_json
+from trainkit.run.end import WITHOUT_RECORD
+from trainkit.run.files import as_utc, write_json
+from trainkit.run.record import add_slurm_entry, create_job
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

@@ -13,7 +13,8 @@ from tests.support.broken_runs import FOLDER, HOST, unpack
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.observe.diagnose import diagnose
 from trainkit.observe.signatures import load_signatures
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 TRACEBACK = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'

@@ -1,5 +1,6 @@
 from trainkit.observe.follow import Line, follow, is_over
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 
 def rank_0(attempt):

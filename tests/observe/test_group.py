@@ -15,10 +15,13 @@ from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import UsageError
 from trainkit.job.array_tasks import create_task_run
-from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
-from trainkit.rundir import RunDir, append_jsonl, log_event, read_json, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.events import log_event
+from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.lock import run_lock
+from trainkit.run.record import add_slurm_entry, claim_entry
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

@@ -12,7 +12,8 @@ from trainkit.cli.diagnose import diagnosis_text
 from trainkit.observe.attempt_files import AttemptFiles
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.signatures import load_signatures
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 LOST = {
     **{"rank": 0, "node_rank": 0, "host": "n1", "time": "2026-11-25T23:52:01Z", "exit_code": 1},

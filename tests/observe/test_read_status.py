@@ -7,7 +7,9 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import run_details, runs_table
-from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

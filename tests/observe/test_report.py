@@ -15,7 +15,8 @@ from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_attempts, read
 from trainkit.observe.page import duration
 from trainkit.observe.report import percentages, read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
-from trainkit.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from trainkit.run.files import append_jsonl, read_jsonl, write_json
+from trainkit.run.rundir import RunDir
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc).timestamp()
 

@@ -17,7 +17,8 @@ from trainkit.observe.group import GroupFiles
 from trainkit.observe.report import read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
-from trainkit.rundir import RunDir, append_jsonl, utc_now
+from trainkit.run.files import append_jsonl, utc_now
+from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
 COLORS = {

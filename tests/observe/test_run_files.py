@@ -15,7 +15,7 @@ from trainkit.observe import run_files
 from trainkit.observe.run_files import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunFiles
 from trainkit.observe.run_view import read_view
 from trainkit.observe.status import read_status
-from trainkit.rundir import append_jsonl
+from trainkit.run.files import append_jsonl
 
 
 def write_metrics(file: Path, first: int, last: int, attempt: int = 1) -> None:

@@ -14,7 +14,8 @@ from trainkit.observe.run_files import RunFiles
 from trainkit.observe.run_view import RunView, SlowestRank, event_text, percentile, read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, chart_rows, number, resampled, sparkline, view_lines
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 JOB = running_job(["4711"], print)["4711"]

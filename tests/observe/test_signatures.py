@@ -14,7 +14,7 @@ from trainkit.cli.main import cli
 from trainkit.errors import ConfigError, UsageError
 from trainkit.observe.advice import run_values
 from trainkit.observe.signatures import load_signatures, placeholders, user_files
-from trainkit.rundir import write_json
+from trainkit.run.files import write_json
 
 DOCS = Path(__file__).parents[2] / "docs/troubleshooting.md"
 

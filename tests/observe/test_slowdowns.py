@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainkit.job.record import open_slowdowns
 from trainkit.observe.text import slowdown_line
-from trainkit.rundir import RunDir, append_jsonl
+from trainkit.run.events import open_slowdowns
+from trainkit.run.files import append_jsonl
+from trainkit.run.rundir import RunDir
 
 SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}
 

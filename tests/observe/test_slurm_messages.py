@@ -9,10 +9,12 @@ from typing import Any, get_args
 import pytest
 
 from trainkit.job.decision import Action
-from trainkit.job.record import ACTIONS, WITHOUT_RECORD, add_slurm_entry, create_job, end_line, is_end_line
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.signatures import load_signatures
-from trainkit.rundir import RunDir, as_utc, write_json
+from trainkit.run.end import ACTIONS, WITHOUT_RECORD, end_line, is_end_line
+from trainkit.run.files import as_utc, write_json
+from trainkit.run.record import add_slurm_entry, create_job
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

@@ -23,8 +23,9 @@ from trainkit.observe.sweep_report import (
     sample_records,
     sweep_of_group,
 )
-from trainkit.rundir import RunDir, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
 AXES: dict[str, list[Any]] = {"optimizer.lr": [1e-4, 3e-4, 1e-3], "seed": [1, 2, 3]}

@@ -1,7 +1,7 @@
 import pytest
 
-from trainkit.jsonl import parse_record
 from trainkit.observe.follow import LogTail, last_lines, last_records
+from trainkit.run.files import parse_record
 
 
 def test_new_lines_as_they_are_completed(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login, settings
 from tests.support import broken_runs
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 TIMEOUT_S = 100.0
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")

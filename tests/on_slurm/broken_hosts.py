@@ -23,7 +23,8 @@ from tests.on_slurm.broken_cases import (
     training,
 )
 from tests.on_slurm.login import DEAF, DIES_ONCE, Login, settings, wait_for
-from trainkit.rundir import RunDir, read_end
+from trainkit.run.end import read_end
+from trainkit.run.rundir import RunDir
 
 # Slurm ends the job.
 

@@ -24,7 +24,7 @@ from tests.on_slurm.broken_cases import (
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 # A rank fails.
 

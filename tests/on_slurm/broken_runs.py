@@ -27,7 +27,7 @@ from tests.support import broken_runs
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
 from trainkit.control.jobs import query_attempt_status
-from trainkit.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.job.record import newest_entry, read_job
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.record import newest_entry, read_job
+from trainkit.run.rundir import RunDir
 
 T = TypeVar("T")
 

@@ -13,8 +13,11 @@ from typing import Any
 
 from tests.on_slurm.login import Login, agents_of, wait_for
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.manifest import find_damage, published
-from trainkit.rundir import RunDir, parse_time, read_json, read_jsonl, read_metrics, will_resume
+from trainkit.run.end import will_resume
+from trainkit.run.events import read_metrics
+from trainkit.run.files import parse_time, read_json, read_jsonl
+from trainkit.run.manifest import find_damage, published
+from trainkit.run.rundir import RunDir
 
 CONFIG = """\
 name: survivor

@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, BACKENDS, Login, wait_for
 from trainkit.observe.group import GroupFiles
-from trainkit.rundir import RunDir, read_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import read_json
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 WAITS = """
 import pathlib, sys, time

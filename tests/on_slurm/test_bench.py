@@ -9,8 +9,9 @@ import pytest
 
 from tests.on_slurm.login import ASK_SLURM_S, ASK_TRAINKIT_S, Login, settings, wait_for
 from tests.support.runs import FAST
-from trainkit.rundir import RunDir, read_json, read_jsonl
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 
 @pytest.mark.slow

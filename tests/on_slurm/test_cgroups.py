@@ -13,7 +13,7 @@ from tools.slurm_cluster import cgroups
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.packages import NotPossible
 from tools.slurm_cluster.processes import Pid
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 SHOWS_CPUS = """
 import os

@@ -15,7 +15,7 @@ from tests.support.torch_builds import make_torch
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.config_files import MEM_MB
 from trainkit.cluster.discovery import NODES_ARGV, PARTITIONS_ARGV, parse_assoc_mgr
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs/quickstart.yaml")
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.on_slurm.login import Login
 from tests.support.two_lines import two_lines
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 TIMEOUT_S = 1200.0

@@ -16,9 +16,10 @@ import pytest
 from tests.on_slurm.login import ASK_TRAINKIT_S, Login, settings, wait_for
 from tests.support.runs import FAST, losses
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.job.record import read_job
-from trainkit.rundir import RunDir, read_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import read_json
+from trainkit.run.group import RunGroup
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.submit import write_batch_script
 
 HELD = settings("resources.extra.hold=true")

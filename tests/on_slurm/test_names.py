@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 EXECUTED = "executed"
 SHELL = f'$(touch {EXECUTED}) `touch {EXECUTED}`; touch {EXECUTED} & | >{EXECUTED} "${{HOME}}" $0'

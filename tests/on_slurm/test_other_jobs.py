@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.on_slurm.login import ASK_SLURM_S, BACKENDS, Login, settings, wait_for
-from trainkit.job.record import read_job
-from trainkit.rundir import RunDir
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 
 ENDS_AT_THE_SECOND_TIME = """
 import os, time

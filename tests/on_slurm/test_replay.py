@@ -9,7 +9,8 @@ import pytest
 
 from tests.on_slurm.login import Login, settings
 from tests.support.tasks import write_tutorial
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 OPTIONS = settings(
     *("device=cpu", "precision.dtype=fp32", "parallel.dp_replicate=2", "parallel.dp_shard=1"),

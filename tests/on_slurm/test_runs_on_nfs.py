@@ -14,7 +14,8 @@ from tests.on_slurm.login import Login, log_of, settings
 from tests.support.nfs import CACHE_S, FAST_S, mounted_by, nfs_clients
 from tests.support.runs import losses
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.rundir import RunDir, parse_time, read_jsonl
+from trainkit.run.files import parse_time, read_jsonl
+from trainkit.run.rundir import RunDir
 
 MOUNT = """
 import sys

@@ -20,8 +20,9 @@ from tests.on_slurm.login import (
     wait_for,
 )
 from tests.on_slurm.survival import WAITS_IN_EACH_STEP
-from trainkit.manifest import published
-from trainkit.rundir import RunDir, read_json, read_jsonl, write_json
+from trainkit.run.files import read_json, read_jsonl, write_json
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 
 ENDLESS = settings(
     *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),

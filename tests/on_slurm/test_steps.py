@@ -9,7 +9,8 @@ import pytest
 from tests.on_slurm.login import Login, agents_of, log_of, node_logs, settings, wait_for
 from tests.support.runs import losses
 from trainkit.errors import EXIT_NO_RESTART
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 NANO = """
 name: nano

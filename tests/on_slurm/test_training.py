@@ -8,7 +8,7 @@ import pytest
 
 from tests.on_slurm.login import Login, agents_of, settings
 from tests.support.runs import losses
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 SHORT = settings(

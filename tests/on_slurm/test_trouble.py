@@ -14,8 +14,8 @@ from tests.on_slurm.login import BACKENDS, TRAINKIT, Login, log_of, settings
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
 from trainkit.errors import EXIT_STOPPED
-from trainkit.job.record import read_job
-from trainkit.rundir import RunDir
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 
 HOLD = settings("resources.extra.hold=true")
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")

@@ -10,7 +10,7 @@ import pytest
 from tests.on_slurm.login import TRAINKIT, Login, settings, wait_for
 from tests.on_slurm.survival import WAITS_IN_EACH_STEP
 from tests.support.tmux import Tmux, needs_tmux
-from trainkit.rundir import read_jsonl
+from trainkit.run.files import read_jsonl
 
 ENDLESS = settings(
     *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),

@@ -14,7 +14,9 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.replay.compare import Comparison, compare
 from trainkit.replay.plan_replay import ReplayPlan
 from trainkit.replay.steps import RunStep, find_step
-from trainkit.rundir import AttemptDir, RunDir, append_jsonl, log_event
+from trainkit.run.events import log_event
+from trainkit.run.files import append_jsonl
+from trainkit.run.rundir import AttemptDir, RunDir
 
 LAYOUT = Layout(dp_shard=4)
 PLAN = LaunchPlan(

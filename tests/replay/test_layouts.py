@@ -17,7 +17,8 @@ from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.cli.main import main
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("replays")]
 

@@ -19,7 +19,8 @@ from trainkit.replay import plan_replay as module
 from trainkit.replay import run_replay
 from trainkit.replay.plan_replay import ReplayPlan, plan_replay
 from trainkit.replay.run_replay import code_variables
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 CONFIG = "name: t\ndevice: cpu\ntrain: {steps: 40}\nparallel: {dp_shard: 2}\n"
 SMALL = replace(PLAN, layout=Layout(dp_shard=2), num_nodes=1, batch=Batch(4, 1, 8, 512))

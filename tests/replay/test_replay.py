@@ -19,7 +19,8 @@ from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, trai
 from trainkit.cli.main import main
 from trainkit.replay import run_replay
 from trainkit.replay.compare import rank_record
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("replays")]
 

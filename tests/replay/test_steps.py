@@ -16,7 +16,8 @@ from trainkit.data.shards import open_dataset
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.replay.steps import find_step, step_samples
-from trainkit.rundir import RunDir, log_event
+from trainkit.run.events import log_event
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.batches import BatchSource
 
 SEQ_LEN = 40

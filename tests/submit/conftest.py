@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainkit.job.failed_starts import FailedStart, failed_starts, forget_start
-from trainkit.job.record import add_slurm_entry, create_job
-from trainkit.rundir import RunDir
+from trainkit.run.record import add_slurm_entry, create_job
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 from trainkit.submit.templates import render

@@ -6,7 +6,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 from trainkit.submit.create import create_run
 from trainkit.submit.preflight_checks import check_name
 

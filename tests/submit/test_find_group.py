@@ -10,9 +10,10 @@ import pytest
 from tests.support.groups import make_group
 from trainkit.control.run_registry import find_run, find_run_or_group, known_runs, register
 from trainkit.errors import UsageError
-from trainkit.job.record import add_slurm_entry, run_lock
-from trainkit.rundir import RunDir
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
+from trainkit.run.lock import run_lock
+from trainkit.run.record import add_slurm_entry
+from trainkit.run.rundir import RunDir
 
 POINTS: dict[int, dict[str, Any]] = {index: {"seed": index} for index in (3, 4)}
 

@@ -10,8 +10,11 @@ import pytest
 
 from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
 from trainkit.bench.run_bench import run_here
-from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
-from trainkit.rundir import RunDir, read_end, write_json
+from trainkit.run.end import KILLED, read_end
+from trainkit.run.files import write_json
+from trainkit.run.process import Liveness, liveness
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 from trainkit.submit import local_backend
 from trainkit.submit.start import defer_sigint
 

@@ -13,10 +13,10 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
-from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
-from trainkit.rundir import RunDir
+from trainkit.run.record import submission_token
+from trainkit.run.rundir import RunDir
 from trainkit.submit.containers import container_program
 from trainkit.submit.script import JobScript, script_for
 from trainkit.submit.submitit_backend import submitit_text

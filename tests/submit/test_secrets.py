@@ -9,7 +9,7 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
-from trainkit.job.record import open_attempt
+from trainkit.run.record import open_attempt
 from trainkit.submit.preflight_checks import present_secrets, refuse_leaks, refuse_secrets
 from trainkit.submit.quoting import quote
 

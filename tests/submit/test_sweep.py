@@ -17,7 +17,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.sweep import difference
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import sbatch_backend, sweep
 from trainkit.submit.sweep import create_group, group_script, start_group

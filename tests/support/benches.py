@@ -9,7 +9,8 @@ from typing import Any
 from trainkit.bench.bench_file import LAYOUT, Bench, BenchLength, BenchRun, write_bench
 from trainkit.bench.layouts import DEGREES, layout_name
 from trainkit.plan.launch import Layout
-from trainkit.rundir import RunDir, append_jsonl, write_json
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.rundir import RunDir
 
 LENGTH = BenchLength(steps=10, warmup=2)
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from trainkit.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir
 
 
 def run_flipped(

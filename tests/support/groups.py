@@ -11,7 +11,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.make_plan import make_plan
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
 from trainkit.submit.sweep import PlannedPoint, check_points, create_group
 
 SUBMITTED_AT = "2026-01-01T00:00:00.000Z"

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.ranks import preload
 from trainkit.cli.ckpt import chosen_checkpoint
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 SIZES = {
     "hidden_size": 64,

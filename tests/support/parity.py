@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import free_port, make_attempt
-from trainkit.rundir import AttemptDir, RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.rundir import AttemptDir, RunDir
 
 GLOBAL_BATCH = 16
 ACCUMULATION = 2
@@ -149,7 +150,7 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> A
     from trainkit.config import read_effective
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import read_json
+    from trainkit.run.files import read_json
     from trainkit.trainer.distributed import World, make_world
     from trainkit.trainer.progress import Progress
     from trainkit.trainer.tasks import build_task

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit.cli.main import main
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 OPTIONS = ["train.steps=6", "checkpoint.every_steps=2", "model.dropout=0.1", "train.device_batch_size=2"]
 DDP, FSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=1"], ["parallel.dp_shard=2"]

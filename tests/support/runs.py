@@ -14,7 +14,9 @@ from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_fo
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
 from trainkit.plan.make_plan import make_plan
-from trainkit.rundir import AttemptDir, RunDir, read_metrics, write_json
+from trainkit.run.events import read_metrics
+from trainkit.run.files import write_json
+from trainkit.run.rundir import AttemptDir, RunDir
 
 FAST = (
     "model.preset=nano",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config import RunConfig, dump_effective
-from trainkit.rundir import RunDir, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 STARTUP_S, STEP_S = 10.0, 2.0

@@ -11,7 +11,8 @@ from typing import Any
 
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.rundir import RunDir, append_jsonl, as_utc, write_json
+from trainkit.run.files import append_jsonl, as_utc, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

@@ -17,7 +17,9 @@ import pytest
 
 from tests.support.runs import free_port, site
 from trainkit.config.running import MlflowConfig
-from trainkit.rundir import RunDir, read_jsonl, read_metrics, write_json
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_jsonl, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.trackers.sync import RunTracker
 
 mlflow = pytest.importorskip("mlflow")

@@ -12,8 +12,9 @@ from tests.support.runs import make_attempt
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import UsageError
 from trainkit.locks import LockBusy
-from trainkit.manifest import BEST_LINK, MANIFEST_NAME
-from trainkit.rundir import RunDir, append_jsonl, write_json
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME
+from trainkit.run.rundir import RunDir
 from trainkit.trackers import sync
 from trainkit.trackers.records import Facts, Sample, read_facts, state_of, trackers_of
 from trainkit.trackers.sync import Position, RunTracker, Sent, read_position, sync_run

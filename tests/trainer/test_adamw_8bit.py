@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.support import tasks
 from tests.support.parity import Case, close, make_trainer, run_cases, worst_difference
 from tests.support.runs import log_text, losses, train
-from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, RunDir
+from trainkit.run.manifest import published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.model import local_tensor
 

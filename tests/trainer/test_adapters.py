@@ -12,8 +12,8 @@ from tests.support.hf_models import export_run, need, save_model
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.trainer.test_multimodal import ARGS, config_of, options
 from trainkit.errors import TrainkitError
-from trainkit.manifest import published
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
 from trainkit.task import add_adapters
 from trainkit.trainer.checkpoint.storage import SafeReader

@@ -16,7 +16,8 @@ from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import run_ranks
 from trainkit.config import load_config
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 from trainkit.trainer import tasks
 from trainkit.trainer.__main__ import exit_code_of
 from trainkit.trainer.distributed import World

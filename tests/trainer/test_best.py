@@ -11,8 +11,9 @@ from tests.support import tasks
 from tests.support.runs import log_text, train
 from trainkit.cli.main import main
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.manifest import best_step
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import best_step
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress

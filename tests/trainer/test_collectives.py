@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity import ACCUMULATION, GLOBAL_BATCH, Case, close, make_trainer, run_cases
-from trainkit.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.runs import TIMEOUT_S, make_attempt, start_workers
 from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
 from trainkit.trainer.progress import Progress
 

@@ -20,8 +20,9 @@ from tests.support.runs import (
     train,
     wait_for,
 )
-from trainkit.manifest import best_step, find_damage, published
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.manifest import best_step, find_damage, published
+from trainkit.run.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 

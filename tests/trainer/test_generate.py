@@ -20,7 +20,7 @@ from trainkit.config.training import ModelConfig
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import UsageError
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.build import init_parameters
 from trainkit.trainer.generate import (
     GenerateRequest,

@@ -17,8 +17,10 @@ from tests.support.runs import TIMEOUT_S, fork_workers, log_text, make_attempt, 
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import TrainkitError
-from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_json, write_json
+from trainkit.run.manifest import published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import ExportRequest, export

@@ -15,9 +15,10 @@ from trainkit.cluster.machine import detect_machine
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError
-from trainkit.manifest import published
 from trainkit.plan.make_plan import check_config
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.initial import InitError, load_initial_weights
 
 FILE = Path(tasks.__file__)

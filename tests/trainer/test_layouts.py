@@ -12,7 +12,8 @@ import torch
 from tests.support.models import SEQ_LEN, nano_shape, sample_keys, tokens
 from tests.support.runs import run_ranks, train
 from trainkit.plan.launch import Layout
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec

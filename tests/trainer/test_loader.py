@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from tests.support.models import ALONE
 from tests.support.nfs import FAST_S, nfs_clients
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.manifest import (
+from trainkit.run.files import read_jsonl, write_json
+from trainkit.run.manifest import (
     SEAL,
     Checkpoint,
     best_step,
@@ -28,7 +29,7 @@ from trainkit.manifest import (
     published,
     seal,
 )
-from trainkit.rundir import RunDir, read_jsonl, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint import loader
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
@@ -166,7 +167,7 @@ def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.
     def stale(path: Path) -> str:
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr("trainkit.manifest.file_hash", stale)
+    monkeypatch.setattr("trainkit.run.manifest.file_hash", stale)
     with pytest.raises(
         CheckpointError, match=r"rank 0 cannot read .*step-00000003: .* cannot be read"
     ) as caught:
@@ -248,7 +249,7 @@ def test_a_file_that_cannot_be_read_yet_is_read_again(run: RunDir, monkeypatch: 
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return file_hash(path)
 
-    monkeypatch.setattr("trainkit.manifest.file_hash", stale)
+    monkeypatch.setattr("trainkit.run.manifest.file_hash", stale)
     monkeypatch.setattr(loader, "SETTLE_S", 5.0)
     monkeypatch.setattr(loader, "RETRY_S", 0.01)
     assert chosen_step(run) == 3

@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
-from trainkit.manifest import published
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 
 SCRIPT = """
 import os, sys, time

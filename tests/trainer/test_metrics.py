@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.step_sync import StepReport

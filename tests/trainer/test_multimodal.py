@@ -15,8 +15,9 @@ from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, worst_difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.manifest import published
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.load_task import load_task
 from trainkit.trainer.multimodal_lm import IGNORE, MediumFormat, MediumSamples, MultimodalLM

@@ -15,8 +15,10 @@ from tests.support.models import ALONE
 from tests.support.runs import log_text, train
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, DivergedError
-from trainkit.manifest import BEST_LINK, published
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_jsonl
+from trainkit.run.manifest import BEST_LINK, published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.batches import StepBatch
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer

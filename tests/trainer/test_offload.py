@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from tests.support import tasks
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, close, curve, make_trainer, run_cases
-from trainkit.rundir import AttemptDir, RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.rundir import AttemptDir, RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity import Case, curve, run_cases, train, worst_difference
-from trainkit.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer import build
 from trainkit.trainer.parallel import data_parallel
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.models import ALONE
 from trainkit.config.running import ProfilerConfig
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 from trainkit.trainer.profiler import ProfileWindow, covered_s, summary_of
 
 

@@ -12,8 +12,9 @@ from tests.support.hf_models import export_run, logits_of, need, save_model
 from tests.support.parity import Case, close, curve, make_trainer, run_cases, worst_difference
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.nf4 import NF4Linear, quantize_linears, quantized_layers
 from trainkit.trainer.task_check import definite_problem

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 from trainkit.trainer import rank_records
 from trainkit.trainer.rank_records import LocalGradient, RankRecords
 

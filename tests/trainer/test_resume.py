@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import losses, samples_seen, train
-from trainkit.manifest import published
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from tests.support.disks import fill, limit_file_size, small_disk
 from tests.support.models import ALONE
 from trainkit.errors import CheckpointError
-from trainkit.manifest import Checkpoint, best_step, find_damage, partials, published
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.manifest import Checkpoint, best_step, find_damage, partials, published
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 

@@ -21,7 +21,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory.peaks import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import workload_of
-from trainkit.rundir import AttemptDir, RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.batches import MAX_TOKENS_PER_READ
 from trainkit.trainer.simulate import simulate as simulate_rank
 from trainkit.trainer.torch_private import memory_tracker

@@ -18,7 +18,9 @@ import torch
 from tests.support.ranks import ForkedWorker
 from tests.support.runs import fork_workers, make_attempt, wait_for
 from trainkit.plan.launch import Layout
-from trainkit.rundir import RunDir, read_jsonl, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.distributed import World
 from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, StepClock, Times, typical_times
 

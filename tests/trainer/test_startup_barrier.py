@@ -19,7 +19,7 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 from trainkit.trainer import startup_barrier as module
 from trainkit.trainer import worker
 from trainkit.trainer.progress import Progress

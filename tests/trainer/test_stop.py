@@ -21,8 +21,9 @@ from tests.support.runs import (
     train,
     wait_for,
 )
-from trainkit.manifest import find_damage, published
-from trainkit.rundir import AttemptDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.manifest import find_damage, published
+from trainkit.run.rundir import AttemptDir
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 
-from trainkit.manifest import file_hash
+from trainkit.run.manifest import file_hash
 from trainkit.trainer.checkpoint.storage import METADATA_NAME, HashingWriter, SafeReader
 
 

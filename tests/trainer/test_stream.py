@@ -24,9 +24,9 @@ from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART
 from trainkit.job.watch.hangs import read_hangs
-from trainkit.manifest import published
 from trainkit.plan.launch import Batch
-from trainkit.rundir import AttemptDir, RunDir
+from trainkit.run.manifest import published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.load_task import TaskError
 from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
 from trainkit.trainer.task_batches import Positions

@@ -21,8 +21,9 @@ from tests.support.runs import log_text, train
 from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
-from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import TaskError

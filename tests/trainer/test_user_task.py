@@ -9,8 +9,9 @@ import torch
 
 from tests.support import tasks
 from tests.support.parity import Case, curve, run_cases, worst_difference
-from trainkit.manifest import published
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 
 FILE = Path(tasks.__file__)

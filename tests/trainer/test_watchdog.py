@@ -27,7 +27,9 @@ from tests.support.runs import (
 from trainkit.job.failure.stacks import gather
 from trainkit.job.watch.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, process_stat, read_json, read_jsonl, write_json
+from trainkit.run.files import read_json, read_jsonl, write_json
+from trainkit.run.process import process_stat
+from trainkit.run.rundir import AttemptDir
 
 pytestmark = pytest.mark.slow
 

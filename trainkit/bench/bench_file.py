@@ -12,8 +12,9 @@ from trainkit.config import RunConfig
 from trainkit.config.changes import Change, short_training
 from trainkit.errors import UsageError
 from trainkit.plan.sweep import shown
-from trainkit.rundir import RunDir, read_json, write_json
-from trainkit.rungroup import BENCH_FILE, RunGroup
+from trainkit.run.files import read_json, write_json
+from trainkit.run.group import BENCH_FILE, RunGroup
+from trainkit.run.rundir import RunDir
 
 PROFILED_STEPS = 3
 """The last steps are profiled. They are not measured, because the profiler slows them."""

@@ -11,7 +11,8 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.bench.bench_file import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
-from trainkit.rundir import parse_time, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import parse_time
 
 MICROSECOND = 1e-6
 NANOSECOND = 1e-9

@@ -21,16 +21,19 @@ from trainkit.control.jobs import (
     recover_group_job_id,
     wait_until_gone,
 )
-from trainkit.job.record import newest_entry, run_lock
-from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
 from trainkit.observe.group import NOT_STARTED, ORDER, GroupFiles, GroupStatus, PointStatus
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.observe.text import failure_line
-from trainkit.rundir import RunDir, read_end, read_metrics
-from trainkit.rungroup import RunGroup
+from trainkit.run.end import read_end
+from trainkit.run.events import read_metrics
+from trainkit.run.group import RunGroup
+from trainkit.run.lock import run_lock
+from trainkit.run.manifest import remove_all
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import RunDir
 from trainkit.submit.start import defer_sigint
 
 POLL_S = 0.1

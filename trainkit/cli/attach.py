@@ -21,7 +21,7 @@ def command(run_name: str, node: int | None) -> int:
     """Open a shell on a node of RUN's job, next to its processes."""
     from trainkit.control.jobs import slurm_job
     from trainkit.control.run_registry import find_run
-    from trainkit.job.record import is_slurm, newest_entry
+    from trainkit.run.record import is_slurm, newest_entry
     from trainkit.slurm.environment import scrubbed
     from trainkit.slurm.hosts import expand_hosts
     from trainkit.slurm.states import JobState

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from trainkit.bench.measure import Row
     from trainkit.bench.plan_bench import BenchRequest, PlannedBench
     from trainkit.cli.options import ConfigRequest, GroupRequest
-    from trainkit.rundir import RunDir
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
+    from trainkit.run.rundir import RunDir
 
 
 MAX_NAMES = 8

@@ -16,7 +16,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
 
 
 @click.command(
@@ -34,7 +34,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """
     from trainkit.control.cancel import cancel_group, cancel_run
     from trainkit.control.run_registry import find_bench_folder, find_run_or_group
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
 
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:

@@ -76,7 +76,7 @@ def command(
     """
     from trainkit.cluster.target import make_target
     from trainkit.config.loaded import origin_lines
-    from trainkit.rundir import RUNS_FOLDER
+    from trainkit.run.rundir import RUNS_FOLDER
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.queue_estimate import wait_lines
     from trainkit.submit.run_folder import local_locks, require_locks

@@ -17,9 +17,9 @@ from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.manifest import Checkpoint
     from trainkit.observe.checkpoints import ListedCheckpoint
-    from trainkit.rundir import RunDir
+    from trainkit.run.manifest import Checkpoint
+    from trainkit.run.rundir import RunDir
 
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
@@ -70,7 +70,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     Changes nothing: resuming skips damaged checkpoints.
     """
     from trainkit.control.run_registry import find_run
-    from trainkit.manifest import find_damage
+    from trainkit.run.manifest import find_damage
 
     results = []
     for checkpoint in _wanted(find_run(run_name), step):
@@ -107,8 +107,8 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     """
     from trainkit.control.jobs import require_not_running
     from trainkit.control.run_registry import find_run
-    from trainkit.job.record import run_lock
-    from trainkit.manifest import best_step, newest_intact, obsolete, published, remove
+    from trainkit.run.lock import run_lock
+    from trainkit.run.manifest import best_step, newest_intact, obsolete, published, remove
 
     run = find_run(run_name)
     with run_lock(run):
@@ -205,7 +205,7 @@ def export(
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     """The checkpoint of a step, else the best one, else the newest intact one."""
-    from trainkit.manifest import best_step, find_damage, newest_intact
+    from trainkit.run.manifest import best_step, find_damage, newest_intact
 
     there = _wanted(run, step)
     best = [item for item in there if item.step == best_step(run.checkpoints_dir)]
@@ -219,7 +219,7 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
 
 
 def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
-    from trainkit.manifest import published
+    from trainkit.run.manifest import published
 
     there = published(run.checkpoints_dir)
     if not there:

@@ -147,7 +147,8 @@ def _drill(
     from trainkit.drill.result import all_passed, result_table, summary
     from trainkit.drill.run_drill import REFERENCE, Drill, make_folder
     from trainkit.plan.launch import describe_plan
-    from trainkit.rundir import RunDir, write_json
+    from trainkit.run.files import write_json
+    from trainkit.run.rundir import RunDir
     from trainkit.submit.create import create_run
     from trainkit.submit.start import start_run
 

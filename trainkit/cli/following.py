@@ -17,10 +17,11 @@ import click
 
 from trainkit.control.jobs import SUPERVISOR_EXIT_S, liveness_probe, wait_until_gone
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
-from trainkit.job.record import has_started, newest_entry
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
-from trainkit.rundir import AttemptDir, RunDir, read_end
+from trainkit.run.end import read_end
+from trainkit.run.record import has_started, newest_entry
+from trainkit.run.rundir import AttemptDir, RunDir
 
 END_S = 3.0
 SHOW_S = 0.1

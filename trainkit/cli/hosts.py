@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
     from trainkit.job.node.static_rendezvous import HostLink, HostPlace
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
 END_TIMEOUT_S = 60.0
 """How long after its own time limit node 0 may take to announce the attempt."""
@@ -76,7 +76,7 @@ def _run_first(
     from trainkit.job.hosts_run import end_hosts, run_first_host
     from trainkit.job.node.rendezvous import StopSignalReceived
     from trainkit.job.node.static_rendezvous import HostListener, dismiss, stopped_error
-    from trainkit.rundir import read_end
+    from trainkit.run.end import read_end
 
     listener = HostListener(place, facts)
     if place.num_nodes > 1:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import AttemptDir, RunDir
+    from trainkit.run.rundir import AttemptDir, RunDir
 
 
 @click.command(
@@ -56,9 +56,9 @@ def command(
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.job.failed_starts import batch_log
-    from trainkit.job.record import find_entry, has_started
     from trainkit.observe.follow import LogTail, follow, start_of_last
-    from trainkit.rundir import read_end
+    from trainkit.run.end import read_end
+    from trainkit.run.record import find_entry, has_started
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
@@ -127,6 +127,6 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
 
 def _plan(attempt: AttemptDir) -> LaunchPlan:
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import read_json
+    from trainkit.run.files import read_json
 
     return LaunchPlan.from_dict(read_json(attempt.plan_file))

@@ -32,7 +32,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.replay.compare import ComparedStep, Comparison, JudgedSample
     from trainkit.replay.plan_replay import Flags, ReplayPlan
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
 MAX_SAMPLES = 10
 """Samples that are listed."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench
     from trainkit.observe.report import Report
     from trainkit.observe.sweep_report import Sweep
-    from trainkit.rundir import RunDir
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
+    from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -42,7 +42,7 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
     first, the results by each swept key, and the curves over each other.
     """
     from trainkit.control.run_registry import find_run
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
     found = _find(run_name)
     if not isinstance(found, RunDir):
@@ -82,7 +82,7 @@ def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:
 
 def _report_sweep(found: RunGroup | Bench, as_json: bool) -> int:
     from trainkit.observe.sweep_report import read_sweep, render_sweep
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
 
     if isinstance(found, RunGroup):
         sweep = _read_group(found)
@@ -108,7 +108,7 @@ def _read_group(group: RunGroup) -> Sweep:
 def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int:
     """Write the page, and print its path or the report as JSON."""
     from trainkit.observe.page import REPORT_FILE
-    from trainkit.rundir import write_atomic
+    from trainkit.run.files import write_atomic
 
     file = folder / REPORT_FILE
     try:

@@ -21,7 +21,7 @@ def command(run_name: str, as_json: bool) -> int:
     """
     from trainkit.cli.start_output import print_started
     from trainkit.control.run_registry import find_run
-    from trainkit.job.record import read_job
+    from trainkit.run.record import read_job
     from trainkit.submit.start import requeue_run
 
     run = find_run(run_name, to_change=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -83,10 +83,10 @@ def command(
         submission_folder,
     )
     from trainkit.control.run_registry import find_run
-    from trainkit.job.record import read_job
-    from trainkit.manifest import published
     from trainkit.plan.launch import LaunchPlan, describe_plan
-    from trainkit.rundir import read_json
+    from trainkit.run.files import read_json
+    from trainkit.run.manifest import published
+    from trainkit.run.record import read_job
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.start import resume_run, start_run
@@ -156,7 +156,7 @@ def _resume_on_hosts(
 ) -> int:
     """Resume RUN as one of several hosts; returns the exit code, the same on every host."""
     from trainkit.cli.hosts import facts_of, run_on_hosts
-    from trainkit.job.record import read_job
+    from trainkit.run.record import read_job
     from trainkit.submit.start import resume_run
 
     plan = replace(plan, requeue=replace(plan.requeue, on=()))

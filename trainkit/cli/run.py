@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainkit.job.node.slurm_step import SlurmTask
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.job.step_run import Announcement
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -141,7 +141,7 @@ class _Forwarder:
     def forward(self, run: RunDir) -> None:
         """Forward the signals received since the last call."""
         from trainkit.control.jobs import signal_supervisor
-        from trainkit.job.record import newest_entry
+        from trainkit.run.record import newest_entry
 
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
@@ -171,7 +171,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
         run_task,
         withdraw,
     )
-    from trainkit.rundir import RUNS_FOLDER
+    from trainkit.run.rundir import RUNS_FOLDER
 
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:

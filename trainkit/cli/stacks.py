@@ -16,7 +16,7 @@ from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.job.failure.stacks import Reply
-    from trainkit.rundir import AttemptDir, RunDir
+    from trainkit.run.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
 """Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
@@ -39,7 +39,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     from trainkit.job.failure.stacks import gather, group_replies
     from trainkit.job.watch.silence import explain_silence
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import read_json
+    from trainkit.run.files import read_json
 
     run = find_run(run_name)
     attempt = _running_attempt(run)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 
 def print_copied(code: dict[str, Any] | None) -> None:

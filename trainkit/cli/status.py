@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
-    from trainkit.rundir import RunDir
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
+    from trainkit.run.rundir import RunDir
     from trainkit.slurm.jobs import JobInfo
 
 
@@ -41,7 +41,7 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     --json always prints all runs, newest first.
     """
     from trainkit.control.run_registry import find_bench_folder, find_run_or_group
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
     if run_name is None:
         return show_all_runs(show_all, as_json)

@@ -30,7 +30,7 @@ from trainkit.errors import EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import RunDir
+    from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -126,7 +126,7 @@ def _warn(text: str) -> None:
 
 
 def _check_locks(plan: LaunchPlan, folder: Path | None) -> None:
-    from trainkit.rundir import RUNS_FOLDER
+    from trainkit.run.rundir import RUNS_FOLDER
     from trainkit.submit.run_folder import local_locks, require_locks
 
     require_locks(folder or Path(RUNS_FOLDER))
@@ -217,7 +217,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     """Submit a group of runs as one Slurm array, or show what would be submitted."""
     from trainkit.cli.start_output import print_copied
     from trainkit.plan.launch import describe_plan, with_dependency
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
     from trainkit.slurm.client import require_controller
     from trainkit.submit.code.snapshot import planned_code
     from trainkit.submit.create import future_run

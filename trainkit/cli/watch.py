@@ -18,8 +18,8 @@ from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench
-    from trainkit.rundir import RunDir
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
+    from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
 PIPE_WIDTH = 120
@@ -49,8 +49,8 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     terminal, prints once.
     """
     from trainkit.control.run_registry import find_bench_folder, find_run_or_group
-    from trainkit.rundir import RunDir
-    from trainkit.rungroup import RunGroup
+    from trainkit.run.group import RunGroup
+    from trainkit.run.rundir import RunDir
 
     prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
     folder = None if run_name is None else find_bench_folder(run_name, with_groups=False)

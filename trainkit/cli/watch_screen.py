@@ -37,8 +37,8 @@ from trainkit.observe.list_text import Listing, group_listing, runs_listing
 from trainkit.observe.run_text import clean
 from trainkit.observe.run_view import RunView
 from trainkit.observe.view_text import BAD, DIM, TITLE, Size, nodes_lines, notices_lines, view_lines
-from trainkit.rundir import RunDir
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench

@@ -14,8 +14,8 @@ from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.run_files import EventHistory, RunFiles
 from trainkit.observe.run_view import RunView, read_view
 from trainkit.observe.status import RunStatus, read_status
-from trainkit.rundir import RunDir
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.folders import ensure_folder
+from trainkit.folders import ensure_folder, state_folder
 from trainkit.locks import file_lock
-from trainkit.rundir import read_json, state_folder, write_json
+from trainkit.run.files import read_json, write_json
 
 KEEP = timedelta(hours=24)
 LOCK_TIMEOUT_S = 10.0

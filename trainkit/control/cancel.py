@@ -26,11 +26,14 @@ from trainkit.control.jobs import (
     write_cancelled,
 )
 from trainkit.errors import UsageError
-from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
-from trainkit.rundir import RunDir, read_json, utc_now
-from trainkit.rungroup import RunGroup
+from trainkit.run.end import KILLED
+from trainkit.run.files import read_json, utc_now
+from trainkit.run.group import RunGroup
+from trainkit.run.lock import run_lock
+from trainkit.run.record import mark_cancelled, newest_entry
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
 

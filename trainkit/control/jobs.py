@@ -18,32 +18,24 @@ from typing import Any, TypeGuard
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.job.processes import descendants
-from trainkit.job.record import (
-    KILLED,
-    Liveness,
+from trainkit.job.signals import AGENT_SIGNAL
+from trainkit.run.end import KILLED, is_guessed, read_end
+from trainkit.run.events import log_event
+from trainkit.run.files import parse_time, read_json, utc_now, write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.process import Liveness
+from trainkit.run.process import liveness as local_liveness
+from trainkit.run.record import (
     add_slurm_entry,
     find_entry,
     is_exiting,
-    is_guessed,
     is_slurm,
     newest_entry,
     set_follow_ups,
     submission_token,
     waiting_follow_ups,
 )
-from trainkit.job.record import liveness as local_liveness
-from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.rundir import (
-    AttemptDir,
-    RunDir,
-    log_event,
-    parse_time,
-    read_end,
-    read_json,
-    utc_now,
-    write_json,
-)
-from trainkit.rungroup import RunGroup
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.conf_file import cluster_name, other_cluster
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts

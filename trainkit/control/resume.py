@@ -17,10 +17,11 @@ from trainkit.control.jobs import slurm_job
 from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
-from trainkit.job.record import is_exiting, is_slurm, newest_entry, read_job
-from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.rundir import PARTIAL_SUFFIX, RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.manifest import newest_intact, published
+from trainkit.run.record import is_exiting, is_slurm, newest_entry, read_job
+from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.conf_file import cluster_name
 
 REPLAY_FILE = "replay.json"

@@ -20,10 +20,11 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
-from trainkit.job.record import read_job
-from trainkit.rundir import RUNS_FOLDER, RunDir, append_jsonl, read_jsonl, state_folder, utc_now
-from trainkit.rungroup import BENCH_FILE, RunGroup, group_of, is_index
+from trainkit.folders import ensure_folder, state_folder
+from trainkit.run.files import append_jsonl, read_jsonl, utc_now
+from trainkit.run.group import BENCH_FILE, RunGroup, group_of, is_index
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.slurm.job_id import base_id, is_job_id
 
 LIST_HINT = "`trainkit status` lists the runs"

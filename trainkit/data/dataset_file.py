@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit import rundir
 from trainkit.errors import UsageError
+from trainkit.run import files
 
 DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"
@@ -107,7 +107,7 @@ def read_dataset_file(folder: Path) -> DatasetFile:
     """Read `dataset.json`; raises UsageError if the folder is not a dataset that this version can read."""
     path = folder / DATASET_FILE
     try:
-        record = rundir.read_json(path)
+        record = files.read_json(path)
     except FileNotFoundError:
         raise UsageError(
             f"{folder} is not a prepared dataset: it has no {DATASET_FILE}",

@@ -18,7 +18,7 @@ from trainkit.data.shards import TokenMixture, TokenShards
 from trainkit.data.sources import FORMS, ROWS, TEXT, DataConfig, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.tokenizer_identity import BYTES
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 
 _BLOCK = 1 << 20
 

@@ -25,7 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit import rundir
 from trainkit.data.dataset_file import (
     LAYOUT_VERSION,
     SPLITS,
@@ -44,6 +43,7 @@ from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
+from trainkit.run import files
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -193,7 +193,7 @@ class _Preparation:
         self._begin()
         missing = [job for job in self.jobs if not job.record_file.exists()]
         self._run(run_unit, missing)
-        records = [rundir.read_json(job.record_file) for job in self.jobs]
+        records = [files.read_json(job.record_file) for job in self.jobs]
         inputs = self._digests([record["digests"] for record in records])
         splits = {
             split: tuple(Shard(**record["shards"][split]) for record in records if split in record["shards"])
@@ -217,7 +217,7 @@ class _Preparation:
             raise _mismatch(self.folder, f"made with the tokenizer {file.tokenizer.name}")
         if file.options != self.options:
             raise _mismatch(self.folder, f"made with {_changed(file.options, self.options)}")
-        known = [InputDigest(**record) for record in rundir.read_json(self.folder / INPUTS_FILE)]
+        known = [InputDigest(**record) for record in files.read_json(self.folder / INPUTS_FILE)]
         if [(source.name, source.role, source.size) for source in known] != wanted:
             raise _mismatch(self.folder, "made from other files")
         if self._digests(self._run(digest_unit, self.jobs)) != known:
@@ -231,12 +231,12 @@ class _Preparation:
         inputs = [{**asdict(source), "path": None} for source in self.inputs]
         plan = {"tokenizer": asdict(self.tokenizer), "options": self.options, "inputs": inputs}
         if plan_file.exists():
-            if rundir.read_json(plan_file) != plan:
+            if files.read_json(plan_file) != plan:
                 raise _mismatch(self.folder, "begun with other options, or its sources have changed since")
             for partial in plan_file.parent.glob("*.bin.*"):
                 partial.unlink()  # left by a worker that was killed
             return
-        rundir.write_json(plan_file, plan)
+        files.write_json(plan_file, plan)
 
     def _run(self, function: Callable[[UnitJob], Any], jobs: list[UnitJob]) -> list[Any]:
         total = sum(job.unit.num_bytes for job in self.jobs)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainkit import rundir
 from trainkit.data.dataset_file import PLACES, SPLITS, Shard, places_file
 from trainkit.data.sources import FORMS, DatasetSpec, Input
 from trainkit.data.tokenizer_identity import BYTES, identify
 from trainkit.data.units import Piece, SpanReader, Unit
 from trainkit.errors import UsageError
+from trainkit.run import files
 
 Tokens = npt.NDArray[Any]
 """uint16 or uint32, little endian, as stored."""
@@ -107,7 +107,7 @@ def run_unit(job: UnitJob) -> None:
     try:
         digests = _tokenize(job, writers)
         shards = {split: asdict(shard) for split in SPLITS if (shard := writers[split].publish())}
-        rundir.write_json(job.record_file, {"digests": digests, "shards": shards})
+        files.write_json(job.record_file, {"digests": digests, "shards": shards})
     finally:
         for writer in writers.values():
             writer.discard()

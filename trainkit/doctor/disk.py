@@ -13,8 +13,8 @@ from pathlib import Path
 
 from trainkit.doctor.check import Check, Request
 from trainkit.job.node.preflight import MAX_CLOCK_OFFSET_S, MIN_FREE_MIB, clock_offset_s
-from trainkit.job.rank_env import own_host
-from trainkit.rundir import refresh_listing
+from trainkit.run.files import refresh_listing
+from trainkit.run.process import own_host
 
 MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
 """Free space that is too little for any checkpoint, and that is little."""

@@ -23,7 +23,7 @@ from trainkit.doctor.network import check_interface, check_name, check_ports, fr
 from trainkit.errors import TrainkitError
 from trainkit.job.node.health import host_memory_gib
 from trainkit.job.node.network import PRESETS, interface_to, network_environ
-from trainkit.job.rank_env import own_host
+from trainkit.run.process import own_host
 from trainkit.slurm.hosts import expand_hosts
 
 PREFIX, CHUNK_CHARS = "trainkit-doctor", 700

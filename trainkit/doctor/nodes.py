@@ -26,9 +26,9 @@ from trainkit.doctor.node import measure, node_facts, received
 from trainkit.errors import TrainkitError
 from trainkit.job.node.rendezvous import LOCAL_ADDR
 from trainkit.job.processes import module_argv
-from trainkit.job.rank_env import own_host
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
+from trainkit.run.process import own_host
 from trainkit.slurm.client import plain_environ, run_slurm
 from trainkit.slurm.environment import scrubbed
 

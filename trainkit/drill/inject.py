@@ -26,9 +26,11 @@ from trainkit.control.jobs import (
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from trainkit.job.record import Liveness, mark_cancelled, newest_entry, run_lock
-from trainkit.manifest import Checkpoint, published
-from trainkit.rundir import RunDir
+from trainkit.run.lock import run_lock
+from trainkit.run.manifest import Checkpoint, published
+from trainkit.run.process import Liveness
+from trainkit.run.record import mark_cancelled, newest_entry
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import kill_step, requeue, run_step
 
 PROC = Path("/proc")

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 
 
 @dataclass(frozen=True)

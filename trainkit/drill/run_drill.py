@@ -18,10 +18,12 @@ from trainkit.drill.run_scenario import ScenarioRunner
 from trainkit.drill.run_watch import RunWatch
 from trainkit.drill.scenarios import Scenario, choose_target, skip_reason
 from trainkit.errors import TrainkitError
-from trainkit.manifest import find_damage, published, remove_all
 from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, parse_time, read_end, read_jsonl, seconds_between
+from trainkit.run.end import read_end
+from trainkit.run.files import parse_time, read_jsonl, seconds_between
+from trainkit.run.manifest import find_damage, published, remove_all
+from trainkit.run.rundir import RunDir
 from trainkit.submit.create import new_folder
 from trainkit.submit.start import defer_sigint
 

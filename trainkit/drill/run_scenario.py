@@ -10,8 +10,10 @@ from trainkit.control.jobs import recover_job_id, require_not_running
 from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.drill.run_watch import RunWatch
 from trainkit.drill.scenarios import Scenario, Target
-from trainkit.job.record import run_lock
-from trainkit.rundir import RunDir, read_end, read_jsonl
+from trainkit.run.end import read_end
+from trainkit.run.files import read_jsonl
+from trainkit.run.lock import run_lock
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.submit.start import start_again
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from trainkit.control.jobs import liveness_probe, slurm_job
 from trainkit.drill.loss_curve import points_of
-from trainkit.job.record import is_slurm, newest_entry
-from trainkit.jsonl import parse_record
-from trainkit.manifest import partials, published
 from trainkit.observe.follow import LogTail, is_over
-from trainkit.rundir import RunDir, read_end
+from trainkit.run.end import read_end
+from trainkit.run.files import parse_record
+from trainkit.run.manifest import partials, published
+from trainkit.run.record import is_slurm, newest_entry
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
 CHECK_END_EVERY_S = 0.25

@@ -41,7 +41,15 @@ from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job
 from trainkit.job.node.preflight import retry_on_disk_error, supervisor_view
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.record import (
+from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
+from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
+from trainkit.job.watch.hangs import silent_hosts
+from trainkit.job.watch.slow_hosts import slow_hosts
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json
+from trainkit.run.lock import run_lock
+from trainkit.run.record import (
     AUTO_RESTART,
     add_entry,
     describe_superseded,
@@ -49,16 +57,10 @@ from trainkit.job.record import (
     is_cancelled,
     newest_entry,
     reopen_attempt,
-    run_lock,
     superseding_entry,
     waiting_follow_ups,
 )
-from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
-from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.watch.hangs import silent_hosts
-from trainkit.job.watch.slow_hosts import slow_hosts
-from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states

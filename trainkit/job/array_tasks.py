@@ -9,11 +9,12 @@ from pathlib import Path
 
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
-from trainkit.job.record import add_slurm_entry, create_job, open_attempt
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.sweep import changed
-from trainkit.rundir import RunDir, log_event
-from trainkit.rungroup import Point, RunGroup, group_of
+from trainkit.run.events import log_event
+from trainkit.run.group import Point, RunGroup, group_of
+from trainkit.run.record import add_slurm_entry, create_job, open_attempt
+from trainkit.run.rundir import RunDir
 
 
 def create_task_run(run: RunDir, job_id: str | None = None) -> None:

@@ -23,25 +23,12 @@ from trainkit.job.decision import (
 )
 from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.failure.records import agent_failure, dead_host_failure, first_rank_failure
-from trainkit.job.record import (
-    KILLED,
-    WITHOUT_RECORD,
-    find_entry,
-    is_cancelled,
-    is_cancelled_now,
-    num_auto_restarts,
-    read_job,
-)
 from trainkit.job.signals import signal_exit_code
-from trainkit.manifest import published
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import (
-    AttemptDir,
-    RunDir,
-    best_result,
-    log_event,
+from trainkit.run.end import KILLED, WITHOUT_RECORD, read_end
+from trainkit.run.events import best_result, log_event
+from trainkit.run.files import (
     parse_time,
-    read_end,
     read_json,
     read_jsonl,
     read_jsonl_reversed,
@@ -49,6 +36,9 @@ from trainkit.rundir import (
     utc_now,
     write_json,
 )
+from trainkit.run.manifest import published
+from trainkit.run.record import find_entry, is_cancelled, is_cancelled_now, num_auto_restarts, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 
 LONG_ATTEMPT_S = 1800.0
 """A trainer without checkpoints counts as progressing when it has run for this long."""

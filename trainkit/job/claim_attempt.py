@@ -10,31 +10,24 @@ from typing import Any
 
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
-from trainkit.job.record import (
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import read_end, will_resume
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, refresh_listing, wait_for_json
+from trainkit.run.lock import is_supervised, run_lock
+from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_entry,
     claim_entry,
     find_entry,
     is_cancelled,
     is_slurm,
-    is_supervised,
     read_job,
     read_job_to_change,
     reopen_attempt,
-    run_lock,
     set_follow_ups,
 )
-from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import (
-    AttemptDir,
-    RunDir,
-    log_event,
-    read_end,
-    read_json,
-    refresh_listing,
-    wait_for_json,
-    will_resume,
-)
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import job_details

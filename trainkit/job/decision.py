@@ -14,7 +14,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.rundir import RESUME_ACTIONS
+from trainkit.run.end import RESUME_ACTIONS
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.cluster.bad_nodes import note_failure
-from trainkit.job.record import has_started, newest_entry, read_job
 from trainkit.job.signals import describe_exit, signal_exit_code
-from trainkit.rundir import RunDir, log_event, read_json
-from trainkit.rungroup import group_of
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json
+from trainkit.run.group import group_of
+from trainkit.run.record import has_started, newest_entry, read_job
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.job_id import base_id, is_job_id
 from trainkit.slurm.jobs import JobInfo

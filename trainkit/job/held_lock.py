@@ -16,11 +16,12 @@ from trainkit.job.attempt_end import previous_attempts
 from trainkit.job.decision import MAX_STARTS, Action, Decision, Outcome
 from trainkit.job.failure.termination_cause import query_job, termination_cause
 from trainkit.job.processes import log_line
-from trainkit.job.record import RunLocked
 from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.lock import RunLocked
+from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import requeue
 
 

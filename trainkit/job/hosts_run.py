@@ -35,12 +35,16 @@ from trainkit.job.node.static_rendezvous import HostLink, HostPlace, dismiss, st
 from trainkit.job.notifications import notify_end
 from trainkit.job.processes import module_argv, redirect_output
 from trainkit.job.rank_env import NONCE_VARIABLE
-from trainkit.job.record import become_sole_supervisor, end_line, read_job
 from trainkit.job.signals import NOTICE_SIGNALS, is_death_by_notice, signal_exit_code
 from trainkit.job.watch.attempt import LocalAttemptWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, write_json
+from trainkit.run.end import end_line
+from trainkit.run.events import log_event
+from trainkit.run.files import write_json
+from trainkit.run.lock import become_sole_supervisor
+from trainkit.run.record import read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 
 NO_RESTART = RestartOptions(unavailable_reason="a run started by hand is not restarted")
 READY_TIMEOUT_S = VISIBLE_TIMEOUT_S + 30.0

@@ -21,17 +21,11 @@ from urllib.parse import urlsplit
 from trainkit import __version__
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
-from trainkit.job.record import find_entry, read_job
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
-from trainkit.rundir import (
-    RESUME_ACTIONS,
-    AttemptDir,
-    RunDir,
-    parse_time,
-    read_json,
-    utc_now,
-    write_json,
-)
+from trainkit.run.end import RESUME_ACTIONS
+from trainkit.run.files import parse_time, read_json, utc_now, write_json
+from trainkit.run.record import find_entry, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0

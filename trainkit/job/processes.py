@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
-from trainkit.rundir import PROC, process_stat
+from trainkit.run.process import PROC, process_stat
 
 if TYPE_CHECKING:
     from ctypes import CDLL

@@ -161,11 +161,3 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
                 "--node-rank I --master-addr HOST --master-port PORT`; if there is no launcher, "
                 f"`unset {name}`",
             )
-
-
-def own_host(environ: Mapping[str, str] = os.environ) -> str:
-    """The Slurm node name of this host if there is one, else its hostname; the two may differ.
-
-    A step or a job can exclude a host only by its Slurm node name.
-    """
-    return environ.get("SLURMD_NODENAME") or os.uname().nodename

@@ -14,7 +14,13 @@ from trainkit.errors import TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.processes import log_line
-from trainkit.job.record import (
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, write_atomic
+from trainkit.run.group import group_of
+from trainkit.run.lock import run_lock
+from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_entry,
     copy_submitit_files,
@@ -22,14 +28,10 @@ from trainkit.job.record import (
     find_entry,
     is_cancelled,
     reopen_attempt,
-    run_lock,
     submission_token,
     submitit_file,
 )
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atomic
-from trainkit.rungroup import group_of
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents
 from trainkit.slurm.submit import query_start, submit_script

@@ -24,7 +24,8 @@ from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import notify_end
 from trainkit.job.rank_env import ATTEMPT_VARIABLE
 from trainkit.job.watch.hangs import read_hangs
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json_in_place
+from trainkit.run.files import read_jsonl, wait_for_json, write_json_in_place
+from trainkit.run.rundir import AttemptDir, RunDir
 
 ANNOUNCE_TIMEOUT_S = 300.0
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")

@@ -30,20 +30,16 @@ from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification
 from trainkit.job.processes import log_line, redirect_output
-from trainkit.job.record import (
-    RunLocked,
-    become_sole_supervisor,
-    describe_superseded,
-    end_line,
-    is_cancelled,
-    is_cancelled_now,
-    superseding_entry,
-)
 from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json
+from trainkit.run.end import end_line, read_end
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json
+from trainkit.run.lock import RunLocked, become_sole_supervisor
+from trainkit.run.record import describe_superseded, is_cancelled, is_cancelled_now, superseding_entry
+from trainkit.run.rundir import AttemptDir, RunDir
 
 
 def supervise_job(run: RunDir, step: Sequence[str]) -> int:

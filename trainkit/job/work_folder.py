@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.folders import ensure_folder
-from trainkit.job.record import read_job
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
 """The folder in which a command runs."""

@@ -11,8 +11,9 @@ from typing import Any
 
 from trainkit.config import RunConfig, read_effective
 from trainkit.errors import TrainkitError
-from trainkit.manifest import Checkpoint, published
-from trainkit.rundir import AttemptDir, RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.manifest import Checkpoint, published
+from trainkit.run.rundir import AttemptDir, RunDir
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainkit.job.record import SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, still_slow
 from trainkit.observe.run_text import Evidence, Text, clean
 from trainkit.observe.text import event_content, slowdown_line
-from trainkit.rundir import AttemptDir
+from trainkit.run.events import SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, still_slow
+from trainkit.run.rundir import AttemptDir
 
 MAX_EVENTS = 400
 MAX_SHOWN = 8

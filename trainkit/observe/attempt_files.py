@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.job.record import newest_entry
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.observe.slurm_messages import slurm_messages
 from trainkit.plan.launch import PER_RANK
-from trainkit.rundir import AttemptDir, read_end, read_json, read_jsonl_reversed
+from trainkit.run.end import read_end
+from trainkit.run.files import read_json, read_jsonl_reversed
+from trainkit.run.record import newest_entry
+from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

@@ -12,7 +12,7 @@ from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
 from trainkit.observe.torch_output import WATCHDOG
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 
 
 def hang_values(

@@ -7,8 +7,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.manifest import Checkpoint, best_step, find_plain_damage, partials, published, rejects
-from trainkit.rundir import RunDir, as_utc, read_jsonl
+from trainkit.run.files import as_utc, read_jsonl
+from trainkit.run.manifest import Checkpoint, best_step, find_plain_damage, partials, published, rejects
+from trainkit.run.rundir import RunDir
 
 NO_MANIFEST: dict[str, Any] = {}
 

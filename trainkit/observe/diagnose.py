@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any, Literal
 
 from trainkit.job.failure.launcher_report import RankExit, first_exit
-from trainkit.job.record import find_entry, has_started, is_guessed
 from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_events import AttemptEvents
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
@@ -31,7 +30,10 @@ from trainkit.observe.run_text import (
 )
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.observe.torch_output import describe_signal, exception_of
-from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
+from trainkit.run.end import is_guessed, read_end, will_resume
+from trainkit.run.files import read_json
+from trainkit.run.record import find_entry, has_started
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

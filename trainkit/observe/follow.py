@@ -10,7 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.rundir import AttemptDir, RunDir, read_end, read_jsonl_reversed, will_resume
+from trainkit.run.end import read_end, will_resume
+from trainkit.run.files import read_jsonl_reversed
+from trainkit.run.rundir import AttemptDir, RunDir
 
 BLOCK_BYTES = 65_536
 

@@ -16,8 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from trainkit.jsonl import DECODER, parse_record
-from trainkit.rundir import parse_time
+from trainkit.run.files import DECODER, parse_record, parse_time
 
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s")
 CATEGORIES = {

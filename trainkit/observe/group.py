@@ -13,8 +13,11 @@ from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.rundir import RunDir, best_result, read_jsonl, seconds_between, will_resume
-from trainkit.rungroup import Point, RunGroup, is_index
+from trainkit.run.end import will_resume
+from trainkit.run.events import best_result
+from trainkit.run.files import read_jsonl, seconds_between
+from trainkit.run.group import Point, RunGroup, is_index
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState

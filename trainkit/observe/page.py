@@ -8,7 +8,8 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.errors import TrainkitError
 from trainkit.resources import shipped_templates
-from trainkit.rundir import RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
 
 REPORT_FILE = "report.html"
 

@@ -27,7 +27,8 @@ from trainkit.observe.goodput import (
 from trainkit.observe.page import duration, read_config, read_object, render_page
 from trainkit.observe.run_files import gpus_of
 from trainkit.observe.status import RunStatus
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
 
 TEMPLATE = "report.html.j2"
 HEALTH_BYTES = 16 * 1024 * 1024

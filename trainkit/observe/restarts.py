@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from trainkit.observe.text import failure_line
-from trainkit.rundir import parse_time
+from trainkit.run.files import parse_time
 
 RESTART_EVENTS = (
     *("requeue_decision", "rank_failed", "signal", "checkpoint_commit", "stopped", "started", "first_step"),

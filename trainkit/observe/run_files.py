@@ -10,16 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trainkit.job.record import (
-    SAVE_EVENTS,
-    SILENCE_EVENTS,
-    SLOWDOWN_EVENTS,
-    failed_in_a_row,
-    still_slow,
-)
-from trainkit.jsonl import JsonlTail, parse_record
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
-from trainkit.rundir import RunDir
+from trainkit.run.events import SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, failed_in_a_row, still_slow
+from trainkit.run.files import JsonlTail, parse_record
+from trainkit.run.rundir import RunDir
 
 RECENT_RECORDS = 200
 NOTABLE_EVENTS = frozenset(

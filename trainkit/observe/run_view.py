@@ -18,7 +18,8 @@ from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path
 from trainkit.observe.text import duration, failure_line, slowdown_line
-from trainkit.rundir import parse_time, read_end, read_json, seconds_between
+from trainkit.run.end import read_end
+from trainkit.run.files import parse_time, read_json, seconds_between
 from trainkit.slurm.jobs import JobInfo
 
 MAX_NOTICES = 50

@@ -12,9 +12,11 @@ from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import Any
 
-from trainkit.job.record import is_end_line, is_guessed, read_job
 from trainkit.observe.run_text import Text, read_log
-from trainkit.rundir import AttemptDir, parse_time
+from trainkit.run.end import is_end_line, is_guessed
+from trainkit.run.files import parse_time
+from trainkit.run.record import read_job
+from trainkit.run.rundir import AttemptDir
 
 _END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")
 _RESOLUTION = timedelta(seconds=1)

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.job.record import FAILED_SAVES, has_started
-from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import Restart
 from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
@@ -24,14 +22,12 @@ from trainkit.observe.run_text import read_log
 from trainkit.observe.text import failed_saves_line, slowdown_line
 from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.rundir import (
-    AttemptDir,
-    RunDir,
-    parse_time,
-    read_json,
-    seconds_between,
-    will_resume,
-)
+from trainkit.run.end import will_resume
+from trainkit.run.events import FAILED_SAVES
+from trainkit.run.files import parse_time, read_json, seconds_between
+from trainkit.run.manifest import published
+from trainkit.run.record import has_started
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence

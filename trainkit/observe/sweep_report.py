@@ -16,8 +16,6 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
-from trainkit.jsonl import parse_record
-from trainkit.manifest import published
 from trainkit.observe.charts import Chart, Line, Strip, are_numbers, dot_chart, line_chart, strip_chart
 from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
@@ -25,8 +23,10 @@ from trainkit.observe.page import read_object, render_page
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.observe.status_text import state_counts
 from trainkit.plan.sweep import shown, shown_value
-from trainkit.rundir import RunDir, parse_time, read_jsonl
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import parse_record, parse_time, read_jsonl
+from trainkit.run.group import RunGroup
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40

@@ -14,7 +14,6 @@ from trainkit.config.running import NotifyConfig, RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
-from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
@@ -29,7 +28,8 @@ from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problem
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
 from trainkit.plan.workload import parallel_with
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import MANIFEST_NAME
+from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster

@@ -12,7 +12,9 @@ from trainkit.config import read_effective
 from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
 from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}

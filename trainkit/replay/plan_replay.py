@@ -16,11 +16,13 @@ from trainkit.config import load_config, read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
-from trainkit.job.record import read_job
-from trainkit.manifest import find_plain_damage, published
 from trainkit.plan.launch import LaunchPlan
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
-from trainkit.rundir import AttemptDir, RunDir, parse_time, read_json, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import parse_time, read_json
+from trainkit.run.manifest import find_plain_damage, published
+from trainkit.run.record import read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.submit.plan_run import plan_run
 
 SAME, SINGLE = "same", "single"

@@ -19,13 +19,15 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.worker_env import worker_argv, worker_environ
 from trainkit.job.processes import dies_with
 from trainkit.job.rank_env import RankEnv
-from trainkit.job.record import create_job, read_job
 from trainkit.job.signals import describe_exit, signals_held
-from trainkit.manifest import published
 from trainkit.plan.launch import LaunchPlan
 from trainkit.replay.plan_replay import ReplayPlan
 from trainkit.replay.steps import find_step
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_json, write_json
+from trainkit.run.manifest import published
+from trainkit.run.record import create_job, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.submit.create import collect_provenance, new_folder
 from trainkit.submit.secrets import without_secrets
 from trainkit.submit.start import start_run

@@ -16,7 +16,9 @@ from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, read_metrics
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
     from trainkit.data.documents import Document

@@ -22,10 +22,11 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
-from trainkit.job.record import create_job
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RUNS_FOLDER, RunDir, utc_now, write_json
-from trainkit.rungroup import RunGroup
+from trainkit.run.files import utc_now, write_json
+from trainkit.run.group import RunGroup
+from trainkit.run.record import create_job
+from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.submit.code.snapshot import copy_code, wants_copy
 from trainkit.submit.interpreters import installed_torch
 from trainkit.submit.preflight_checks import refuse_leaks

@@ -19,8 +19,8 @@ from trainkit.plan.launch import (
     dependency_ids,
     with_dependency,
 )
-from trainkit.rundir import RunDir
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
 
 

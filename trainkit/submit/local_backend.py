@@ -10,9 +10,10 @@ from typing import Any
 
 from trainkit.control.run_registry import register
 from trainkit.job.processes import dies_with, module_argv
-from trainkit.job.record import add_entry, open_attempt, read_job
 from trainkit.job.signals import NOTICE_SIGNALS
-from trainkit.rundir import RunDir, log_event
+from trainkit.run.events import log_event
+from trainkit.run.record import add_entry, open_attempt, read_job
+from trainkit.run.rundir import RunDir
 
 
 def start_local_attempt(

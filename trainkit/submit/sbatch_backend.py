@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
-from trainkit.job.record import copy_submitit_files, set_follow_ups, submission_token, submitit_file
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.rundir import AttemptDir
+from trainkit.run.record import copy_submitit_files, set_follow_ups, submission_token, submitit_file
+from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel
 from trainkit.slurm.submit import find_by_token, query_start, submit_script

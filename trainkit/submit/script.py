@@ -15,11 +15,11 @@ from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.job.failed_starts import STARTS_FOLDER
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
-from trainkit.rundir import RunDir
-from trainkit.rungroup import RunGroup
+from trainkit.run.group import RunGroup
+from trainkit.run.record import submission_token
+from trainkit.run.rundir import RunDir
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.job_environment import JobEnvironment, make_job_environment
 from trainkit.submit.quoting import log_path

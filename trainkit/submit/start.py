@@ -27,7 +27,14 @@ from trainkit.control.jobs import (
 from trainkit.control.resume import note_dead_job
 from trainkit.control.run_registry import register
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.record import (
+from trainkit.job.requeue import excludable
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import with_excluded
+from trainkit.run.end import read_end, will_resume
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, write_atomic
+from trainkit.run.lock import run_lock
+from trainkit.run.record import (
     add_slurm_entry,
     discard_attempt,
     is_slurm,
@@ -36,13 +43,9 @@ from trainkit.job.record import (
     next_attempt_number,
     open_attempt,
     read_job,
-    run_lock,
     submission_token,
 )
-from trainkit.job.requeue import excludable
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import with_excluded
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json, will_resume, write_atomic
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.submit.code.snapshot import renewed_code
 from trainkit.submit.preflight_checks import refuse_leaks
 

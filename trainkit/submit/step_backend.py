@@ -10,9 +10,11 @@ from trainkit.config import RunConfig, dump_effective
 from trainkit.control.run_registry import register
 from trainkit.errors import UsageError
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.record import add_slurm_entry, claim_entry, open_attempt, read_job, run_lock
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, log_event
+from trainkit.run.events import log_event
+from trainkit.run.lock import run_lock
+from trainkit.run.record import add_slurm_entry, claim_entry, open_attempt, read_job
+from trainkit.run.rundir import RunDir
 
 
 def step_target(task: SlurmTask, num_procs: int | None) -> Target:

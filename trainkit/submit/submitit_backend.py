@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.submit import submit_once

@@ -17,7 +17,6 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
@@ -29,8 +28,10 @@ from trainkit.plan.sweep import (
     shown,
     shown_value,
 )
-from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
-from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
+from trainkit.run.files import utc_now, write_atomic, write_json
+from trainkit.run.group import GROUP_VERSION, Point, RunGroup
+from trainkit.run.record import submission_token
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.conf_file import cluster_name
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
 from trainkit.submit.create import new_folder, write_origin

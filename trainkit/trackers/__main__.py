@@ -12,7 +12,7 @@ import sys
 import time
 
 from trainkit.locks import LockBusy
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trackers.records import trackers_of
 from trainkit.trackers.sync import RunTracker, one_line
 

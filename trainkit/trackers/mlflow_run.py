@@ -17,7 +17,7 @@ from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trackers.records import Facts, Sample, command_folder
 
 if TYPE_CHECKING:

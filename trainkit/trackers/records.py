@@ -13,8 +13,11 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import UsageError
-from trainkit.manifest import BEST_LINK, MANIFEST_NAME, published
-from trainkit.rundir import RunDir, parse_time, read_end, read_json, read_metrics, refresh_listing
+from trainkit.run.end import read_end
+from trainkit.run.events import read_metrics
+from trainkit.run.files import parse_time, read_json, refresh_listing
+from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME, published
+from trainkit.run.rundir import RunDir
 
 STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
 """`action` in end.json -> the state that a tracker shows; a run that resumes by itself is ``running``."""

@@ -17,7 +17,8 @@ from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.locks import acquire_lock, release_lock
-from trainkit.rundir import RunDir, read_json, utc_now, write_json
+from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.rundir import RunDir
 from trainkit.trackers.records import (
     Facts,
     Sample,

@@ -11,11 +11,12 @@ import traceback
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
-from trainkit.job.rank_env import own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_release import release_problem
-from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
+from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.process import own_host
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.progress import CurrentPhase, Progress
 from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 

@@ -22,7 +22,8 @@ from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_
 from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import Layout, Place
-from trainkit.rundir import RunDir, log_event
+from trainkit.run.events import log_event
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.startup_barrier import refuse_shared_gpu, startup_barrier
 from trainkit.trainer.torch_private import set_timeout
 

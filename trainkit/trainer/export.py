@@ -27,9 +27,9 @@ from trainkit.data.mixture import is_mixture
 from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
 from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
-from trainkit.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
+from trainkit.run.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader

@@ -28,7 +28,7 @@ from trainkit.data.tokenize import Tokenizer
 from trainkit.data.tokenizer_identity import BYTES, identify
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import (
     GENERATION_NAME,

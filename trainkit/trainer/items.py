@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from trainkit.config import read_effective
 from trainkit.data.order import sample_index
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, TrainkitError
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.stream import StreamData
 from trainkit.trainer.task_batches import read_in_worker, seed_generators

@@ -17,7 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
 from trainkit.trainer.distributed import World, record_event

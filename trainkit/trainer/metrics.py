@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from trainkit.plan.gpus import peak_flops
-from trainkit.rundir import RunDir, append_jsonl, utc_now
+from trainkit.run.files import append_jsonl, utc_now
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.step_sync import StepReport

@@ -13,7 +13,7 @@ import torch
 
 from trainkit.config.running import ProfilerConfig
 from trainkit.folders import ensure_folder
-from trainkit.rundir import write_json
+from trainkit.run.files import write_json
 from trainkit.trainer.distributed import World
 from trainkit.trainer.torch_private import dump_memory_history, record_memory_history
 

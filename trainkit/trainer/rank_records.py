@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.folders import ensure_folder
-from trainkit.rundir import AttemptDir, append_jsonl, write_atomic
+from trainkit.run.files import append_jsonl, write_atomic
+from trainkit.run.rundir import AttemptDir
 
 log = getLogger(__name__)
 MAX_BYTES = 2**20

@@ -14,7 +14,8 @@ from trainkit.config import read_effective
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, append_jsonl
+from trainkit.run.files import append_jsonl
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.batches import IGNORE_LABEL, Microbatch, StepBatch
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress

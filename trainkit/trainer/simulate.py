@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import read_json
+from trainkit.run.files import read_json
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts
 from trainkit.trainer.distributed import World, build_mesh, context_group

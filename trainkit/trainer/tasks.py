@@ -15,7 +15,7 @@ from trainkit.data.cache import has_validation
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
 from trainkit.trainer.checkpoint.state import TrainingState

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from trainkit.adapters import has_adapters, require
 from trainkit.config.schema import RunConfig
-from trainkit.manifest import BASE_FINGERPRINT
 from trainkit.plan.launch import Batch, LaunchPlan
-from trainkit.rundir import RunDir
+from trainkit.run.manifest import BASE_FINGERPRINT
+from trainkit.run.rundir import RunDir
 from trainkit.task import Loss, Samples, Stream, Task
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all

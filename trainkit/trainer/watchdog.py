@@ -26,7 +26,8 @@ from trainkit.errors import EXIT_STUCK
 from trainkit.folders import ensure_folder
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.progress import CurrentPhase, Phase, Progress
 
 log = getLogger(__name__)

@@ -22,12 +22,13 @@ from trainkit import __version__
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
-from trainkit.job.rank_env import find_rank_env, own_host
+from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
-from trainkit.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.rules import compiles
-from trainkit.rundir import AttemptDir
+from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
+from trainkit.run.process import own_host
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import BuiltModel, build, set_determinism
 from trainkit.trainer.checkpoint.initial import load_initial_weights, read_initial_weights
 from trainkit.trainer.checkpoint.loader import (

@@ -10,7 +10,8 @@ import yaml
 from tests.support.broken_runs import FOLDER
 from trainkit.job.failure.launcher_report import first_exit
 from trainkit.job.failure.records import killed_rank, record_silent_death
-from trainkit.rundir import AttemptDir, RunDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import AttemptDir, RunDir
 
 REPORTS = Path(__file__).with_name("launcher_reports")
 TORCHRUN = yaml.safe_load((FOLDER / "torchrun-rank-killed.yaml").read_text())["files"]

@@ -4,7 +4,8 @@ import pytest
 
 from trainkit.job.failure.records import agent_failure, first_rank_failure, log_tail, record_silent_death
 from trainkit.job.watch.hangs import HangRecord
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from trainkit.job.failure.stacks import (
     request_stacks,
     spy_on,
 )
-from trainkit.rundir import RunDir, process_stat
+from trainkit.run.process import process_stat
+from trainkit.run.rundir import RunDir
 
 PYTHON = sys.executable
 WAITS = ["all_gather (dist.py:9)", "train (loop.py:1)"]

@@ -16,7 +16,8 @@ import pytest
 
 from trainkit.job.node import health
 from trainkit.job.node.health import HealthSampler, job_memory_gib, thin_out
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import AttemptDir, RunDir
 
 KEYS = {
     *("time", "attempt", "host", "cpu_percent", "load_1m", "mem_used_gib", "mem_total_gib", "job_mem_gib"),

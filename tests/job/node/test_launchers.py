@@ -12,7 +12,7 @@ import pytest
 from trainkit.job.node.worker_env import script_of, worker_argv
 from trainkit.job.rank_env import RankEnv
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 PLAN = LaunchPlan("sbatch", 2, 4, "cuda", Layout(dp_shard=8), Batch(1, 1, 8, 8), 0.1, 1, 60.0, {})
 PLACE = RankEnv(4, 0, 8, 4, 1, 2, "host0", 12345, "agent")

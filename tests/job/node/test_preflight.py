@@ -29,7 +29,8 @@ from trainkit.job.node.preflight import (
     supervisor_view,
 )
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import AttemptDir
 
 
 @pytest.fixture

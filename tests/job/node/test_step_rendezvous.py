@@ -30,7 +30,8 @@ from trainkit.job.node.rendezvous import (
 )
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json
+from trainkit.run.files import read_jsonl, wait_for_json, write_json
+from trainkit.run.rundir import AttemptDir, RunDir
 
 
 def plan(num_nodes: int = 2, workers_per_node: int = 2, per: str = "gpu", **more: object) -> LaunchPlan:

@@ -1,7 +1,8 @@
 import pytest
 
 from trainkit.job.node.agent import superseding_attempt
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture

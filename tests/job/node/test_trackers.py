@@ -15,7 +15,8 @@ from trainkit.job import processes
 from trainkit.job.node import trackers
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import AttemptDir
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import pytest
 from trainkit.job.node.worker_env import gpu_slice, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 0.1, 3, 60.0, {})
 

@@ -7,7 +7,8 @@ import pytest
 from trainkit.job.failure.first_failure import suspect_host
 from trainkit.job.watch.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 PLAN = LaunchPlan(
     backend="sbatch",

@@ -23,7 +23,9 @@ from trainkit.observe.diagnose import diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_status
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
-from trainkit.rundir import AttemptDir, RunDir, log_event, parse_time, read_jsonl, utc_now, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import parse_time, read_jsonl, utc_now, write_json
+from trainkit.run.rundir import AttemptDir, RunDir
 
 PLAN = LaunchPlan(
     backend="sbatch",

@@ -15,7 +15,9 @@ from trainkit.job.watch import slow_hosts
 from trainkit.job.watch.slow_hosts import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.rundir import AttemptDir, log_event, read_json, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import AttemptDir
 
 SLOW = {"since_step": 1200, "phase": "compute", "ratio": 2.0}
 

@@ -13,10 +13,11 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.control.resume import submission_folder
 from trainkit.errors import UsageError
-from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code import source_tree
 from trainkit.submit.code.snapshot import take_snapshot
 

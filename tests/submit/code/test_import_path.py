@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code.snapshot import find_import_path, take_snapshot
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import git
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code.snapshot import take_snapshot
 
 

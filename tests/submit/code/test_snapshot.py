@@ -16,8 +16,9 @@ import pytest
 from tests.support.disks import small_disk
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
-from trainkit.job.record import create_job
-from trainkit.rundir import RunDir, copied_file, write_json
+from trainkit.run.files import write_json
+from trainkit.run.record import copied_file, create_job
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code import snapshot as module
 from trainkit.submit.code.snapshot import Snapshot, plan_snapshot, take_snapshot
 
@@ -225,7 +226,7 @@ def test_second_copy_is_refused(project: Path, run: RunDir) -> None:
 def test_file_that_cannot_be_read() -> None:
     script = (
         "import os; from pathlib import Path\n"
-        "from trainkit.errors import UsageError; from trainkit.rundir import RunDir\n"
+        "from trainkit.errors import UsageError; from trainkit.run.rundir import RunDir\n"
         "from trainkit.submit.code.snapshot import take_snapshot\n"
         "os.setuid(65534)\n"
         "try: take_snapshot(Path('project'), RunDir('run'))\n"

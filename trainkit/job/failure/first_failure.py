@@ -23,7 +23,7 @@ from trainkit.job.failure.srun_errors import hosts_of, ran_out_of_memory
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.watch.hangs import hang_failure
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir
 
 if TYPE_CHECKING:
     from trainkit.cluster.bad_nodes import Kind

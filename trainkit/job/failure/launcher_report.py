@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainkit.rundir import parse_time, seconds_between
+from trainkit.run.files import parse_time, seconds_between
 
 _TORCHRUN = re.compile(
     r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"

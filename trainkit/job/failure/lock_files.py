@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from trainkit.rundir import PROC, as_utc
+from trainkit.run.files import as_utc
+from trainkit.run.process import PROC
 
 EXTENSIONS = (
     ("TORCH_EXTENSIONS_DIR", ""),

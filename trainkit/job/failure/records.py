@@ -15,11 +15,9 @@ from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
 from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.job.node.preflight import PreflightFailed
 from trainkit.job.node.process_group import PEER_EXIT_S
-from trainkit.job.rank_env import own_host
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.job.watch.hangs import read_hangs
-from trainkit.rundir import (
-    AttemptDir,
+from trainkit.run.files import (
     as_utc,
     parse_time,
     read_json,
@@ -28,6 +26,8 @@ from trainkit.rundir import (
     utc_now,
     write_json,
 )
+from trainkit.run.process import own_host
+from trainkit.run.rundir import AttemptDir
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from trainkit.errors import EXIT_STOPPED
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import AttemptDir
 
 _NOT_STARTED = re.compile(
     r"^srun: (?:error: (?:Unable to (?:confirm allocation|create step)|Application launch failed)"

@@ -24,7 +24,9 @@ from typing import Any
 from trainkit.job import processes
 from trainkit.job.failure.lock_files import find_lock_files
 from trainkit.job.signals import STACKS_SIGNAL
-from trainkit.rundir import AttemptDir, process_stat, read_json, utc_now, write_json
+from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.process import process_stat
+from trainkit.run.rundir import AttemptDir
 
 POLL_S = 0.1
 

@@ -43,7 +43,7 @@ from trainkit.job.node.step_listener import StepListener
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, own_host
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     AGENT_SIGNAL,
     combine_exit_codes,
@@ -53,7 +53,10 @@ from trainkit.job.signals import (
 )
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json
+from trainkit.run.process import own_host
+from trainkit.run.rundir import AttemptDir, RunDir
 
 POLL_S = 2.0
 HANG_REPORT_S = 2.0

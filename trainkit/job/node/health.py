@@ -16,7 +16,8 @@ from typing import Any
 from trainkit.folders import ensure_folder
 from trainkit.job.processes import log_line
 from trainkit.job.rank_env import visible_gpus
-from trainkit.rundir import AttemptDir, append_jsonl, utc_now, write_atomic
+from trainkit.run.files import append_jsonl, utc_now, write_atomic
+from trainkit.run.rundir import AttemptDir
 
 MAX_BYTES = 4 * 2**20
 """A larger file loses every second sample of its older half."""

@@ -21,7 +21,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageEr
 from trainkit.job import processes
 from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir
 
 
 class PreflightFailed(TrainkitError):

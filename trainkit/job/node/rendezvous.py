@@ -18,7 +18,8 @@ from trainkit.job import processes
 from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json, wait_for_json, write_json_in_place
+from trainkit.run.files import read_json, wait_for_json, write_json_in_place
+from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.hosts import node_addr
 
 LOCAL_ADDR = "127.0.0.1"

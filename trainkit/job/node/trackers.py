@@ -12,7 +12,7 @@ from trainkit.job import processes
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import RANK_VARIABLES
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir
 
 DRAIN_S = 30.0
 """How long a run that has finished waits until its last steps are sent; `trainkit sync` sends the others."""

@@ -22,7 +22,7 @@ from trainkit.job.rank_env import (
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 
 STARTUP_FOLDER = Path(startup.__file__).parent
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}

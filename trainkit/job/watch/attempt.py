@@ -27,14 +27,16 @@ from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
-from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.watch.silence import SilenceWatch
 from trainkit.job.watch.slow_hosts import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, seconds_between
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, read_jsonl, seconds_between
+from trainkit.run.record import describe_superseded, find_entry, superseding_entry
+from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_step
 
 DELETED_AFTER_S = 10.0

@@ -11,7 +11,8 @@ from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json, refresh_listing
+from trainkit.run.files import read_json, refresh_listing
+from trainkit.run.rundir import AttemptDir
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from trainkit.job.notifications import (
     stall_notification,
     unsaved_notification,
 )
-from trainkit.job.record import FAILED_SAVES, SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, failed_in_a_row
 from trainkit.job.watch.silence import OutputWatch
-from trainkit.jsonl import JsonlTail
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir
+from trainkit.run.events import FAILED_SAVES, SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, failed_in_a_row
+from trainkit.run.files import JsonlTail
+from trainkit.run.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
 """A run that writes metrics seldom is stalled after this many of its longest intervals."""

@@ -19,7 +19,9 @@ from trainkit.job.failure.stacks import Gathering, Reply, group_replies
 from trainkit.job.processes import log_line
 from trainkit.job.watch.hangs import GATHER_S, HangRecord, node_of
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, log_event, parse_time, refresh_listing, utc_now, write_json
+from trainkit.run.events import log_event
+from trainkit.run.files import parse_time, refresh_listing, utc_now, write_json
+from trainkit.run.rundir import AttemptDir
 
 SILENCE_POLL_S = 10.0
 LOOK_S = 30.0

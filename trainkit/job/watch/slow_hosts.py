@@ -10,11 +10,11 @@ from trainkit.errors import TrainkitError
 from trainkit.job.attempt_end import previous_attempts
 from trainkit.job.decision import SlowHost, slow_restart_refusal
 from trainkit.job.processes import log_line
-from trainkit.job.record import SLOWDOWN_EVENTS, open_slowdowns
 from trainkit.job.requeue import excludable
-from trainkit.jsonl import JsonlTail
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.run.events import SLOWDOWN_EVENTS, open_slowdowns
+from trainkit.run.files import JsonlTail, read_json
+from trainkit.run.rundir import AttemptDir
 
 POLL_S = 2.0
 

@@ -18,9 +18,10 @@ from typing import Any
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
-from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, write_json
+from trainkit.run.files import write_json
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 from trainkit.submit.code.source_tree import (
     LeftOut,
     SourceTree,

@@ -13,7 +13,7 @@ from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from trainkit.errors import UsageError
-from trainkit.rundir import RUNS_FOLDER
+from trainkit.run.rundir import RUNS_FOLDER
 
 
 def _matcher(*patterns: str) -> re.Pattern[str]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.config.training import ModelConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.manifest import (
+from trainkit.run.manifest import (
     BASE_FINGERPRINT,
     BEST_LINK,
     MANIFEST_NAME,
@@ -21,7 +21,7 @@ from trainkit.manifest import (
     find_plain_damage,
     published,
 )
-from trainkit.rundir import RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import agree_on_damage, broadcast_from_main, gather_from_all
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.manifest import (
+from trainkit.run.files import read_jsonl, refresh_listing
+from trainkit.run.manifest import (
     Checkpoint,
     best_step,
     hash_damage,
@@ -26,7 +27,7 @@ from trainkit.manifest import (
     set_aside,
     unreadable,
 )
-from trainkit.rundir import RunDir, read_jsonl, refresh_listing
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, record_event
 

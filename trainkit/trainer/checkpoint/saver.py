@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from trainkit.errors import CheckpointError
-from trainkit.manifest import (
+from trainkit.run.files import write_json
+from trainkit.run.manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
     SEAL,
@@ -33,7 +34,7 @@ from trainkit.manifest import (
     remove,
     seal,
 )
-from trainkit.rundir import PARTIAL_SUFFIX, RunDir, write_json
+from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.trainer.checkpoint.storage import HashingWriter
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.torch_private import make_stager

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainkit.folders import ensure_folder
-from trainkit.manifest import file_hash
+from trainkit.run.manifest import file_hash
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
 # A single process deliberately saves without a process group; filters set here apply to all threads.

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
-from trainkit.rundir import RunDir, copied_file
+from trainkit.run.record import copied_file
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model
 

@@ -1,159 +1,39 @@
-"""job.json: the attempts of a run, the job and process of each, and whether that process is alive.
-
-A process is identified by its host, boot id, pid and start time, because pids are reused. Processes of other
-hosts cannot be seen from here.
-"""
+"""job.json: the attempts of a run, and the job and process of each."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.rank_env import own_host
-from trainkit.locks import (
-    NEEDS_FLOCK,
-    LockBusy,
-    LockStopped,
-    LockUnsupported,
-    acquire_lock,
-    file_lock,
-    release_lock,
-)
-from trainkit.rundir import (
-    PROC,
-    RESUME_ACTIONS,
-    AttemptDir,
-    RunDir,
-    process_stat,
+from trainkit.run.end import (
     read_end,
-    read_json,
-    read_jsonl,
-    utc_now,
     will_resume,
+)
+from trainkit.run.files import (
+    read_json,
+    utc_now,
     write_atomic,
     write_json,
+)
+from trainkit.run.process import (
+    own_host,
+    process_identity,
+)
+from trainkit.run.rundir import (
+    AttemptDir,
+    RunDir,
 )
 from trainkit.slurm.conf_file import cluster_name
 
 AUTO_RESTART = "comeback"
 """The reason, in job.json, of an attempt that the supervisor starts without a command."""
-
-KILLED = "killed by cancel --now"
-"""The reason, in end.json, of an end without a save."""
-
-
-class Liveness(str, enum.Enum):
-    """Whether a process is alive, as far as this host can tell."""
-
-    ALIVE = "alive"
-    GONE = "gone"
-    UNKNOWN = "unknown"
-
-
-def process_identity(pid: int) -> dict[str, Any]:
-    """The identity of a process on this host: ``host, boot_id, pid, start_ticks``.
-
-    Raises ProcessLookupError when there is no such process.
-    """
-    stat = process_stat(pid)
-    if stat is None:
-        raise ProcessLookupError(pid)
-    return {
-        "host": os.uname().nodename,
-        "boot_id": _boot_id(),
-        "pid": pid,
-        "start_ticks": stat.start_ticks,
-    }
-
-
-def liveness(entry: Mapping[str, Any]) -> Liveness:
-    """Whether the process of a job.json entry is alive; UNKNOWN when this host cannot tell."""
-    if entry.get("host") != os.uname().nodename or not isinstance(entry.get("pid"), int):
-        return Liveness.UNKNOWN
-    boot_id = _boot_id()
-    if not boot_id:
-        return Liveness.UNKNOWN
-    if entry.get("boot_id") != boot_id:
-        return Liveness.GONE
-    try:
-        stat = process_stat(entry["pid"])
-    except OSError:
-        return Liveness.UNKNOWN
-    alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == entry.get("start_ticks")
-    return Liveness.ALIVE if alive else Liveness.GONE
-
-
-def _boot_id() -> str:
-    try:
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-class RunLocked(TrainkitError):
-    """A lock of a run is still held by another process; with `stopped`, a stop signal ended the wait."""
-
-    def __init__(self, file: Path, busy: LockBusy) -> None:
-        hint = f"if the host of that process is down for good, remove {file}"
-        super().__init__(str(busy), hint)
-        self.stopped = isinstance(busy, LockStopped)
-
-
-@contextmanager
-def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the run's lock, so that only one command at a time changes what the run does next.
-
-    Raises UsageError when the folder cannot be written or locked; RunLocked when another process still has
-    the lock after `timeout_s` or a stop signal ends the wait, as `acquire_lock` describes.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(file_lock(run.lock_file, timeout_s))
-        except LockBusy as busy:
-            raise RunLocked(run.lock_file, busy) from None
-        except LockUnsupported as error:
-            raise UsageError(
-                f"{run.lock_file} cannot be locked: {error.strerror}",
-                hint=NEEDS_FLOCK,
-            ) from error
-        except OSError as error:
-            raise UsageError(
-                f"{run.path} cannot be changed: {error.strerror}",
-                hint="only users with write access to its folder can control a run",
-            ) from error
-        yield
-
-
-def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
-    """Lock the run for this supervisor until it exits; raises RunLocked like `run_lock`.
-
-    Two supervisors in one folder would damage the run, and job.json, which can be lost or edited, does not
-    prevent that.
-    """
-    try:
-        acquire_lock(run.supervisor_lock_file, timeout_s)  # held until this process exits
-    except LockBusy as busy:
-        raise RunLocked(run.supervisor_lock_file, busy) from None
-
-
-def is_supervised(run: RunDir) -> bool:
-    """Whether some process holds the lock of `become_sole_supervisor`."""
-    try:
-        descriptor = acquire_lock(run.supervisor_lock_file, 0.0)
-    except BlockingIOError:
-        return True
-    release_lock(descriptor)
-    return False
 
 
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
@@ -410,56 +290,29 @@ def discard_attempt(attempt: AttemptDir) -> None:
                 write_atomic(newest, own.read_text(encoding="utf-8"))
 
 
-WITHOUT_RECORD = "ended without a record"
+def copied_file(run: RunDir, name: str) -> Path:
+    """The copy of a file in the run's code snapshot, else the file itself.
+
+    A relative `name` refers to the folder that the run was submitted from, which may be gone.
+    """
+    original, (folder, code) = Path(name).absolute(), _snapshot(run)
+    if code is None:
+        return original
+    inside = os.path.relpath(Path(folder, name), folder)
+    copied = Path(os.path.normpath(Path(code["workdir"]) / inside))
+    return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
 
 
-def is_guessed(end: Mapping[str, Any]) -> bool:
-    """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
-    return str(end.get("reason")).startswith(WITHOUT_RECORD)
+def copied_folder(run: RunDir) -> Path:
+    """The folder of the code snapshot that corresponds to that of the submission, else the current folder."""
+    code = _snapshot(run)[1]
+    return Path.cwd() if code is None else Path(code["workdir"])
 
 
-ACTIONS = ("finished", "stopped", "failed", *RESUME_ACTIONS)
-"""The values of `action` in end.json."""
-
-
-def end_line(attempt: int, action: str, reason: str) -> str:
-    """The line of its log with which an attempt ends: what Slurm writes below it is about a later one."""
-    return f"attempt {attempt}: {action}: {reason}"
-
-
-def is_end_line(line: str, attempt: int) -> bool:
-    """Whether a line of a log is the `end_line` of an attempt."""
-    return line.startswith(tuple(end_line(attempt, action, "") for action in ACTIONS))
-
-
-SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
-
-
-def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
-    """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
-    return still_slow(read_jsonl(run.events_file, SLOWDOWN_EVENTS), attempt)
-
-
-def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
-    """As `open_slowdowns`, from the `SLOWDOWN_EVENTS` of a run."""
-    found: dict[object, dict[str, Any]] = {}
-    for event in events:
-        if event.get("attempt") == attempt and event.get("event") in SLOWDOWN_EVENTS:
-            found.pop(event.get("rank"), None)
-            if event.get("event") in ("slow_rank", "slow_run"):
-                found[event.get("rank")] = event
-    return list(found.values())
-
-
-SILENCE_EVENTS = ("silent", "silent_over")
-"""What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
-SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
-FAILED_SAVES = 2
-"""So many saves that fail in a row are reported: one may fail for a moment."""
-
-
-def failed_in_a_row(failed: list[dict[str, Any]], event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The newest saves of one attempt, as far as all of them failed, after one more of `SAVE_EVENTS`."""
-    if event.get("event") != "checkpoint_failed":
-        return []
-    return [*(one for one in failed if one.get("attempt") == event.get("attempt")), event]
+def _snapshot(run: RunDir) -> tuple[str, dict[str, Any] | None]:
+    """The folder that a run was submitted from, and where its code snapshot is; None if it has none."""
+    try:
+        job = read_json(run.job_file)
+    except FileNotFoundError:
+        return str(Path.cwd()), None
+    return str(job.get("cwd") or Path.cwd()), job.get("code") or None

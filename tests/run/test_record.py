@@ -6,17 +6,10 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import UsageError
-from trainkit.job.record import (
-    Liveness,
-    add_slurm_entry,
-    claim_entry,
-    liveness,
-    open_attempt,
-    process_identity,
-    read_job,
-    run_lock,
-)
-from trainkit.rundir import RunDir
+from trainkit.run.lock import run_lock
+from trainkit.run.process import Liveness, liveness, process_identity
+from trainkit.run.record import add_slurm_entry, claim_entry, open_attempt, read_job
+from trainkit.run.rundir import RunDir
 
 
 def test_this_process_is_alive():
@@ -78,7 +71,7 @@ def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch)
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.job.record.read_json", stale)
+        patch.setattr("trainkit.run.record.read_json", stale)
         assert read_job(run)["attempts"] == []
         with pytest.raises(OSError, match="Stale"):
             add_slurm_entry(run, 2, "7", "comeback", "sbatch")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainkit import manifest
-from trainkit.manifest import (
+from trainkit.run import manifest
+from trainkit.run.manifest import (
     Checkpoint,
     best_step,
     file_hash,

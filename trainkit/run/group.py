@@ -16,7 +16,8 @@ from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.locks import file_lock
-from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.run.files import read_json, write_json
+from trainkit.run.rundir import RunDir
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX, read_json
+from trainkit.run.files import read_json
+from trainkit.run.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1

@@ -1,4 +1,7 @@
-"""JSON Lines files: appends whole lines, and reads records from the start or from the end."""
+"""The formats of a run's files: JSON, JSON Lines and times; files are replaced whole or grow by whole lines.
+
+A reader never sees a partial file or line, except for a line cut off by a crash, which is skipped.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,131 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+def utc_now() -> str:
+    """The current time in the format of the run's files."""
+    return as_utc(datetime.now(timezone.utc))
+
+
+def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
+    """A timezone-aware time in the format of the run's files: ISO-8601, UTC."""
+    return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
+def parse_time(text: object) -> datetime | None:
+    """Parse a time from a run's file; None if it is not a time."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def seconds_between(start: object, end: datetime | None) -> float | None:
+    """Seconds from `start`, in the format of the run's files, to `end`; None if either is unknown."""
+    started = parse_time(start)
+    return None if started is None or end is None else (end - started).total_seconds()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees either the old or the new content."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON value atomically, indented, with keys in their given order."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json_in_place(path: Path, value: Any) -> None:
+    """Write one JSON value into a file for which other hosts wait with `wait_for_json`; creates it if needed.
+
+    The file stays the one that they have opened before. A reader may see a part of it: it is then not JSON.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+WAIT_POLL_S = 0.05
+
+
+LONGEST_POLL_S = 1.0
+"""Every node of a job may wait for the same file, on one file server."""
+
+
+def wait_for_json(
+    path: Path,
+    timeout_s: float,
+    *,
+    accept: Callable[[Any], bool] = lambda value: True,
+    pause: Callable[[float], object] = time.sleep,
+    creates: bool = False,
+) -> Any:
+    """Wait until a file that another host writes is visible and `accept` is true; returns its JSON value.
+
+    An NFS client remembers for up to a minute that a name is missing, but asks the server about a file that
+    exists each time it is opened. With `creates`, the file is created empty if it is missing, for the other
+    host to write it in place. Raises TimeoutError, with the reason, if the value does not appear in time.
+    `pause` may raise to stop.
+    """
+    deadline_s, pause_s = time.monotonic() + timeout_s, WAIT_POLL_S
+    while True:
+        try:
+            value = read_json(path) if not creates else _read_or_create(path)
+            if accept(value):
+                return value
+            reason = "it is from another start"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error)
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(reason)
+        pause(pause_s)
+        pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
+
+
+def _read_or_create(path: Path) -> Any:
+    """The JSON value in a file, which is created empty if it is missing."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), encoding="utf-8") as stream:
+        return json.loads(stream.read())
+
+
+def refresh_listing(folder: Path) -> None:
+    """Have the next listing of a folder come from the server.
+
+    An NFS client may list a folder as it was up to a minute ago, unless it has changed the folder itself.
+    """
+    # On a full or unwritable disk, or without the folder, the listing is as good as it was.
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix=".refresh.", dir=folder)
+        os.close(handle)
+        os.unlink(name)
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:

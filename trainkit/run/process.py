@@ -1,0 +1,94 @@
+"""Processes, by their host, boot id, pid and start time, because pids are reused.
+
+Processes of other hosts cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """A process as the kernel describes it in ``/proc/PID/stat``."""
+
+    state: str
+    """One letter, such as ``T`` for stopped and ``Z`` for a zombie."""
+    parent_pid: int
+    start_ticks: int
+    """Start time in clock ticks since boot: together with the pid it identifies the process."""
+
+
+PROC = Path("/proc")
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """The kernel's state of a process; None if there is no such process. Raises OSError if unreadable."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name is in parentheses and may itself contain parentheses and spaces.
+    fields = text.rpartition(")")[2].split()
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
+
+
+class Liveness(str, enum.Enum):
+    """Whether a process is alive, as far as this host can tell."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+def own_host(environ: Mapping[str, str] = os.environ) -> str:
+    """The Slurm node name of this host if there is one, else its hostname; the two may differ.
+
+    A step or a job can exclude a host only by its Slurm node name.
+    """
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def process_identity(pid: int) -> dict[str, Any]:
+    """The identity of a process on this host: ``host, boot_id, pid, start_ticks``.
+
+    Raises ProcessLookupError when there is no such process.
+    """
+    stat = process_stat(pid)
+    if stat is None:
+        raise ProcessLookupError(pid)
+    return {
+        "host": os.uname().nodename,
+        "boot_id": _boot_id(),
+        "pid": pid,
+        "start_ticks": stat.start_ticks,
+    }
+
+
+def liveness(entry: Mapping[str, Any]) -> Liveness:
+    """Whether the process of a job.json entry is alive; UNKNOWN when this host cannot tell."""
+    if entry.get("host") != os.uname().nodename or not isinstance(entry.get("pid"), int):
+        return Liveness.UNKNOWN
+    boot_id = _boot_id()
+    if not boot_id:
+        return Liveness.UNKNOWN
+    if entry.get("boot_id") != boot_id:
+        return Liveness.GONE
+    try:
+        stat = process_stat(entry["pid"])
+    except OSError:
+        return Liveness.UNKNOWN
+    alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == entry.get("start_ticks")
+    return Liveness.ALIVE if alive else Liveness.GONE
+
+
+def _boot_id() -> str:
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
