@@ -37,7 +37,7 @@ from tests.on_slurm.login import BACKENDS, Login
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
 from trainkit.run.files import read_jsonl
-from trainkit.run.record import newest_entry
+from trainkit.run.record import read_job
 
 NUM_STEPS = 60
 STEP_S = 0.1
@@ -187,9 +187,9 @@ class Run:
             self.is_cancelled = True
 
     def _scancel(self) -> None:
-        entry = newest_entry(self.run)
+        entry = read_job(self.run).newest
         assert entry is not None
-        if self._note(self.login.run(["scancel", str(entry["job_id"])])):
+        if self._note(self.login.run(["scancel", entry.job_id])):
             self.is_cancelled = True
 
     def _lock(self) -> None:

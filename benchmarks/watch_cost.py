@@ -24,6 +24,7 @@ import tempfile
 import termios
 import threading
 import time
+from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, as_utc, write_json
-from trainkit.run.process import process_identity
+from trainkit.run.process import ProcessId
 from trainkit.run.rundir import RunDir
 
 MAX_SHARE = 0.05
@@ -79,7 +80,7 @@ def make_run(folder: Path, nodes: int, num_records: int) -> RunDir:
         "attempt": 1,
         "job_id": "local-1",
         "submitted_at": as_utc(began),
-        **process_identity(os.getpid()),
+        **asdict(ProcessId.of(os.getpid())),
     }
     write_json(run.job_file, {"name": "large", "backend": "local", "attempts": [entry]})
     for event in ("started", "training", "first_step"):

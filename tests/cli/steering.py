@@ -15,8 +15,8 @@ from typing import Any
 import trainkit
 from trainkit.control.jobs import kill
 from trainkit.run.files import read_json
-from trainkit.run.process import Liveness, liveness
-from trainkit.run.record import newest_entry
+from trainkit.run.process import Liveness
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 LIMIT_S = 180
@@ -117,7 +117,7 @@ class Desk:
         wait_for(lambda: log.exists() and text in log.read_text())
 
     def wait_for_end(self, run: RunDir, attempt: int = 1) -> dict[str, Any]:
-        wait_for(lambda: liveness(newest_entry(run) or {}) is Liveness.GONE)
+        wait_for(lambda: read_job(run).newest.liveness() is Liveness.GONE)
         return read_json(run.attempt(attempt).end_file)
 
     def status(self, run: RunDir) -> dict[str, Any]:
@@ -127,6 +127,6 @@ class Desk:
         """Kill what is left of the runs that were started here."""
         for job_file in self._root.rglob("job.json"):
             run = RunDir(job_file.parent)
-            entry = newest_entry(run)
-            if entry is not None and liveness(entry) is Liveness.ALIVE:
+            entry = read_job(run).newest
+            if entry is not None and entry.liveness() is Liveness.ALIVE:
                 kill(run, entry)

@@ -18,8 +18,8 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.summary import COLUMNS
 from trainkit.run.end import KILLED, read_end
 from trainkit.run.files import read_json
-from trainkit.run.process import Liveness, liveness
-from trainkit.run.record import newest_entry
+from trainkit.run.process import Liveness
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,9 +218,9 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "")
     assert "--collect" in err
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     assert entry is not None
-    wait_for(lambda: liveness(entry) is Liveness.GONE)
+    wait_for(lambda: entry.liveness() is Liveness.GONE)
     assert (read_end(run.attempt(1)) or {})["reason"] == KILLED  # at once: nobody needs what it could save
     assert sorted(path.name for path in (desk.folder / "mine").glob("*/job.json")) == ["job.json"]
 

@@ -14,7 +14,7 @@ from trainkit.cli.main import main
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import point_best_at, published, set_aside
-from trainkit.run.record import add_entry
+from trainkit.run.record import add_attempt
 from trainkit.run.rundir import RunDir
 
 
@@ -162,9 +162,9 @@ def test_prune_needs_to_know_how_many(run: RunDir, capsys: pytest.CaptureFixture
 
 
 def test_prune_of_a_live_run_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    entry = add_entry(run, 1, os.getpid(), "submit")
+    entry = add_attempt(run, 1, os.getpid(), "submit")
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {run.path} is running as {entry['job_id']}\n")
+    assert capsys.readouterr().err.startswith(f"error: {run.path} is running as {entry.job_id}\n")
     job = read_json(run.job_file)
     job["attempts"][0]["host"] = f"not-{socket.gethostname()}"
     write_json(run.job_file, job)

@@ -12,7 +12,7 @@ from tests.support.fake_slurm import FakeSlurm, fake
 from trainkit.cli.main import main
 from trainkit.cluster import discovery
 from trainkit.config import dump_effective, load_config
-from trainkit.run.record import add_slurm_entry, create_job, open_attempt
+from trainkit.run.record import add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.slurm import client
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDir:
     create_job(run, backend="sbatch", name="run", cwd=str(tmp_path), code=None)
     config = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path).config
     open_attempt(run, dump_effective(config), json.dumps({"backend": "sbatch"}))
-    add_slurm_entry(run, 1, "77", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "77", "submit", "sbatch")
     return run
 
 

@@ -23,6 +23,7 @@ from trainkit.cli.watch_source import SlurmPoller
 from trainkit.control.cancel import CancelResult
 from trainkit.control.run_registry import register
 from trainkit.run.group import RunGroup
+from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -155,7 +156,7 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
 
     run = watched_runs.failed(folder / "runs" / "failed")
     answers: list[object] = [
-        ({"attempt": 3, "job_id": "4712"}, True),
+        (AttemptRecord(3, "4712"), True),
         UsageError("4711 is already pending"),
         UsageError("runs/[/b] cannot be read"),  # no markup
     ]

@@ -7,11 +7,7 @@ import time
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
-from trainkit.cluster.discovery import (
-    parse_assoc_mgr,
-    parse_qos,
-    query_cluster,
-)
+from trainkit.cluster.discovery import parse_assoc_mgr, parse_qos, query_cluster
 from trainkit.cluster.model import Account, Qos
 from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
 

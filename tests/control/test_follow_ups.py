@@ -20,13 +20,12 @@ from trainkit.control.jobs import (
     liveness_probe,
     open_job_ids,
     require_not_running,
-    waiting_follow_ups,
 )
 from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.files import read_json, write_json
-from trainkit.run.record import add_slurm_entry, read_job, submission_token
+from trainkit.run.record import add_slurm_attempt, read_job, set_follow_ups, submission_token
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
@@ -45,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
     """A run whose first attempt is Slurm's job 7."""
     attempt = make_attempt(tmp_path / "run")
     attempt.script_file.write_text("#!/bin/bash\n")
-    add_slurm_entry(attempt.run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(attempt.run, 1, "7", "submit", "sbatch")
     return attempt.run
 
 
@@ -100,7 +99,7 @@ def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
     assert {script for script, _, _ in sbatch.calls} == {run.attempt(1).script_file}
     tokens = {token for _, token, _ in sbatch.calls}
     assert len(tokens | {submission_token(run, 1), submission_token(run, 2)}) == 5
-    assert waiting_follow_ups(run) == read_job(run)["follow_ups"] == ["8", "9", "10"]
+    assert read_job(run).waiting == read_job(run).follow_ups == ["8", "9", "10"]
 
 
 def test_none_are_asked_for(run: RunDir, sbatch: Sbatch) -> None:
@@ -115,7 +114,7 @@ def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch) -> None:
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8"]
     assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
     assert said[1:] == ["8 waits in the queue to continue 7"]
-    assert waiting_follow_ups(run) == ["8"]
+    assert read_job(run).waiting == ["8"]
 
 
 def test_submitits_follow_ups_find_their_pickles(run: RunDir, sbatch: Sbatch) -> None:
@@ -129,13 +128,13 @@ def test_submitits_follow_ups_find_their_pickles(run: RunDir, sbatch: Sbatch) ->
 
 
 def with_follow_ups(run: RunDir, *ids: str) -> None:
-    write_json(run.job_file, {**read_job(run), "follow_ups": list(ids)})
+    set_follow_ups(run, list(ids))
 
 
 def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str]) -> None:
     with_follow_ups(run, "8", "9", "10")
-    add_slurm_entry(run, 2, "8", "comeback", "sbatch")
-    assert waiting_follow_ups(run) == ["9", "10"]
+    add_slurm_attempt(run, 2, "8", "comeback", "sbatch")
+    assert read_job(run).waiting == ["9", "10"]
     cancel_follow_ups(run, keep="9")
     assert cancelled == ["10"]
     cancel_follow_ups(run)
@@ -166,7 +165,7 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
     assert status.job == replace(WAITS, job_id="9")
     entry = live_entry(run, "resume")
     assert entry is not None
-    assert (entry["job_id"], entry["attempt"]) == ("9", 1)
+    assert (entry.job_id, entry.attempt) == ("9", 1)
 
 
 def test_a_run_without_any_left_is_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +265,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.setenv("SLURM_CLUSTERS", "east")
-    add_slurm_entry(run, 2, "8", "submit", "sbatch")
+    add_slurm_attempt(run, 2, "8", "submit", "sbatch")
     monkeypatch.delenv("SLURM_CLUSTERS")
     queue(monkeypatch)
     assert open_job_ids([run]) == []
@@ -283,7 +282,7 @@ def test_a_requeue_of_a_job_that_waits_leaves_no_request(
     monkeypatch.setattr(control_jobs, "query_jobs", lambda ids: dict.fromkeys(ids, WAITS))
     with pytest.raises(UsageError, match="7 is already pending"):
         requeue_run(run)
-    assert "requeue_requested_at" not in read_job(run)["attempts"][-1]
+    assert read_job(run).attempts[-1].requeue_requested_at is None
 
 
 def test_a_requeue_stands_in_the_record_before_it_is_signalled(
@@ -292,7 +291,7 @@ def test_a_requeue_stands_in_the_record_before_it_is_signalled(
     requests = []
 
     def signalled(*args: object) -> None:
-        requests.append(read_job(run)["attempts"][-1]["requeue_requested_at"])
+        requests.append(read_job(run).attempts[-1].requeue_requested_at)
 
     runs = JobInfo("7", JobState.RUNNING, "RUNNING")
     monkeypatch.setattr(control_jobs, "query_jobs", lambda ids: dict.fromkeys(ids, runs))

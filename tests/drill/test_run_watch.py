@@ -7,7 +7,7 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.drill import run_watch
 from trainkit.drill.run_watch import RunWatch
-from trainkit.run.record import add_slurm_entry
+from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
@@ -15,7 +15,7 @@ from trainkit.slurm.client import SlurmUnreachable
 @pytest.fixture
 def run(tmp_path) -> RunDir:
     run = make_attempt(tmp_path / "run").run
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     return run
 
 

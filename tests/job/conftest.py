@@ -23,8 +23,8 @@ from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
 from trainkit.run.lock import run_lock
-from trainkit.run.process import Liveness, liveness
-from trainkit.run.record import newest_entry
+from trainkit.run.process import Liveness
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit.local_backend import start_local_attempt
 
@@ -77,8 +77,8 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     yield start
     for job in jobs:
-        entry = newest_entry(job.run) if job.run.path.is_dir() else job.entry
-        if entry is not None and liveness(entry) is Liveness.ALIVE:
+        entry = read_job(job.run).newest if job.run.path.is_dir() else job.entry
+        if entry is not None and entry.liveness() is Liveness.ALIVE:
             kill(job.run, entry)
 
 

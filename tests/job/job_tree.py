@@ -10,8 +10,8 @@ from typing import Any
 
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl
-from trainkit.run.process import Liveness, liveness
-from trainkit.run.record import newest_entry
+from trainkit.run.process import Liveness
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 
 PREAMBLE = """
@@ -59,7 +59,7 @@ class Job:
     """A run that a test has started."""
 
     run: RunDir
-    entry: dict[str, Any]
+    entry: AttemptRecord
     plan: LaunchPlan
 
     def worker_pids(self, attempt: int = 1) -> list[int]:
@@ -69,7 +69,7 @@ class Job:
         return [int(file.read_text()) for file in files]
 
     def wait(self, timeout_s: float = 120.0) -> None:
-        wait_for(lambda: liveness(newest_entry(self.run)) is Liveness.GONE, timeout_s)
+        wait_for(lambda: read_job(self.run).newest.liveness() is Liveness.GONE, timeout_s)
 
     def end(self, attempt: int = 1) -> dict[str, Any]:
         self.wait()

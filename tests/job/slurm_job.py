@@ -10,7 +10,7 @@ from typing import Any
 from trainkit.job.supervisor import supervise_job
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
-from trainkit.run.record import add_slurm_entry, read_job
+from trainkit.run.record import add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobDetails
@@ -39,12 +39,12 @@ class Slurm:
 
 
 def reasons(run: RunDir) -> list[tuple[int, str, str]]:
-    return [(entry["attempt"], entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
+    return [(entry.attempt, entry.job_id, entry.reason) for entry in read_job(run).attempts]
 
 
 def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
     """The exit code of a job whose step runs some Python, and the newest end.json."""
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     for write in writes:
         write()
     result = supervise_job(run, [sys.executable, "-c", code])

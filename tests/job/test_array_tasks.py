@@ -16,7 +16,7 @@ from trainkit.job.claim_attempt import claim_attempt
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.group import RunGroup
-from trainkit.run.record import newest_entry, read_job
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 POINTS = {
@@ -55,8 +55,8 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
     create_task_run(run)
     assert run.exists()
     job = read_job(run)
-    assert (job["name"], job["backend"], job["cwd"]) == ("small/7", "sbatch", str(Path.cwd()))
-    assert job["attempts"] == [
+    assert (job.name, job.backend, job.cwd) == ("small/7", "sbatch", str(Path.cwd()))
+    assert [entry.to_dict() for entry in job.attempts] == [
         {
             "attempt": 1,
             "job_id": "12_7",
@@ -92,9 +92,9 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
         create_task_run(group.run(0))
     assert not group.run(0).path.exists()
     create_task_run(group.run(0), "34_0")
-    entry = newest_entry(group.run(0))
+    entry = read_job(group.run(0)).newest
     assert entry is not None
-    assert entry["job_id"] == "34_0"
+    assert entry.job_id == "34_0"
     attempt = claim_attempt(group.run(0), "34_0")
     assert isinstance(attempt, AttemptDir)
     assert attempt.number == 1
@@ -122,7 +122,7 @@ def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(read_job(group.run(0))["attempts"]) == 1
+    assert len(read_job(group.run(0)).attempts) == 1
     assert [path.name for path in group.path.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*args: object, **more: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("trainkit.job.array_tasks.add_slurm_entry", full)
+    monkeypatch.setattr("trainkit.job.array_tasks.add_slurm_attempt", full)
     with pytest.raises(UsageError, match=r"cannot create the run folder .*: No space left on device"):
         create_task_run(group.run(0))
     assert sorted(path.name for path in group.path.iterdir()) == [

@@ -19,12 +19,11 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
 from trainkit.run.record import (
     AUTO_RESTART,
-    add_slurm_entry,
+    add_slurm_attempt,
     mark_cancelled,
     read_job,
     reopen_attempt,
     set_follow_ups,
-    waiting_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
@@ -33,16 +32,16 @@ from trainkit.slurm.states import JobState
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     attempt = claim_attempt(run, "7")
     assert isinstance(attempt, AttemptDir)
     assert attempt.number == 1
-    [entry] = read_job(run)["attempts"]
-    assert entry["pid"] == os.getpid()
+    [entry] = read_job(run).attempts
+    assert entry.pid == os.getpid()
 
 
 def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     attempt = claim_attempt(run, "7")
     assert isinstance(attempt, AttemptDir)
@@ -57,7 +56,7 @@ def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: Run
 
 
 def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
     assert claim_attempt(run, "7") == "it was cancelled before it started"
 
@@ -84,7 +83,7 @@ def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
     """The script submitted by hand once more, an old job requeued, a duplicate after a lost answer."""
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     says(monkeypatch, replace(RUNNING, state=state))
     assert leaves_to("7", claim_attempt(run, "8"))
@@ -94,10 +93,10 @@ def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
 def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     reopen_attempt(run.attempt(1))
-    add_slurm_entry(run, 2, "8", "resume", "sbatch")
+    add_slurm_attempt(run, 2, "8", "resume", "sbatch")
     says(monkeypatch, replace(RUNNING, state=JobState.PENDING))
     assert leaves_to("8", claim_attempt(run, "7"))
     assert isinstance(claim_attempt(run, "8"), AttemptDir)
@@ -108,7 +107,7 @@ def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
 def test_where_slurm_cannot_tell_the_lock_of_the_supervisor_does(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     says(monkeypatch, job)
     with file_lock(run.supervisor_lock_file):
@@ -122,7 +121,7 @@ def test_a_job_that_slurm_has_forgotten_carries_nothing(run: RunDir, monkeypatch
     def forgotten(job_id: str) -> JobDetails:
         raise SlurmRefused("scontrol: Invalid job id specified")
 
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     monkeypatch.setattr("trainkit.job.claim_attempt.job_details", forgotten)
     with file_lock(run.supervisor_lock_file):  # of a host that is down
@@ -132,7 +131,7 @@ def test_a_job_that_slurm_has_forgotten_carries_nothing(run: RunDir, monkeypatch
 def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     set_follow_ups(run, ["9", "10"])
     says(monkeypatch, None)
@@ -141,18 +140,18 @@ def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(
 
 
 def test_a_follow_up_that_leaves_is_not_counted_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     set_follow_ups(run, ["9", "10"])
     says(monkeypatch, RUNNING)
     assert leaves_to("7", claim_attempt(run, "9"))
-    assert waiting_follow_ups(run) == []
+    assert read_job(run).waiting == []
 
 
 def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     mark_cancelled(run)
     says(monkeypatch, RUNNING)
@@ -164,7 +163,7 @@ def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
 def test_a_job_by_hand_continues_a_run_whose_job_is_over(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     says(monkeypatch, replace(RUNNING, state=state))
     assert isinstance(claim_attempt(run, "8"), AttemptDir)
@@ -175,9 +174,9 @@ def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def superseded(run: RunDir, timeout_s: float) -> None:
-        add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
+        add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
 
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     monkeypatch.setattr(supervisor, "become_sole_supervisor", superseded)
     assert supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"]) == EXIT_STOPPED
     end = read_json(run.attempt(1).end_file)
@@ -189,10 +188,10 @@ def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start
 
 def test_only_the_newest_attempt_opens_the_next(run: RunDir, slurm: Slurm) -> None:
     def supersede() -> None:
-        add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
+        add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
 
     given = allocation.SlurmAllocation(run, "7", [])
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     supersede()
     assert given.claim_next(run.attempt(1)) == "superseded: attempt 2 in job 8 has taken the run over"
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))

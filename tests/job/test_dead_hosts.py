@@ -20,7 +20,14 @@ from trainkit.job.decision import Decision, Outcome
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import batch_host
 from trainkit.run.files import read_json, write_json
-from trainkit.run.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, open_attempt, read_job
+from trainkit.run.record import (
+    AUTO_RESTART,
+    add_slurm_attempt,
+    change_newest,
+    mark_cancelled,
+    open_attempt,
+    set_follow_ups,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
@@ -45,7 +52,7 @@ def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> 
 def test_the_next_start_reports_what_a_dead_host_could_not(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     start_that_dies(run, monkeypatch, "node9")
     slurm.down = ("node9",)
     with webhook() as found:
@@ -60,7 +67,7 @@ def test_the_next_start_reports_what_a_dead_host_could_not(
 def test_a_host_that_died_has_its_end_written(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     dead = start_that_dies(run, monkeypatch, "node9")
     dead.rank_log(0).write_text("the last that was heard\n")
     os.utime(dead.rank_log(0), (1.8e9, 1.8e9))
@@ -88,7 +95,7 @@ def test_a_run_that_takes_its_hosts_down_stops(
     plan = read_json(run.attempt(1).plan_file)
     plan["requeue"]["max"] = 3
     write_json(run.attempt(1).plan_file, plan)
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     dead_starts = 0
     while dead_starts < num_starts:
         start_that_dies(run, monkeypatch, f"node{dead_starts}")
@@ -118,11 +125,9 @@ def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
 
 def test_the_queue_is_no_progress(run: RunDir) -> None:
     """Of a trainer without checkpoints only the time that it ran counts, not until it was started again."""
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
-    job = read_job(run)
-    job["attempts"][0]["started_at"] = as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc))
-    write_json(run.job_file, job)
+    change_newest(run, started_at=as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc)))
     assert progress_of(run.attempt(1)) == 1  # it still runs
     for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
         log.write_text("a line\n")
@@ -135,8 +140,8 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
 
 def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
     """Slurm had started it, so that its steps were told, and there was none."""
-    add_slurm_entry(run, 1, "6", "submit", "sbatch")
-    write_json(run.job_file, {**read_job(run), "follow_ups": ["7"]})
+    add_slurm_attempt(run, 1, "6", "submit", "sbatch")
+    set_follow_ups(run, ["7"])
     write_end(run.attempt(1), Outcome(), Decision("follow_up", "saved after SIGUSR2", 75, "timeout"))
     mark_cancelled(run)
     assert supervise_job(run, PASS) == 0
@@ -145,7 +150,7 @@ def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: Run
 
 
 def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "6", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     mark_cancelled(run)
     texts = [file.read_text() for file in (run.attempt(1).config_file, run.attempt(1).plan_file)]
     open_attempt(run, *texts)
@@ -165,7 +170,7 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         real(path, *args, **kwargs)
 
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", mkdir)
@@ -178,8 +183,8 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(
 
 
 def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_slurm_entry(run, 1, "6", "submit", "sbatch")
-    write_json(run.job_file, {**read_job(run), "follow_ups": ["7"]})
+    add_slurm_attempt(run, 1, "6", "submit", "sbatch")
+    set_follow_ups(run, ["7"])
     before = run.job_file.read_bytes()
     real = Path.read_text
 

@@ -23,7 +23,7 @@ from trainkit.job.watch import hangs
 from trainkit.job.watch.hangs import HangRecord, HangWatch
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import refresh_listing, write_json
-from trainkit.run.record import add_slurm_entry, claim_entry, create_job
+from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 T = TypeVar("T")
@@ -112,10 +112,10 @@ def test_a_claim_after_an_attempt_of_another_host(
     first.path.mkdir()
     create_job(first, backend="sbatch", name="run", cwd="/", code=None)
     create(first, 1).config_file.write_text("")
-    add_slurm_entry(first, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(first, 1, "7", "submit", "sbatch")
     assert other.attempt_numbers() == [1]
     create(first, 2).config_file.write_text("")
-    add_slurm_entry(first, 2, "7", "submit", "sbatch")
+    add_slurm_attempt(first, 2, "7", "submit", "sbatch")
     claim_entry(first, 2, os.getpid())
     assert other.attempt_numbers() == [1]
     claimed = claim_attempt(other, "7")

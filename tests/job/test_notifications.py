@@ -201,7 +201,7 @@ def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], en
     first, last = endpoint.messages
     assert (first["attempt"], first["rank"], first["state"]) == (1, 0, "failed")
     assert (last["attempt"], last["run"], last["run_dir"]) == (2, "run", str(job.run.path))
-    assert last["job_id"] == job.entry["job_id"]
+    assert last["job_id"] == job.entry.job_id
     assert last["path"] == f"/services/{SECRET}"
     assert first["text"].startswith(
         "run restarts: a worker ended with exit code 3; resumes (restart 1); rank 0"

@@ -12,7 +12,7 @@ from job_tree import is_running, wait_for
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.lock import run_lock
-from trainkit.run.process import Liveness, liveness
+from trainkit.run.process import Liveness
 from trainkit.submit.local_backend import start_local_attempt
 
 SAVES = "save_when_asked()"
@@ -84,7 +84,7 @@ def test_own_record_of_a_worker_is_kept(start_job):
 def test_stop_reaches_every_worker(start_job, name):
     job = start_job(SAVES, nodes=2, workers=2)
     job.worker_pids()
-    os.kill(job.entry["pid"], signal.Signals[name])
+    os.kill(job.entry.pid, signal.Signals[name])
     end = job.end()
     assert (end["state"], end["reason"]) == ("stopped", f"saved after {name}")
     assert [job.log(rank) for rank in range(4)] == [f"asked by {name}\n"] * 4
@@ -104,9 +104,9 @@ def test_second_ctrl_c_reaches_the_workers_too(start_job):
         nodes=2,
     )
     job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGINT)
+    os.kill(job.entry.pid, signal.SIGINT)
     wait_for(lambda: all((job.run.path / f"asked.{rank}").exists() for rank in range(2)))
-    os.kill(job.entry["pid"], signal.SIGINT)
+    os.kill(job.entry.pid, signal.SIGINT)
     assert job.end()["reason"] == "ended by SIGINT, and no worker reported a save"
 
 
@@ -114,7 +114,7 @@ def test_comeback_and_its_cap(start_job):
     job = start_job(SAVES, nodes=2, requeue={"max": 1})
     for attempt in (1, 2):
         job.worker_pids(attempt)
-        os.kill(job.entry["pid"], signal.SIGUSR2)
+        os.kill(job.entry.pid, signal.SIGUSR2)
     job.wait()
     first, second = (read_json(job.run.attempt(number).end_file) for number in (1, 2))
     assert (first["action"], second["action"]) == ("restart", "stopped")
@@ -129,9 +129,9 @@ def test_comeback_and_its_cap(start_job):
 def test_being_told_to_end_beats_being_told_to_come_back(start_job):
     job = start_job(WAITS_TO_END + "sys.exit(75)")
     job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGUSR2)
+    os.kill(job.entry.pid, signal.SIGUSR2)
     wait_for(lambda: "signal" in job.events())
-    os.kill(job.entry["pid"], signal.SIGTERM)
+    os.kill(job.entry.pid, signal.SIGTERM)
     wait_for(lambda: job.events().count("signal") == 2)
     (job.run.path / "end").touch()
     assert job.end()["action"] == "stopped"
@@ -157,9 +157,9 @@ while not os.path.exists(f"{{RUN_DIR}}/end"):
 """
     job = start_job(listens, command_signal=configured)
     job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGUSR2)
+    os.kill(job.entry.pid, signal.SIGUSR2)
     wait_for(lambda: job.log().strip())
-    os.kill(job.entry["pid"], signal.SIGTERM)
+    os.kill(job.entry.pid, signal.SIGTERM)
     wait_for(lambda: job.events().count("signal") == 2)
     (job.run.path / "end").touch()
     assert job.end()["state"] == "stopped"
@@ -171,7 +171,7 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_d
     says = "open(os.environ['TRAINKIT_JOB_DONE_FILE'], 'w').close()\n" if is_done else ""
     job = start_job(WAITS_TO_END + says, nodes=2, requeue={"max": 1})
     job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGUSR2)
+    os.kill(job.entry.pid, signal.SIGUSR2)
     wait_for(lambda: "signal" in job.events())
     (job.run.path / "end").touch()
     job.wait()
@@ -195,7 +195,7 @@ def test_signal_right_after_the_start_is_not_lost(start_job, name):
         nodes=2,
         requeue={"max": 0},
     )
-    os.kill(job.entry["pid"], signal.Signals[name])
+    os.kill(job.entry.pid, signal.Signals[name])
     end = job.end()
     assert end["state"] == "stopped"
     assert name in end["reason"]
@@ -207,7 +207,7 @@ def test_what_does_not_end_in_time_is_killed(start_job):
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)", nodes=2, grace_s=0.5
     )
     pids = job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGTERM)
+    os.kill(job.entry.pid, signal.SIGTERM)
     end = job.end()
     assert end["state"] == "stopped"
     assert "killed" in end["reason"]
@@ -231,11 +231,11 @@ def test_killed_worker_takes_the_others_with_it(start_job):
 def test_killed_agent_takes_its_node_and_the_job_with_it(start_job):
     job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
     pids = job.worker_pids()
-    agent = next(pid for pid in descendants(job.entry["pid"]) if pids[2] in descendants(pid))
-    os.kill(job.entry["pid"], signal.SIGSTOP)  # nobody but the kernel is left to end them
+    agent = next(pid for pid in descendants(job.entry.pid) if pids[2] in descendants(pid))
+    os.kill(job.entry.pid, signal.SIGSTOP)  # nobody but the kernel is left to end them
     os.kill(agent, signal.SIGKILL)
     wait_for(lambda: not is_running(pids[2]) and not is_running(pids[3]))
-    os.kill(job.entry["pid"], signal.SIGCONT)
+    os.kill(job.entry.pid, signal.SIGCONT)
     end = job.end()
     assert (end["state"], end["exit_code"], end["verdict"]["node_rank"]) == ("failed", 137, 1)
     assert not any(map(is_running, pids))
@@ -243,8 +243,8 @@ def test_killed_agent_takes_its_node_and_the_job_with_it(start_job):
 
 def test_killed_supervisor_leaves_nothing_behind(start_job):
     job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
-    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
-    os.kill(job.entry["pid"], signal.SIGKILL)
+    everything = [*job.worker_pids(), *descendants(job.entry.pid)]
+    os.kill(job.entry.pid, signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, everything)), 5)
     assert not job.run.attempt(1).end_file.exists()
 
@@ -267,18 +267,18 @@ def test_children_of_workers_end_with_them(start_job):
 @pytest.mark.slow
 def test_run_folder_that_vanishes_ends_everything(start_job):
     job = start_job("listen(); ready(); time.sleep(600)\n", grace_s=0.5)
-    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    everything = [*job.worker_pids(), *descendants(job.entry.pid)]
     shutil.rmtree(job.run.path)
-    os.kill(job.entry["pid"], signal.SIGTERM)
-    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+    os.kill(job.entry.pid, signal.SIGTERM)
+    wait_for(lambda: not any(map(is_running, [job.entry.pid, *everything])))
 
 
 @pytest.mark.slow
 def test_run_folder_that_vanishes_is_noticed(start_job):
     job = start_job("listen(); ready(); time.sleep(600)\n")
-    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    everything = [*job.worker_pids(), *descendants(job.entry.pid)]
     shutil.rmtree(job.run.path)
-    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+    wait_for(lambda: not any(map(is_running, [job.entry.pid, *everything])))
 
 
 @pytest.mark.slow
@@ -286,9 +286,9 @@ def test_second_ctrl_c_ends_what_does_not_listen(start_job):
     script = "signal.signal(signal.SIGINT, signal.SIG_IGN); ready(); time.sleep(600)"
     job = start_job(script, nodes=2, grace_s=600.0)
     pids = job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGINT)
+    os.kill(job.entry.pid, signal.SIGINT)
     wait_for(lambda: "signal" in job.events())
-    os.kill(job.entry["pid"], signal.SIGINT)
+    os.kill(job.entry.pid, signal.SIGINT)
     job.wait(timeout_s=10)
     assert not any(map(is_running, pids))
 
@@ -302,14 +302,14 @@ def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
         entry = start_local_attempt(
             job.run, job.run.config_file.read_text(), job.run.plan_file.read_text(), "resume"
         )
-    wait_for(lambda: liveness(entry) is Liveness.GONE)
+    wait_for(lambda: entry.liveness() is Liveness.GONE)
     end = read_json(job.run.attempt(2).end_file)
     lock = job.run.supervisor_lock_file
-    assert end["reason"].startswith(f"{lock} is held by process {job.entry['pid']} on ")
+    assert end["reason"].startswith(f"{lock} is held by process {job.entry.pid} on ")
     assert end["reason"].endswith(", perhaps another supervisor of the run")
     assert all(map(is_running, pids))
-    os.kill(job.entry["pid"], signal.SIGTERM)
-    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *pids])))
+    os.kill(job.entry.pid, signal.SIGTERM)
+    wait_for(lambda: not any(map(is_running, [job.entry.pid, *pids])))
 
 
 def test_supervisor_that_nobody_registered_starts_nothing(start_job):
@@ -341,11 +341,11 @@ def test_odd_folder_names_are_only_names(start_job):
 
 def test_full_disk_still_ends_everything(start_job):
     job = start_job("listen(); ready()\nwhile not asked: time.sleep(0.02)\nsys.exit(75)", nodes=2)
-    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    everything = [*job.worker_pids(), *descendants(job.entry.pid)]
     job.run.events_file.unlink()
     job.run.events_file.symlink_to("/dev/full")
-    os.kill(job.entry["pid"], signal.SIGTERM)
-    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+    os.kill(job.entry.pid, signal.SIGTERM)
+    wait_for(lambda: not any(map(is_running, [job.entry.pid, *everything])))
     assert "No space left on device" in job.run.attempt(1).supervisor_log.read_text()
     assert read_json(job.run.attempt(1).end_file)["state"] == "stopped"
 
@@ -360,7 +360,7 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job):
     end = read_json(second.end_file)
     assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)
     assert "JSONDecodeError" in end["reason"]
-    wait_for(lambda: liveness(entry) is Liveness.GONE)
+    wait_for(lambda: entry.liveness() is Liveness.GONE)
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_a_worker_that_only_dies_of_the_notice_leaves_the_others_their_time(star
     """
     job = start_job(saves, nodes=nodes, workers=2 // nodes)
     job.worker_pids()
-    os.kill(job.entry["pid"], signal.SIGTERM)
+    os.kill(job.entry.pid, signal.SIGTERM)
     end = job.end()
     assert (end["state"], end["exit_code"], end["verdict"]) == ("stopped", 75, None)
     assert "asked by SIGTERM" in job.log(0)

@@ -19,7 +19,7 @@ from trainkit.job.requeue import excludable, resubmit
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.files import read_json, read_jsonl, write_json
-from trainkit.run.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job, submission_token
+from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job, submission_token
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
@@ -34,7 +34,7 @@ def on_slurm(attempt: AttemptDir, backend: str = "sbatch", job_id: str = "7") ->
         write_json(file, replace(plan, backend=backend, slurm=request).to_dict())
     for file in (attempt.script_file, attempt.run.script_file):
         file.write_text(SCRIPT)
-    add_slurm_entry(attempt.run, attempt.number, job_id, "submit", backend)
+    add_slurm_attempt(attempt.run, attempt.number, job_id, "submit", backend)
     return attempt.run
 
 
@@ -82,9 +82,9 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
         "--exclude=h9,h1",
     ]
     assert sbatch.moved == [("7", "8")], "jobs that wait for the run wait for its new job"
-    entries = [(entry["attempt"], entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
+    entries = [(entry.attempt, entry.job_id, entry.reason) for entry in read_job(run).attempts]
     assert entries == [(1, "7", "submit"), (2, "8", AUTO_RESTART)]
-    assert "pid" not in read_job(run)["attempts"][-1]  # its start takes it for its own
+    assert read_job(run).attempts[-1].pid is None  # its start takes it for its own
     assert sbatch.script == run.attempt(2).script_file
     assert run.attempt(2).plan_file.read_text() == run.attempt(1).plan_file.read_text()
     assert (run.attempts_dir / "latest").readlink() == Path("002")
@@ -107,7 +107,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> Non
     assert resubmit(run, "7_3") == "8_3"
     assert sbatch.text == "#!/bin/bash\n# of the group\n"
     assert sbatch.argv[1:] == ["--dependency=afterany:7_3", "--array=3"]
-    assert read_job(run)["attempts"][-1]["job_id"] == "8_3"
+    assert read_job(run).attempts[-1].job_id == "8_3"
 
 
 def test_submitits_job_finds_its_pickle(tmp_path: Path, sbatch: Sbatch) -> None:
@@ -122,7 +122,7 @@ def test_submitits_job_finds_its_pickle(tmp_path: Path, sbatch: Sbatch) -> None:
     sbatch.answer = lambda: "9"
     assert resubmit(run, "8") == "9"
     assert (folder / "9_submitted.pkl").read_bytes() == b"pickle"
-    assert read_job(run)["attempts"][-1]["backend"] == "submitit"
+    assert read_job(run).attempts[-1].backend == "submitit"
 
 
 def test_a_refused_job_leaves_the_run_as_it_was(run: RunDir, sbatch: Sbatch) -> None:
@@ -134,7 +134,7 @@ def test_a_refused_job_leaves_the_run_as_it_was(run: RunDir, sbatch: Sbatch) -> 
         resubmit(run, "7")
     assert run.attempt_numbers() == [1]
     assert (run.attempts_dir / "latest").readlink() == Path("001")
-    assert len(read_job(run)["attempts"]) == 1
+    assert len(read_job(run).attempts) == 1
 
 
 def test_a_job_that_may_exist_keeps_its_attempt(run: RunDir, sbatch: Sbatch) -> None:

@@ -25,7 +25,7 @@ from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl, write_json
-from trainkit.run.record import AUTO_RESTART, add_slurm_entry, mark_cancelled
+from trainkit.run.record import AUTO_RESTART, AttemptRecord, add_slurm_attempt, mark_cancelled
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.states import JobState
 
@@ -39,7 +39,7 @@ def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:
 def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir, slurm: Slurm) -> None:
     # Seen with Slurm 22.05: one host cut off, and the daemon of the other, whose tasks were killed, away.
     slurm.lost = ("node2",)
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     said = (
         "srun: error: Node failure on node2",
         "srun: Job step aborted: Waiting up to 12 seconds for job step to finish.",
@@ -218,7 +218,7 @@ def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the daemon of its host has died, so that Slurm has put the job back into the queue."""
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert run.attempt_numbers() == [1]
     claim_attempt(run, "7")
     saves = """
@@ -245,7 +245,7 @@ time.sleep(60)
     assert [code for _, code in watch.outcome.exits] == [EXIT_STOPPED]
     assert log.read_text().splitlines()[-1] == "saved"
     assert watch.superseded_by is not None
-    assert watch.superseded_by["attempt"] == 2
+    assert watch.superseded_by.attempt == 2
     assert run.attempt_numbers() == [1, 2]
 
 
@@ -255,7 +255,7 @@ def test_a_superseded_command_that_exits_with_0_leaves_the_run(
     plan_file = run.attempt(1).plan_file
     write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
     watch = watch_of(run, monkeypatch)
-    watch.superseded_by = {"attempt": 2, "job_id": "8"}
+    watch.superseded_by = AttemptRecord(2, "8")
     watch.outcome.stop_signal, watch.outcome.exits = "SIGUSR2", [(0, 0)]
     monkeypatch.setattr(watch, "run", lambda: None)
     given = allocation.SlurmAllocation(run, "7", [])
@@ -279,7 +279,7 @@ def test_a_start_waits_for_room_on_the_disk(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.job.node.preflight.DISK_RETRY_S", 0.05)
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
 
     def take_later(run: RunDir, job_id: str, lock_timeout_s: float) -> AttemptDir | str:
@@ -316,7 +316,7 @@ def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(
 
 
 def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert supervise_job(run, ["/no/such/srun"]) == 1
     assert "No such file" in read_json(run.attempt(1).end_file)["reason"]
 
@@ -337,7 +337,7 @@ class TestHeldLocks:
         monkeypatch.setattr(held_lock, "requeue", slurm.requeue)
         for module in (held_lock, allocation):
             monkeypatch.setattr(module, "await_eviction", lambda: None)
-        add_slurm_entry(run, 1, "7", "submit", "sbatch")
+        add_slurm_attempt(run, 1, "7", "submit", "sbatch")
         shutil.copyfile(run.attempt(1).plan_file, run.plan_file)
 
     @pytest.fixture

@@ -28,7 +28,7 @@ def project(tmp_path: Path) -> Path:
 
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
     snapshot = take_snapshot(project / subfolder, run, {}, links=True)
-    write_json(run.job_file, {"code": snapshot.to_dict(), "attempts": []})
+    write_json(run.job_file, {"cwd": "/", "code": snapshot.to_dict(), "attempts": []})
 
 
 def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_lost_record_does_not_lose_the_outputs(project: Path, tmp_path: Path) 
 def test_without_a_snapshot_there_is_none(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    write_json(run.job_file, {"code": None, "attempts": []})
+    write_json(run.job_file, {"cwd": "/", "code": None, "attempts": []})
     assert prepare_work_folder(run) is None
 
 

@@ -27,7 +27,7 @@ from trainkit.observe.run_text import read_log
 from trainkit.observe.signatures import load_signatures
 from trainkit.run.end import WITHOUT_RECORD
 from trainkit.run.files import as_utc, write_json
-from trainkit.run.record import add_slurm_entry, create_job
+from trainkit.run.record import add_slurm_attempt, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -219,7 +219,7 @@ def test_an_attempt_that_never_started(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()
     create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
     found = newest(run, job=job)
     assert found.cause == "no known cause was found: the job ended before the supervisor began"
@@ -237,7 +237,7 @@ def test_a_start_that_failed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()
     create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     run.attempt(1).supervisor_log.write_text("bash: /venv/bin/activate: No such file or directory\n")
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", nodes="n[2-3]", exit_signal=9)
     found = newest(run, job=job)
@@ -269,7 +269,7 @@ def test_accounting_says_how_an_attempt_without_an_end_ended(
     create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
     for number in (1, 2):
         run.attempt(number).create()
-        add_slurm_entry(run, number, "7", "submit", "sbatch", started_at=as_utc(started(number)))
+        add_slurm_attempt(run, number, "7", "submit", "sbatch", started_at=as_utc(started(number)))
     # Slurm writes its start down before the supervisor does, by its own clock.
     words = {0: "FAILED", 1: "NODE_FAIL", 2: "PREEMPTED"}
     records = [accounting_line("7", word, start=NOON + 600 * number) for number, word in words.items()]

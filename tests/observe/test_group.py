@@ -20,7 +20,7 @@ from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.lock import run_lock
-from trainkit.run.record import add_slurm_entry, claim_entry
+from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -134,7 +134,7 @@ def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
     ended(run, "failed")
     with run_lock(run):
         run.attempt(2).create()
-        add_slurm_entry(run, 2, "99", "requeue", "sbatch")
+        add_slurm_attempt(run, 2, "99", "requeue", "sbatch")
     look = GroupFiles(group)
     assert look.open_ids == ["99", "12_1", "12_2", "12_3"]
     point = look.status({"99": JobInfo("99", JobState.PENDING)}, NOW).points[0]

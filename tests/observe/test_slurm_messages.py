@@ -13,7 +13,7 @@ from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.run.end import ACTIONS, WITHOUT_RECORD, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
-from trainkit.run.record import add_slurm_entry, create_job
+from trainkit.run.record import add_slurm_attempt, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -40,7 +40,7 @@ def job_of(folder: Path, *ends: dict[str, Any]) -> RunDir:
         attempt = run.attempt(number)
         attempt.create()
         time = as_utc(BEGIN + timedelta(seconds=60 * (number - 1)))
-        add_slurm_entry(run, number, "7", "comeback", "sbatch", started_at=time)
+        add_slurm_attempt(run, number, "7", "comeback", "sbatch", started_at=time)
         if end:
             write_json(attempt.end_file, end)
             if end is not NOT_RECORDED:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import read_json, read_jsonl
-from trainkit.run.record import newest_entry, read_job
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 T = TypeVar("T")
@@ -215,9 +215,9 @@ class Login:
 
     def job_id(self, run: RunDir) -> str:
         """The job of a run's newest attempt."""
-        entry = newest_entry(run)
+        entry = read_job(run).newest
         assert entry is not None
-        return str(entry["job_id"])
+        return entry.job_id
 
     def status(self, run: RunDir) -> dict[str, Any]:
         """What `trainkit status` says of a run."""
@@ -252,4 +252,4 @@ class Login:
         """All logs and attempts of a run, for the message of a failed test."""
         logs = sorted(run.attempts_dir.glob("*/logs/*.log"))
         texts = [f"--- {path}\n{path.read_text(errors='replace')}" for path in logs]
-        return "\n".join([json.dumps(read_job(run)["attempts"]), *texts])
+        return "\n".join([str(read_job(run).attempts), *texts])

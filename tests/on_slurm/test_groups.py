@@ -112,7 +112,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert [run.attempt_numbers() for run in runs.values()] == [[1], [1, 2], [1]]
     restarts = {index: login.cluster.job(f"{group.job_id}_{index}")["Restarts"] for index in runs}
     assert restarts == {3: "0", 4: "1", 5: "0"}
-    assert {entry["job_id"] for entry in read_job(runs[4])["attempts"]} == {f"{group.job_id}_4"}
+    assert {entry.job_id for entry in read_job(runs[4]).attempts} == {f"{group.job_id}_4"}
     assert login.trainkit("cancel", "small/3", "--wait").returncode == 0
     assert read_json(runs[3].attempt(1).end_file)["state"] == "cancelled"
     done = login.trainkit("cancel", "small", "--wait")

@@ -19,7 +19,7 @@ ONLY_BY_OTHER_JOBS = ("--time", "1", *settings("requeue.on=[timeout]"))
 
 def carried(run: RunDir) -> list[tuple[str, str]]:
     """(job, reason) of every attempt."""
-    return [(entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
+    return [(entry.job_id, entry.reason) for entry in read_job(run).attempts]
 
 
 def waits_for(login: Login, job_id: str) -> str:
@@ -39,18 +39,18 @@ def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login) -> Non
     login.wait_until_idle()
     for run, (_, second, third) in zip(runs, jobs, strict=True):
         assert login.cluster.job(third)["JobState"] == "CANCELLED"
-        assert read_job(run)["follow_ups"] == [second, third]
+        assert read_job(run).follow_ups == [second, third]
 
 
 def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
     """Kill it once its rank has started; the run's job, and the two that wait to follow it."""
     first = login.job_id(run)
-    second, third = read_job(run)["follow_ups"]
+    second, third = read_job(run).follow_ups
     assert waits_for(login, second) == f"afternotok:{first}(unfulfilled)"
     assert waits_for(login, third) == f"afternotok:{first}(unfulfilled),afternotok:{second}(unfulfilled)"
     login.wait_for_log(run, "attempt 1 rank 0")
     # Its supervisor is gone without a word: nobody is left who could bring the job back.
-    supervisor = str(read_job(run)["attempts"][0]["pid"])
+    supervisor = str(read_job(run).attempts[0].pid)
     beside = ["srun", f"--jobid={first}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"]
     login.run([*beside, "kill", "-KILL", supervisor])
     return first, second, third
@@ -58,7 +58,7 @@ def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
 
 def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
     run = login.submit(*settings("requeue.follow_ups=2", "resources.extra.hold=true"), "--", "true")
-    first, second = login.job_id(run), read_job(run)["follow_ups"][0]
+    first, second = login.job_id(run), read_job(run).follow_ups[0]
     login.run(["scancel", first], check=True)  # by hand: the next one stands in for it, and is held too
     wait_for(
         lambda: login.cluster.job(first)["JobState"] == "CANCELLED", "the first job's end", poll_s=ASK_SLURM_S
@@ -94,7 +94,7 @@ def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) ->
         assert _asked_of(login, second) == _asked_of(login, first)
     waits_for = login.cluster.job(login.job_id(after))["Dependency"]
     assert waits_for == f"afterok:{login.job_id(runs[0])}(unfulfilled)"
-    assert len(read_job(RunDir(group.path / "3"))["attempts"]) == 1  # the other task is left alone
+    assert len(read_job(RunDir(group.path / "3")).attempts) == 1  # the other task is left alone
     # Once more: what the new job is made of is complete.
     assert login.trainkit("requeue", str(runs[1].path)).returncode == 0
     login.wait_for_log(runs[1], "attempt 3 rank 0", attempt=3)

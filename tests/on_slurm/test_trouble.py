@@ -89,7 +89,7 @@ def test_what_slurm_never_took_is_submitted_again(login: Login, sbatch: FakeSbat
         printed, said = start.communicate(timeout=240)
         assert start.returncode == 0, said
         run = login.finish(RunDir(json.loads(printed)["run_dir"]))
-        assert len(read_job(run)["attempts"]) == 1
+        assert len(read_job(run).attempts) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,30 +1,31 @@
 import errno
 import os
 import subprocess
+from dataclasses import asdict
 
 import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import UsageError
 from trainkit.run.lock import run_lock
-from trainkit.run.process import Liveness, liveness, process_identity
-from trainkit.run.record import add_slurm_entry, claim_entry, open_attempt, read_job
+from trainkit.run.process import Liveness, ProcessId
+from trainkit.run.record import AttemptRecord, add_slurm_attempt, claim_entry, open_attempt, read_job
 from trainkit.run.rundir import RunDir
 
 
 def test_this_process_is_alive():
-    assert liveness(process_identity(os.getpid())) is Liveness.ALIVE
+    assert ProcessId.of(os.getpid()).liveness() is Liveness.ALIVE
 
 
 def test_process_that_ended_is_gone_even_before_it_is_reaped():
     with subprocess.Popen(["sleep", "600"]) as child:
-        identity = process_identity(child.pid)
+        identity = ProcessId.of(child.pid)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert liveness(identity) is Liveness.GONE
-    assert liveness(identity) is Liveness.GONE
+        assert identity.liveness() is Liveness.GONE
+    assert identity.liveness() is Liveness.GONE
     with pytest.raises(ProcessLookupError):
-        process_identity(child.pid)
+        ProcessId.of(child.pid)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,12 @@ def test_process_that_ended_is_gone_even_before_it_is_reaped():
     ],
 )
 def test_what_cannot_be_known_is_not_guessed(change, expected):
-    assert liveness({**process_identity(os.getpid()), **change}) is expected
+    assert AttemptRecord(**{**asdict(ProcessId.of(os.getpid())), **change}).liveness() is expected
 
 
 def test_damaged_job_file_is_no_attempts(tmp_path):
     (tmp_path / "job.json").write_text("{")
-    assert read_job(RunDir(tmp_path))["attempts"] == []
+    assert read_job(RunDir(tmp_path)).attempts == []
 
 
 def test_attempts_keep_their_own_config_and_plan(tmp_path):
@@ -64,7 +65,7 @@ def test_a_link_that_a_killed_command_left_behind_is_replaced(tmp_path):
 
 def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch):
     run = make_attempt(tmp_path / "run").run
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     before = run.job_file.read_text()
 
     def stale(path):
@@ -72,9 +73,9 @@ def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("trainkit.run.record.read_json", stale)
-        assert read_job(run)["attempts"] == []
+        assert read_job(run).attempts == []
         with pytest.raises(OSError, match="Stale"):
-            add_slurm_entry(run, 2, "7", "comeback", "sbatch")
+            add_slurm_attempt(run, 2, "7", "comeback", "sbatch")
         with pytest.raises(OSError, match="Stale"):
             claim_entry(run, 1, os.getpid())
     assert run.job_file.read_text() == before

@@ -61,9 +61,9 @@ def test_a_job_id_means_something_on_its_own_cluster(tmp_path: Path) -> None:
     file = tmp_path / "slurm.conf"
     file.write_text("ClusterName=west\n")
     here = {"SLURM_CONF": str(file)}
-    assert other_cluster({"cluster": "west"}, here) is None
-    assert other_cluster({"cluster": "east"}, here) == "east"
-    assert other_cluster({"cluster": "east"}, {**here, "SLURM_CLUSTERS": "east"}) is None
-    assert other_cluster({"cluster": "east"}, {**here, "SLURM_CLUSTERS": "north,east"}) is None
-    assert other_cluster({}, here) is None
-    assert other_cluster({"cluster": "east"}, {"PATH": ""}) is None
+    assert other_cluster("west", here) is None
+    assert other_cluster("east", here) == "east"
+    assert other_cluster("east", {**here, "SLURM_CLUSTERS": "east"}) is None
+    assert other_cluster("east", {**here, "SLURM_CLUSTERS": "north,east"}) is None
+    assert other_cluster(None, here) is None
+    assert other_cluster("east", {"PATH": ""}) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainkit.job.failed_starts import FailedStart, failed_starts, forget_start
-from trainkit.run.record import add_slurm_entry, create_job
+from trainkit.run.record import add_slurm_attempt, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -34,7 +34,7 @@ class Script:
         self.run.path.mkdir()
         self.run.attempt(1).create()
         create_job(self.run, backend="sbatch", name="x", cwd=str(folder), code=None)
-        add_slurm_entry(self.run, 1, "7", "submit", "sbatch")
+        add_slurm_attempt(self.run, 1, "7", "submit", "sbatch")
         self.folder = folder
         self.bin = folder / "bin"
         self.bin.mkdir()

@@ -12,7 +12,7 @@ from trainkit.control.run_registry import find_run, find_run_or_group, known_run
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.lock import run_lock
-from trainkit.run.record import add_slurm_entry
+from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
 
 POINTS: dict[int, dict[str, Any]] = {index: {"seed": index} for index in (3, 4)}
@@ -93,7 +93,7 @@ def test_a_point_that_was_started_again_is_known_by_its_new_job(
 ) -> None:
     run = find_run("12_4")
     with run_lock(run):
-        add_slurm_entry(run, 2, "99", "requeue", "sbatch")
+        add_slurm_attempt(run, 2, "99", "requeue", "sbatch")
     register(run, "group/4")
     for text in ("99", "12_4"):
         assert find_run(text).path == run.path

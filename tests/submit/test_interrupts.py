@@ -12,8 +12,8 @@ from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
 from trainkit.bench.run_bench import run_here
 from trainkit.run.end import KILLED, read_end
 from trainkit.run.files import write_json
-from trainkit.run.process import Liveness, liveness
-from trainkit.run.record import newest_entry
+from trainkit.run.process import Liveness
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit import local_backend
 from trainkit.submit.start import defer_sigint
@@ -88,9 +88,9 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     with pytest.raises(KeyboardInterrupt):
         run_here(bench, start, lambda item: steps.append("ended by itself"))
     assert steps == ["interrupted", "started"]
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     assert entry is not None
-    assert liveness(entry) is Liveness.GONE
+    assert entry.liveness() is Liveness.GONE
     end = read_end(run.attempt(1))
     assert end is not None
     assert (end["state"], end["reason"]) == ("cancelled", KILLED)

@@ -58,7 +58,10 @@ def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: 
             "samples_seen": 16 * step,
         }
         append_jsonl(run.metrics_file, record)
-    write_json(run.job_file, {"name": "small", "attempts": [{"attempt": 1, "host": "elsewhere", "pid": 1}]})
+    write_json(
+        run.job_file,
+        {"name": "small", "attempts": [{"attempt": 1, "job_id": "local-1", "host": "elsewhere", "pid": 1}]},
+    )
     ended = {"state": "finished", "action": "stopped", "exit_code": 0, "reason": "all ranks", "verdict": None}
     write_json(attempt.end_file, {**ended, "time": stamp(num_steps), **end})
 

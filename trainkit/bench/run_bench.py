@@ -32,7 +32,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.group import RunGroup
 from trainkit.run.lock import run_lock
 from trainkit.run.manifest import remove_all
-from trainkit.run.record import newest_entry
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit.start import defer_sigint
 
@@ -68,7 +68,7 @@ def _wait(run: RunDir) -> None:
     is_alive = liveness_probe(run)
     while not is_over(run, is_alive()):
         time.sleep(POLL_S)
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     if entry is not None:
         wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # or it would disturb the next run
 

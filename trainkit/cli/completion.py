@@ -51,7 +51,7 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
         if item.is_group:
             job_ids = [item.group.job_id]
         else:
-            job_ids = [entry.get("job_id") for entry in read_job(item.run)["attempts"]]
+            job_ids = [entry.job_id for entry in read_job(item.run).attempts]
         found.update({str(job_id): str(item.run.path) for job_id in job_ids if job_id is not None})
     return [CompletionItem(incomplete, type="dir"), *_starting(found, incomplete)]
 

@@ -20,7 +20,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
 from trainkit.run.end import read_end
-from trainkit.run.record import has_started, newest_entry
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 END_S = 3.0
@@ -42,7 +42,7 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
 
     for line in follow(run, attempt, _first_rank, poll):
         click.echo(line.text, err=to_stderr)
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     if entry is not None:
         # Otherwise the next command, for example `resume`, might find the supervisor still running.
         wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
@@ -128,7 +128,7 @@ def _end_soon(run: RunDir) -> dict[str, Any] | None:
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))
-        cancelled = "cancelled_at" in (newest_entry(run) or {})
+        cancelled = (read_job(run).newest or AttemptRecord()).is_cancelled
         if end is not None or not cancelled or time.monotonic() > deadline_s:
             return end
         time.sleep(0.05)
@@ -138,7 +138,7 @@ def print_end(run: RunDir) -> int:
     """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     end = _end_soon(run)
     if end is None:
-        if not has_started(newest_entry(run) or {}):
+        if not (read_job(run).newest or AttemptRecord()).has_started:
             shown = f"`trainkit status {quote(str(run.path))}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED

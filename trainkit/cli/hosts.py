@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
     from trainkit.job.node.static_rendezvous import HostLink, HostPlace
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import RunDir
 
 END_TIMEOUT_S = 60.0
@@ -42,7 +43,7 @@ def run_on_hosts(
     place: HostPlace,
     plan: LaunchPlan,
     facts: Mapping[str, Any],
-    start: Callable[[], tuple[RunDir, str, dict[str, Any]]],
+    start: Callable[[], tuple[RunDir, str, AttemptRecord]],
     is_new: bool,
 ) -> int:
     """Run this host's node of a run; returns the exit code, the same on every host.
@@ -68,7 +69,7 @@ def _run_first(
     place: HostPlace,
     plan: LaunchPlan,
     facts: Mapping[str, Any],
-    start: Callable[[], tuple[RunDir, str, dict[str, Any]]],
+    start: Callable[[], tuple[RunDir, str, AttemptRecord]],
     is_new: bool,
 ) -> int:
     from trainkit.cli.following import kept_terminal, print_end, show_rank_0
@@ -86,8 +87,8 @@ def _run_first(
     links = listener.await_hosts()
     try:
         run, name, entry = start()
-        attempt = run.attempt(entry["attempt"])
-        found = _announce(run, entry["attempt"], plan, place, links, is_new)
+        attempt = run.attempt(entry.attempt)
+        found = _announce(run, entry.attempt, plan, place, links, is_new)
     except TrainkitError as error:
         dismiss(links.values(), error)
         raise

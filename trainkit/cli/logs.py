@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -58,7 +59,7 @@ def command(
     from trainkit.job.failed_starts import batch_log
     from trainkit.observe.follow import LogTail, follow, start_of_last
     from trainkit.run.end import read_end
-    from trainkit.run.record import find_entry, has_started
+    from trainkit.run.record import read_job
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
@@ -69,11 +70,11 @@ def command(
     if following:
         for line in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
             click.echo(f"{line.source} | {line.text}" if named else line.text)
-    entry = find_entry(run, attempt.number) or {}
-    if following and has_started(entry):
+    entry = read_job(run).of_attempt(attempt.number) or AttemptRecord()
+    if following and entry.has_started:
         return EXIT_OK
     paths = [path for path in logs_of(attempt) if path.exists()]
-    if not paths and not has_started(entry) and (log := batch_log(run, str(entry["job_id"]))).exists():
+    if not paths and not entry.has_started and (log := batch_log(run, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
         paths = [log]
     if not paths:

@@ -168,8 +168,8 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
         print_started(copy, copy.name, entry, what.plan.backend, as_json)
         click.echo(f"{collect} when the job has ended", err=True)
         return EXIT_OK
-    click.echo(f"{copy.path}: job {entry['job_id']}", err=True)
-    code = follow_detachable(copy, entry["attempt"], to_stderr=True)
+    click.echo(f"{copy.path}: job {entry.job_id}", err=True)
+    code = follow_detachable(copy, entry.attempt, to_stderr=True)
     if code != EXIT_OK:
         click.echo(f"{collect} later", err=True)
         return code

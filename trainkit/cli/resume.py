@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import RunDir
 
 
@@ -133,7 +134,7 @@ def command(
         if place is not None:
             return _resume_on_hosts(source, loaded, plan, place, new_code)
         if fork is None:
-            run, name = source, str(read_job(source)["name"])
+            run, name = source, str(read_job(source).name)
             entry = resume_run(run, loaded.config, plan, new_code)
         else:
             checkpoint = newest_checkpoint_of(source)
@@ -148,7 +149,7 @@ def command(
         return EXIT_OK
     from trainkit.cli.following import follow_detachable
 
-    return follow_detachable(run, entry["attempt"], to_stderr=as_json)
+    return follow_detachable(run, entry.attempt, to_stderr=as_json)
 
 
 def _resume_on_hosts(
@@ -161,8 +162,8 @@ def _resume_on_hosts(
 
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
 
-    def start() -> tuple[RunDir, str, dict[str, Any]]:
-        return run, str(read_job(run)["name"]), resume_run(run, loaded.config, plan, new_code)
+    def start() -> tuple[RunDir, str, AttemptRecord]:
+        return run, str(read_job(run).name), resume_run(run, loaded.config, plan, new_code)
 
     facts = facts_of(loaded.config, plan, RUN=str(run.path), **{"--new-code": new_code})
     return run_on_hosts(place, plan, facts, start, is_new=False)

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainkit.job.node.slurm_step import SlurmTask
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.job.step_run import Announcement
+    from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import RunDir
 
 
@@ -94,7 +95,7 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     entry = start_run(run, loaded.config, plan, "run")
     forwarder.install()
     print_started(run, created.name, entry, plan.backend, as_json=False)
-    code = follow_run(run, entry["attempt"], to_stderr=False, on_poll=lambda: forwarder.forward(run))
+    code = follow_run(run, entry.attempt, to_stderr=False, on_poll=lambda: forwarder.forward(run))
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
 
 
@@ -114,7 +115,7 @@ def _run_on_hosts(request: ConfigRequest, run_dir: str | None, place: HostPlace)
     if place.node_rank == 0:
         click.echo(describe_plan(plan, loaded.config.name), err=True)
 
-    def start() -> tuple[RunDir, str, dict[str, Any]]:
+    def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
         return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
 
@@ -141,7 +142,7 @@ class _Forwarder:
     def forward(self, run: RunDir) -> None:
         """Forward the signals received since the last call."""
         from trainkit.control.jobs import signal_supervisor
-        from trainkit.run.record import newest_entry
+        from trainkit.run.record import read_job
 
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
@@ -152,7 +153,7 @@ class _Forwarder:
                     "\nstopping immediately" if again else "\nsaving; Ctrl-C again stops immediately",
                     err=True,
                 )
-            entry = newest_entry(run)
+            entry = read_job(run).newest
             if entry is not None:
                 signal_supervisor(entry, number)
 
@@ -238,4 +239,4 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
     entry = start_step_attempt(created.run, loaded.config, plan, task)
     click.echo(str(created.run.path))
-    return Announcement(created.run, entry["attempt"])
+    return Announcement(created.run, entry.attempt)

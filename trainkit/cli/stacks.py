@@ -93,7 +93,7 @@ def _running_attempt(run: RunDir) -> AttemptDir:
         raise UsageError(
             f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` shows how it ended"
         )
-    attempt = run.attempt(entry["attempt"])
+    attempt = run.attempt(entry.attempt)
     if not any(attempt.logs_dir.glob("rank-*.log")):
         raise UsageError(
             f"no rank of attempt {attempt.number} of {run.path} has been started yet",

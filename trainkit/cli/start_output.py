@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RunDir
 
 
@@ -24,7 +25,7 @@ def print_copied(code: dict[str, Any] | None) -> None:
 def print_started(
     run: RunDir,
     name: str,
-    entry: dict[str, Any],
+    entry: AttemptRecord,
     backend: str,
     as_json: bool,
     warnings: Sequence[str] | None = None,
@@ -34,10 +35,10 @@ def print_started(
     JSON includes the `warnings` of the plan, if there is a new one.
     """
     if as_json:
-        facts = {"job_id": entry["job_id"], "attempt": entry["attempt"], "backend": backend}
+        facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
         if warnings is not None:
             facts["warnings"] = list(warnings)
         click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))
     else:
         click.echo(str(run.path))
-        click.echo(entry["job_id"])
+        click.echo(entry.job_id)

@@ -115,7 +115,7 @@ def command(
     if follow:
         from trainkit.cli.following import follow_detachable
 
-        return follow_detachable(created.run, entry["attempt"], to_stderr=as_json)
+        return follow_detachable(created.run, entry.attempt, to_stderr=as_json)
     shown = quote(str(created.run.path))
     click.echo(f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it", err=True)
     return EXIT_OK

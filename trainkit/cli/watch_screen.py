@@ -229,8 +229,8 @@ class RunScreen(ReadingScreen):
 
         entry, is_started = requeue_run(self.run_dir)
         if is_started:
-            return f"started attempt {entry['attempt']} as {entry['job_id']}"
-        return f"{entry['job_id']} is saving and will be requeued"
+            return f"started attempt {entry.attempt} as {entry.job_id}"
+        return f"{entry.job_id} is saving and will be requeued"
 
 
 class ListScreen(ReadingScreen):

@@ -32,7 +32,7 @@ from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.lock import run_lock
-from trainkit.run.record import mark_cancelled, newest_entry
+from trainkit.run.record import mark_cancelled, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
@@ -69,14 +69,14 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
             # First, because the end of this job would start its follow-up jobs.
-            cancel_follow_ups(run, keep=str(entry["job_id"]))
+            cancel_follow_ups(run, keep=entry.job_id)
             if now:
                 kill(run, entry)
             else:
                 outcome = signal_job(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, now)
-    job_id = entry["job_id"]
+    job_id = entry.job_id
     if now:
         return _run_result(run, job_id, "cancelled", f"killed {job_id}")
     if outcome == "cancelled":
@@ -115,7 +115,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
             f"cannot tell whether {group.path} was submitted: {group.sweep_file} has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    require_this_cluster({**group.record, "job_id": array})
+    require_this_cluster(group.record.get("cluster"), array)
     points = GroupFiles(group)
     jobs = query_jobs(points.open_ids)
     status = points.status(jobs, datetime.now(timezone.utc))
@@ -180,7 +180,7 @@ def _cancel_points(
         if running:
             send_signal(jobs, "TERM", Receiver.STEPS)
     for run in created:
-        entry = newest_entry(run)
+        entry = read_job(run).newest
         # These have no supervisor left to write the end of the attempt.
         if entry is not None and (now or int(run.name) in pending):
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
@@ -190,10 +190,10 @@ def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
     """(job id, step id) of the ranks of each run whose rendezvous is done."""
     found = []
     for run in runs:
-        entry = newest_entry(run)
+        entry = read_job(run).newest
         step_id = None if entry is None else step_of(run, entry)
         if entry is not None and step_id is not None:
-            found.append((str(entry["job_id"]), step_id))
+            found.append((entry.job_id, step_id))
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from shlex import quote
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.job.processes import descendants
@@ -24,16 +24,13 @@ from trainkit.run.events import log_event
 from trainkit.run.files import parse_time, read_json, utc_now, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.process import Liveness
-from trainkit.run.process import liveness as local_liveness
 from trainkit.run.record import (
-    add_slurm_entry,
-    find_entry,
+    AttemptRecord,
+    add_slurm_attempt,
     is_exiting,
-    is_slurm,
-    newest_entry,
+    read_job,
     set_follow_ups,
     submission_token,
-    waiting_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.conf_file import cluster_name, other_cluster
@@ -56,30 +53,29 @@ JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs; None when Slurm does not answer."""
 
 
-def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
+def slurm_job(entry: AttemptRecord) -> JobInfo | None:
     """Slurm's information about the job of an entry; None when Slurm no longer knows it.
 
     Raises UsageError for a job on a cluster that cannot be queried from here.
     """
-    require_this_cluster(entry)
-    job_id = str(entry["job_id"])
-    return query_jobs([job_id]).get(job_id)
+    require_this_cluster(entry.cluster, entry.job_id)
+    return query_jobs([entry.job_id]).get(entry.job_id)
 
 
-def require_this_cluster(record: Mapping[str, Any]) -> None:
-    """Raise UsageError when the job of a record is on a cluster that cannot be queried from here."""
-    cluster = other_cluster(record)
+def require_this_cluster(named: str | None, job_id: str | None) -> None:
+    """Raise UsageError when a job is on a cluster that cannot be queried from here."""
+    cluster = other_cluster(named)
     if cluster is not None:
         raise UsageError(
-            f"job {record['job_id']} is on the cluster {cluster}, but this is {cluster_name()}",
+            f"job {job_id} is on the cluster {cluster}, but this is {cluster_name()}",
             hint=f"log in to {cluster}, or `export SLURM_CLUSTERS={quote(cluster)}`",
         )
 
 
-def liveness(entry: Mapping[str, Any]) -> Liveness:
+def liveness(entry: AttemptRecord) -> Liveness:
     """Whether the job of an entry is running or pending; UNKNOWN when this host cannot tell."""
-    if not is_slurm(entry):
-        return local_liveness(entry)
+    if not entry.is_slurm:
+        return entry.liveness()
     job = slurm_job(entry)
     # A job that squeue does not list is not running, whatever accounting says.
     return Liveness.ALIVE if in_queue(job) else Liveness.GONE
@@ -113,7 +109,7 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
     run, status = attempt.run, JobStatus(False)
     if attempt.number == run.attempt_numbers()[-1]:
         status = query_job_status([run], warn)[0]
-    entry = find_entry(run, attempt.number)
+    entry = read_job(run).of_attempt(attempt.number)
     end = read_end(attempt)
     if entry is None or not (end is None or is_guessed(end)):
         return status
@@ -122,15 +118,15 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
     return replace(status, job=_ended_start(entry, warn) or status.job)
 
 
-def _ended_start(entry: Mapping[str, Any], warn: Callable[[str], None]) -> JobInfo | None:
+def _ended_start(entry: AttemptRecord, warn: Callable[[str], None]) -> JobInfo | None:
     """The start of a Slurm job that ran an attempt, once it is over: each requeue begins another one."""
-    began = parse_time(entry.get("started_at"))
-    if began is None or not is_slurm(entry) or other_cluster(entry):
+    began = parse_time(entry.started_at)
+    if began is None or not entry.is_slurm or other_cluster(entry.cluster):
         return None
     try:
-        starts = query_starts(str(entry["job_id"]))
+        starts = query_starts(entry.job_id)
     except TrainkitError as error:
-        warn(f"{error.message}: how Slurm ended attempt {entry['attempt']} is unknown")
+        warn(f"{error.message}: how Slurm ended attempt {entry.attempt} is unknown")
         return None
     for job in reversed(starts):
         if job.start_time and job.start_time <= began + CLOCK_SKEW:
@@ -144,12 +140,15 @@ def _ended_start(entry: Mapping[str, Any], warn: Callable[[str], None]) -> JobIn
 
 def open_job_ids(runs: Iterable[RunDir]) -> list[str]:
     """The newest Slurm job and the pending follow-up jobs of each run that has not recorded its end."""
-    pairs = ((run, newest_entry(run)) for run in runs)
+    pairs = ((run, read_job(run).newest) for run in runs)
     return [
         job_id
         for run, entry in pairs
-        if entry is not None and is_slurm(entry) and not is_exiting(run, entry) and not other_cluster(entry)
-        for job_id in (str(entry["job_id"]), *waiting_follow_ups(run))
+        if entry is not None
+        and entry.is_slurm
+        and not is_exiting(run, entry)
+        and not other_cluster(entry.cluster)
+        for job_id in (entry.job_id, *read_job(run).waiting)
     ]
 
 
@@ -164,58 +163,56 @@ def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[st
 
 def job_statuses(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> list[JobStatus]:
     """The job status of each run; `jobs` is the result of `query_known_jobs`."""
-    return [_job_status(run, newest_entry(run), jobs) for run in runs]
+    return [_job_status(run, read_job(run).newest, jobs) for run in runs]
 
 
-def _job_status(
-    run: RunDir, entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None
-) -> JobStatus:
+def _job_status(run: RunDir, entry: AttemptRecord | None, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
     if entry is None:
         return JobStatus(None)
-    if not is_slurm(entry):
-        return JobStatus(ALIVE[local_liveness(entry)])
-    if jobs is None or other_cluster(entry):
+    if not entry.is_slurm:
+        return JobStatus(ALIVE[entry.liveness()])
+    if jobs is None or other_cluster(entry.cluster):
         return JobStatus(None)
-    job = jobs.get(str(entry["job_id"]))
+    job = jobs.get(entry.job_id)
     if not in_queue(job):
         # `jobs` has no follow-ups of a run that recorded its end.
-        job = next((item for item in map(jobs.get, waiting_follow_ups(run)) if in_queue(item)), job)
+        job = next((item for item in map(jobs.get, read_job(run).waiting) if in_queue(item)), job)
     return JobStatus(in_queue(job), job)
 
 
-def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
+def live_entry(run: RunDir, command: str) -> AttemptRecord | None:
     """The newest attempt's entry if its job is alive, None if it has ended or is about to exit.
 
     `command` is the subcommand to suggest in the UsageError that is raised when this host cannot tell.
     """
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     if entry is None:
         return None
-    if not is_slurm(entry):
+    if not entry.is_slurm:
         return _live_local_entry(run, entry, command)
     if is_exiting(run, entry):
         return None
     return entry if liveness(entry) is Liveness.ALIVE else _follow_up_entry(run, entry)
 
 
-def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[str, Any] | None:
+def _live_local_entry(run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
     if is_exiting(run, entry):
         # The supervisor is about to exit and ignores signals.
         _wait_until_process_gone(entry, SUPERVISOR_EXIT_S)
-    state = local_liveness(entry)
+    state = entry.liveness()
     if state is Liveness.UNKNOWN:
         raise UsageError(
-            f"cannot tell from here whether {run.path} is running: it was started on {entry.get('host')}",
+            f"cannot tell from here whether {run.path} is running: it was started on {entry.host}",
             hint=f"run `trainkit {command} {quote(str(run.path))}` on that host",
         )
     return entry if state is Liveness.ALIVE else None
 
 
-def _follow_up_entry(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
+def _follow_up_entry(run: RunDir, entry: AttemptRecord) -> AttemptRecord | None:
     """The entry of an ended job's attempt, with the id of a follow-up job in the queue; None without one."""
-    waiting = waiting_follow_ups(run)
+    waiting = read_job(run).waiting
     jobs = query_jobs(waiting)
-    return next(({**entry, "job_id": job_id} for job_id in waiting if in_queue(jobs.get(job_id))), None)
+    return next((replace(entry, job_id=job_id) for job_id in waiting if in_queue(jobs.get(job_id))), None)
 
 
 def recover_job_id(run: RunDir) -> None:
@@ -224,18 +221,22 @@ def recover_job_id(run: RunDir) -> None:
     Adds it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
     attempt = run.attempt(max(run.attempt_numbers(), default=0))
-    if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
+    if (
+        not attempt.script_file.exists()
+        or attempt.end_file.exists()
+        or read_job(run).of_attempt(attempt.number)
+    ):
         return
     written = attempt.script_file.stat().st_mtime
     job_id = find_by_token(submission_token(run, attempt.number), since=written)
     if job_id is not None:
         backend = str(read_json(attempt.plan_file)["backend"])
-        add_slurm_entry(run, attempt.number, job_id, "submit", backend)
+        add_slurm_attempt(run, attempt.number, job_id, "submit", backend)
 
 
 def recover_group_job_id(group: RunGroup) -> str | None:
     """The job id of a group's array, looked up by its token if its submission was never acknowledged."""
-    if group.job_id is None and other_cluster(group.record) is None:
+    if group.job_id is None and other_cluster(group.record.get("cluster")) is None:
         written = group.script_file.stat().st_mtime
         found = find_by_token(submission_token(RunDir(group.path), 1), since=written)
         if found is not None:
@@ -249,7 +250,7 @@ def require_not_running(run: RunDir, command: str) -> None:
     entry = live_entry(run, command)
     if entry is not None:
         raise UsageError(
-            f"{run.path} is running as {entry['job_id']}",
+            f"{run.path} is running as {entry.job_id}",
             hint=f"`trainkit cancel {quote(str(run.path))}` ends it; "
             f"`trainkit requeue {quote(str(run.path))}` saves and starts it again",
         )
@@ -278,8 +279,8 @@ def lingering_job(run: RunDir) -> JobInfo | None:
 
     None if Slurm does not answer. Raises UsageError for a job on a cluster that cannot be queried from here.
     """
-    entry = newest_entry(run)
-    if entry is None or not is_slurm(entry) or not is_exiting(run, entry):
+    entry = read_job(run).newest
+    if entry is None or not entry.is_slurm or not is_exiting(run, entry):
         return None
     try:
         job = slurm_job(entry)
@@ -289,40 +290,40 @@ def lingering_job(run: RunDir) -> JobInfo | None:
     return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
-def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
+def signal_job(run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
     """Ask a job to save and exit (SIGTERM) or to save and requeue (SIGUSR2).
 
     Returns ``signalled``, or for a pending job ``cancelled`` or ``waiting``.
     """
-    if not is_slurm(entry):
+    if not entry.is_slurm:
         signal_supervisor(entry, number)
         return "signalled"
     job = slurm_job(entry)
     if job is not None and job.state.is_waiting:
         if number == signal.SIGUSR2:
             return "waiting"
-        cancel([str(entry["job_id"])])
+        cancel([entry.job_id])
         write_cancelled(run, entry, "cancelled before it started")
         return "cancelled"
     # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
     sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
-    send_signal([str(entry["job_id"])], sent.name, Receiver.STEPS)
+    send_signal([entry.job_id], sent.name, Receiver.STEPS)
     return "signalled"
 
 
-def signal_supervisor(entry: Mapping[str, Any], number: signal.Signals) -> None:
+def signal_supervisor(entry: AttemptRecord, number: signal.Signals) -> None:
     """Send a signal to the supervisor of a local run, unless it has already exited."""
-    if local_liveness(entry) is Liveness.ALIVE:
+    if entry.pid is not None and entry.liveness() is Liveness.ALIVE:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(entry["pid"], number)
+            os.kill(entry.pid, number)
 
 
-def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
+def kill(run: RunDir, entry: AttemptRecord) -> None:
     """Kill a job immediately, without saving, and record its end."""
-    if not is_slurm(entry):
+    if not entry.is_slurm:
         _kill_processes(run, entry)
         return
-    job_id, step_id = str(entry["job_id"]), step_of(run, entry)
+    job_id, step_id = entry.job_id, step_of(run, entry)
     if step_id is not None:
         # Before scancel, whose SIGTERM would make the ranks start to save.
         with contextlib.suppress(UsageError):
@@ -331,37 +332,38 @@ def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
     write_cancelled(run, entry, KILLED)
 
 
-def _kill_processes(run: RunDir, entry: Mapping[str, Any]) -> None:
+def _kill_processes(run: RunDir, entry: AttemptRecord) -> None:
     """Send SIGKILL to the supervisor and all its descendants, and write end.json in its place."""
-    for pid in (entry["pid"], *descendants(entry["pid"])):
+    assert entry.pid is not None, entry
+    for pid in (entry.pid, *descendants(entry.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     if not _wait_until_process_gone(entry, KILL_TIMEOUT_S):
         raise TrainkitError(
-            f"{entry['job_id']} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
-            hint=f"`ps -o pid,stat,wchan {entry['pid']}` shows what it waits for",
+            f"{entry.job_id} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
+            hint=f"`ps -o pid,stat,wchan {entry.pid}` shows what it waits for",
         )
     try:
         write_cancelled(run, entry, KILLED)
     except OSError as error:
-        message = f"{entry['job_id']} was killed, but that could not be recorded ({error})"
+        message = f"{entry.job_id} was killed, but that could not be recorded ({error})"
         raise TrainkitError(message) from None
 
 
-def step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
+def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
     """The id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
-    if "step_id" in entry:
-        return str(entry["step_id"])
+    if entry.step_id is not None:
+        return entry.step_id
     try:
-        found = str(read_json(run.attempt(entry["attempt"]).rendezvous_file)["step_id"])
+        found = str(read_json(run.attempt(entry.attempt).rendezvous_file)["step_id"])
     except (OSError, ValueError, KeyError):
         return None
     return found
 
 
-def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
+def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
     """Record the end of an attempt whose supervisor cannot do so itself."""
-    attempt = run.attempt(entry["attempt"])
+    attempt = run.attempt(entry.attempt)
     end = {
         "state": "cancelled",
         "action": "stopped",
@@ -374,9 +376,9 @@ def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
     log_event(run, attempt.number, "stopped", state="cancelled", exit_code=137, reason=reason)
 
 
-def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> bool:
+def wait_until_gone(run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
     """Wait until the job has ended; False if it is still alive after `timeout_s`."""
-    if not is_slurm(entry):
+    if not entry.is_slurm:
         return _wait_until_process_gone(entry, timeout_s)
     deadline_s = time.monotonic() + timeout_s
     while not is_exiting(run, entry) and liveness(entry) is Liveness.ALIVE:
@@ -386,9 +388,9 @@ def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> 
     return True
 
 
-def _wait_until_process_gone(entry: Mapping[str, Any], timeout_s: float) -> bool:
+def _wait_until_process_gone(entry: AttemptRecord, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
-    while local_liveness(entry) is Liveness.ALIVE:
+    while entry.liveness() is Liveness.ALIVE:
         if time.monotonic() > deadline_s:
             return False
         time.sleep(LOCAL_POLL_S)
@@ -407,12 +409,12 @@ def liveness_probe(
 
     def probe() -> bool | None:
         nonlocal queried_s, alive, notified
-        entry = newest_entry(run)
+        entry = read_job(run).newest
         if entry is None:
             return None
-        if not is_slurm(entry):
-            return ALIVE[local_liveness(entry)]
-        if other_cluster(entry):
+        if not entry.is_slurm:
+            return ALIVE[entry.liveness()]
+        if other_cluster(entry.cluster):
             return None
         is_pending = notified != "" or alive is None
         interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
@@ -423,7 +425,7 @@ def liveness_probe(
             job = slurm_job(entry)
             alive = in_queue(job)
             if not alive and not is_exiting(run, entry):
-                follow_ups = filter(in_queue, query_jobs(waiting_follow_ups(run)).values())
+                follow_ups = filter(in_queue, query_jobs(read_job(run).waiting).values())
                 job = next(follow_ups, job)
                 alive = in_queue(job)
         except SlurmError as error:
@@ -445,7 +447,7 @@ def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
 
     Raises SlurmUnreachable.
     """
-    waiting = [job_id for job_id in waiting_follow_ups(run) if job_id != keep]
+    waiting = [job_id for job_id in read_job(run).waiting if job_id != keep]
     if waiting:
         cancel_waiting(waiting)
         set_follow_ups(run, [])

@@ -20,7 +20,7 @@ from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.run.files import read_json
 from trainkit.run.manifest import newest_intact, published
-from trainkit.run.record import is_exiting, is_slurm, newest_entry, read_job
+from trainkit.run.record import is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.conf_file import cluster_name
 
@@ -124,8 +124,8 @@ def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
 
     Raises SlurmUnreachable, and UsageError for a job on a cluster that cannot be queried from here.
     """
-    entry = newest_entry(run)
-    if entry is None or not is_slurm(entry) or is_exiting(run, entry):
+    entry = read_job(run).newest
+    if entry is None or not entry.is_slurm or is_exiting(run, entry):
         return []
     return note_bad_hosts(run, slurm_job(entry), cluster_name() or "", warn)
 
@@ -138,10 +138,10 @@ def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
     `takes_new_code` is not set.
     """
     job, here = read_job(run), Path.cwd()
-    submitted = Path(str(job.get("cwd") or here))
+    submitted = Path(job.cwd or here)
     if not submitted.is_dir():
         submitted = here
-    code = None if takes_new_code else job.get("code")
+    code = None if takes_new_code else job.code
     os.chdir(submitted)
     try:
         yield submitted if code is None else Path(str(code["workdir"]))

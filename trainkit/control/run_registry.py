@@ -147,7 +147,7 @@ def _known(folder: Path, name: str | None = None, time: str | None = None) -> Kn
         if group.exists():
             return KnownRun(run, name or run.name, time or _modified_at(group.sweep_file), is_group=True)
         if run.exists():
-            return KnownRun(run, name or str(read_job(run)["name"]), time or _modified_at(run.config_file))
+            return KnownRun(run, name or str(read_job(run).name), time or _modified_at(run.config_file))
     except OSError:
         pass  # another user's run, or an unavailable disk: skip only this one
     return None
@@ -283,7 +283,7 @@ def _has_job(known: KnownRun, job_id: str) -> bool:
     if known.is_group:
         return is_job_id(job_id) and known.group.job_id == base_id(job_id)
     job = read_job(known.run)
-    return job_id in [*(entry.get("job_id") for entry in job["attempts"]), *(job.get("follow_ups") or [])]
+    return job_id in [*(entry.job_id for entry in job.attempts), *(job.follow_ups or [])]
 
 
 def _closest_name_hint(text: str, known: Sequence[KnownRun]) -> str:

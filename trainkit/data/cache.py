@@ -16,13 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.data.dataset_file import (
-    LAYOUT_VERSION,
-    VAL,
-    check_shard_sizes,
-    is_dataset,
-    read_dataset_file,
-)
+from trainkit.data.dataset_file import LAYOUT_VERSION, VAL, check_shard_sizes, is_dataset, read_dataset_file
 from trainkit.data.mixture import components
 from trainkit.data.sources import (
     STDLIB,

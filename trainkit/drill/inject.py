@@ -29,7 +29,7 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.lock import run_lock
 from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.process import Liveness
-from trainkit.run.record import mark_cancelled, newest_entry
+from trainkit.run.record import mark_cancelled, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import kill_step, requeue, run_step
 
@@ -149,7 +149,7 @@ class SlurmFaultInjector:
         return self._kill_where(f"RANK={rank}")
 
     def kill_node(self, node_rank: int) -> bool:
-        entry = newest_entry(self.run)
+        entry = read_job(self.run).newest
         step_id = None if entry is None else step_of(self.run, entry)
         # The step id leaves out the batch shell, whose SLURM_NODEID is meaningless.
         return step_id is not None and self._kill_where(
@@ -157,19 +157,19 @@ class SlurmFaultInjector:
         )
 
     def kill_ranks(self) -> bool:
-        entry = newest_entry(self.run)
+        entry = read_job(self.run).newest
         step_id = None if entry is None else step_of(self.run, entry)
         if entry is None or step_id is None:
             return False
-        kill_step(str(entry["job_id"]), step_id)
+        kill_step(entry.job_id, step_id)
         return True
 
     def _kill_where(self, *words: str) -> bool:
-        entry = newest_entry(self.run)
+        entry = read_job(self.run).newest
         job = None if entry is None else slurm_job(entry)
         if entry is None or job is None or not job.num_nodes:
             return False
-        own = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry['attempt']}"]
+        own = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry.attempt}"]
         environ = {
             name: value
             for name, value in os.environ.items()
@@ -186,7 +186,7 @@ def injector_for(run: RunDir, backend: str) -> FaultInjector:
 
 def notify(run: RunDir) -> bool:
     """Signal a run to save and requeue; False if it is no longer running."""
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     return entry is not None and signal_job(run, entry, signal.SIGUSR2) == "signalled"
 
 
@@ -195,10 +195,10 @@ def requeue_job(run: RunDir) -> bool:
 
     Raises SlurmRefused if this cluster does not allow it.
     """
-    entry = newest_entry(run)
+    entry = read_job(run).newest
     if entry is None:
         return False
-    requeue(str(entry["job_id"]))
+    requeue(entry.job_id)
     return True
 
 
@@ -214,7 +214,7 @@ def kill_job(run: RunDir) -> bool:
             return False
         mark_cancelled(run, now=True)
         # First, because the end of this job would start its follow-up jobs.
-        cancel_follow_ups(run, keep=str(entry["job_id"]))
+        cancel_follow_ups(run, keep=entry.job_id)
         kill(run, entry)
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S

@@ -12,7 +12,7 @@ from trainkit.observe.follow import LogTail, is_over
 from trainkit.run.end import read_end
 from trainkit.run.files import parse_record
 from trainkit.run.manifest import partials, published
-from trainkit.run.record import is_slurm, newest_entry
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
@@ -101,10 +101,10 @@ class RunWatch:
 
     def _is_in_queue(self) -> bool:
         """Whether the run's job is pending; asked only after `patience_s` without progress."""
-        entry = newest_entry(self.run)
+        entry = read_job(self.run).newest
         self._progress_s = time.monotonic()
         try:
-            job = slurm_job(entry) if entry is not None and is_slurm(entry) else None
+            job = slurm_job(entry) if entry is not None and entry.is_slurm else None
         except SlurmUnreachable as error:
             self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
             return True  # asked again after `patience_s`

@@ -51,14 +51,11 @@ from trainkit.run.files import read_json
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
-    add_entry,
-    describe_superseded,
-    find_entry,
+    add_attempt,
     is_cancelled,
-    newest_entry,
+    read_job,
     reopen_attempt,
-    superseding_entry,
-    waiting_follow_ups,
+    superseded_by,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import QUERY_PATIENCE_S
@@ -92,8 +89,8 @@ class Allocation:
     def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
         """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
         with run_lock(self.run, self.lock_timeout_s):
-            if (newer := superseding_entry(attempt)) is not None:
-                return describe_superseded(newer)
+            if (newer := superseded_by(attempt)) is not None:
+                return newer.takeover
             if is_cancelled(attempt):
                 return "cancelled before the restart"
             following = reopen_attempt(attempt)
@@ -155,8 +152,8 @@ class LocalAllocation(Allocation):
     def claim(self) -> AttemptDir | int:
         # The command that started this process holds the lock until it has recorded the attempt.
         with run_lock(self.run):
-            entry = find_entry(self.run, self.number)
-        if entry is None or (entry["pid"], entry["host"]) != (os.getpid(), os.uname().nodename):
+            entry = read_job(self.run).of_attempt(self.number)
+        if entry is None or (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
             log_line(
                 f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
                 " interrupted"
@@ -165,11 +162,11 @@ class LocalAllocation(Allocation):
         return self.run.attempt(self.number)
 
     def register(self, attempt: AttemptDir) -> str:
-        return str(add_entry(self.run, attempt.number, os.getpid(), AUTO_RESTART)["job_id"])
+        return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        entry = newest_entry(self.run)
-        port = choose_port(str(entry and entry["job_id"]), attempt.number)
+        entry = read_job(self.run).newest
+        port = choose_port(str(entry and entry.job_id), attempt.number)
         return LocalAttemptWatch(attempt, plan, port)
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
@@ -351,7 +348,7 @@ class SlurmAllocation(Allocation):
             restart=is_ours and len(self.good_hosts) >= plan.num_nodes and self.has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
-            follow_up=bool(waiting_follow_ups(self.run)),
+            follow_up=bool(read_job(self.run).waiting),
             unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
 
@@ -394,9 +391,9 @@ class SlurmAllocation(Allocation):
     def _requeue(self, plan: LaunchPlan) -> None:
         """Requeue the job, unless Slurm is already requeuing it, and exclude bad hosts."""
         if not self.is_being_requeued:
-            newest = newest_entry(self.run)
-            if newest is not None and newest["job_id"] != self.job_id:
-                raise TrainkitError(f"job {newest['job_id']} has taken the run over")
+            newest = read_job(self.run).newest
+            if newest is not None and newest.job_id != self.job_id:
+                raise TrainkitError(f"job {newest.job_id} has taken the run over")
             if self.was_cancelled_meanwhile():
                 raise TrainkitError("it was cancelled meanwhile")
             requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
@@ -435,7 +432,7 @@ class SlurmAllocation(Allocation):
 
         A start of the job that already runs elsewhere is left alone.
         """
-        waiting, completing = waiting_follow_ups(self.run), []
+        waiting, completing = read_job(self.run).waiting, []
         if self.is_queued:
             waiting.append(self.job_id)
         elif self.is_completing and self.is_being_requeued:

@@ -13,7 +13,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.sweep import changed
 from trainkit.run.events import log_event
 from trainkit.run.group import Point, RunGroup, group_of
-from trainkit.run.record import add_slurm_entry, create_job, open_attempt
+from trainkit.run.record import add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import RunDir
 
 
@@ -89,5 +89,5 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
     log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
     attempt.supervisor_log.symlink_to(log)
     known = {key: record[key] for key in ("submitted_at", "cancelled_at", "cluster") if record.get(key)}
-    add_slurm_entry(stage, attempt.number, job_id, "submit", str(record["backend"]), **known)
+    add_slurm_attempt(stage, attempt.number, job_id, "submit", str(record["backend"]), **known)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")

@@ -37,7 +37,7 @@ from trainkit.run.files import (
     write_json,
 )
 from trainkit.run.manifest import published
-from trainkit.run.record import find_entry, is_cancelled, is_cancelled_now, num_auto_restarts, read_job
+from trainkit.run.record import AttemptRecord, is_cancelled, is_cancelled_now, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -102,13 +102,13 @@ def close_dead_attempts(
     `is_down` tells whether a host is down now; if it is not, the job may have been preempted without grace
     time.
     """
-    entries = read_job(attempt.run)["attempts"]
-    job_ids = {entry["job_id"] for entry in entries if entry["attempt"] == attempt.number}
+    entries = read_job(attempt.run).attempts
+    job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
     refusal = None
     for entry in entries:
-        dead = attempt.run.attempt(entry["attempt"])
-        if dead.number < attempt.number and entry["job_id"] in job_ids and not dead.end_file.exists():
-            host = str(entry.get("node") or "")
+        dead = attempt.run.attempt(entry.attempt)
+        if dead.number < attempt.number and entry.job_id in job_ids and not dead.end_file.exists():
+            host = str(entry.node or "")
             previous = [one for number, one in previous_attempts(attempt) if number < dead.number]
             lost_host = host if host and is_down(host) else None
             # A lost host also explains the errors of ranks on other hosts.
@@ -205,7 +205,7 @@ def previous_failures(attempt: AttemptDir) -> list[dict[str, Any]]:
 def _earlier(attempt: AttemptDir) -> list[AttemptDir]:
     run = attempt.run
     earlier = [number for number in run.attempt_numbers() if number < attempt.number]
-    return [run.attempt(number) for number in earlier[len(earlier) - num_auto_restarts(run) :]]
+    return [run.attempt(number) for number in earlier[len(earlier) - read_job(run).num_auto_restarts :]]
 
 
 def _previous(attempt: AttemptDir) -> PreviousAttempt:
@@ -260,10 +260,10 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
 
 def _duration_s(attempt: AttemptDir) -> float:
     """Seconds that an attempt has run; for an earlier attempt, until the last write to its logs."""
-    entry = find_entry(attempt.run, attempt.number) or {}
+    entry = read_job(attempt.run).of_attempt(attempt.number) or AttemptRecord()
     is_newest = attempt.number == max(attempt.run.attempt_numbers())
     end = datetime.now(timezone.utc) if is_newest else last_log_write(attempt)
-    return seconds_between(entry.get("started_at") or entry.get("submitted_at"), end) or 0.0
+    return seconds_between(entry.started_at or entry.submitted_at, end) or 0.0
 
 
 def last_log_write(attempt: AttemptDir) -> datetime | None:

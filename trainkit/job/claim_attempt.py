@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from shlex import quote
-from typing import Any
 
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
@@ -17,11 +15,10 @@ from trainkit.run.files import read_json, refresh_listing, wait_for_json
 from trainkit.run.lock import is_supervised, run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
-    add_slurm_entry,
+    AttemptRecord,
+    add_slurm_attempt,
     claim_entry,
-    find_entry,
     is_cancelled,
-    is_slurm,
     read_job,
     read_job_to_change,
     reopen_attempt,
@@ -50,14 +47,14 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         wait_for_json(
             run.job_file,
             ENTRY_TIMEOUT_S,
-            accept=lambda _: bool(entries_of(run, job_id)) or is_follow_up(run, job_id),
+            accept=lambda _: bool(read_job(run).of_job(job_id)) or is_follow_up(run, job_id),
         )
     while True:
         # Slurm is queried without the lock: `trainkit cancel` needs it.
-        newest = _newest_entry(run)
+        newest = read_job_to_change(run).newest
         carrier = None if newest is None else _carrier(run, newest, job_id)
         with run_lock(run, lock_timeout_s):
-            if _newest_entry(run) != newest:
+            if read_job_to_change(run).newest != newest:
                 continue
             if carrier is None:
                 return _claim(run, job_id)
@@ -66,25 +63,19 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             return f"job {carrier} runs or is pending for this run; `trainkit cancel {path}` would end it"
 
 
-def _newest_entry(run: RunDir) -> dict[str, Any] | None:
-    """The newest entry of job.json. Raises OSError rather than take an unreadable file for an empty one."""
-    entries = read_job_to_change(run)["attempts"]
-    return entries[-1] if entries else None
-
-
-def _carrier(run: RunDir, newest: Mapping[str, Any], job_id: str) -> str | None:
+def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     """The job that carries a run, by the run's newest entry; None when this job may.
 
     Slurm knows whether that job is pending or running. When Slurm does not answer, the supervisor's lock
     tells; but not to a follow-up, whose dependency has ended, and whose lock a dead host may still hold.
     """
-    other = str(newest["job_id"])
-    end = read_end(run.attempt(newest["attempt"]))
+    other = newest.job_id
+    end = read_end(run.attempt(newest.attempt))
     # The id of an array task that was found by its token lacks the index.
     if other in (job_id, job_id.partition("_")[0]) or (end is not None and not will_resume(end)):
         return None
     state = JobState.UNKNOWN
-    if is_slurm(newest) and other_cluster(newest) is None:
+    if newest.is_slurm and other_cluster(newest.cluster) is None:
         try:
             state = job_details(other).state
         except SlurmRefused:
@@ -100,7 +91,7 @@ def _carrier(run: RunDir, newest: Mapping[str, Any], job_id: str) -> str | None:
 
 def _forget_follow_up(run: RunDir, job_id: str) -> None:
     """Remove a follow-up that leaves from job.json, and those that depend on it; call with the lock held."""
-    follow_ups = read_job(run).get("follow_ups") or []
+    follow_ups = read_job(run).follow_ups or []
     if job_id in follow_ups:
         set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
 
@@ -108,18 +99,19 @@ def _forget_follow_up(run: RunDir, job_id: str) -> None:
 def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
     """`claim_attempt` with the lock held, when no other job carries the run."""
     refresh_listing(run.attempts_dir)
-    own = entries_of(run, job_id)
-    follows = not own and is_follow_up(run, job_id)
-    if any("cancelled_at" in entry for entry in own):
+    job = read_job(run)
+    own = job.of_job(job_id)
+    follows = not own and job_id in (job.follow_ups or [])
+    if any(entry.is_cancelled for entry in own):
         return CANCELLED_BEFORE_START
     if follows and _has_ended(run):
         return "the run has ended"
-    if own and "pid" not in own[-1]:
-        claim_entry(run, own[-1]["attempt"], os.getpid())
-        return run.attempt(own[-1]["attempt"])
+    if own and own[-1].pid is None:
+        claim_entry(run, own[-1].attempt, os.getpid())
+        return run.attempt(own[-1].attempt)
     newest = run.attempt(run.attempt_numbers()[-1])
-    entry = find_entry(run, newest.number)
-    if entry is not None and "cancelled_at" in entry:
+    entry = job.of_attempt(newest.number)
+    if entry is not None and entry.is_cancelled:
         return RUN_CANCELLED  # while another job ran that attempt
     if entry is not None:
         newest = reopen_attempt(newest)
@@ -133,7 +125,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
     """Record that this process of a Slurm job runs an attempt; call with the lock held."""
     backend = LaunchPlan.from_dict(read_json(attempt.plan_file)).backend
-    add_slurm_entry(attempt.run, attempt.number, job_id, reason, backend)
+    add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend)
     claim_entry(attempt.run, attempt.number, os.getpid())
 
 
@@ -147,18 +139,13 @@ def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
     """The attempt to close when a job was cancelled before it started any process; None without one."""
     if _has_ended(run):
         return None
-    own = entries_of(run, job_id)
+    own = read_job(run).of_job(job_id)
     if own:
-        return run.attempt(own[-1]["attempt"]) if "cancelled_at" in own[-1] else None
+        return run.attempt(own[-1].attempt) if own[-1].is_cancelled else None
     newest = run.attempt(run.attempt_numbers()[-1])
     return newest if is_cancelled(newest) else None
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:
     """Whether a job was submitted as a follow-up, to continue the run after another job."""
-    return job_id in read_job(run).get("follow_ups", [])
-
-
-def entries_of(run: RunDir, job_id: str) -> list[dict[str, Any]]:
-    """The attempts of a job in job.json, oldest first."""
-    return [entry for entry in read_job(run)["attempts"] if entry["job_id"] == job_id]
+    return job_id in (read_job(run).follow_ups or [])

@@ -16,7 +16,7 @@ from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
-from trainkit.run.record import has_started, newest_entry, read_job
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.job_id import base_id, is_job_id
@@ -70,8 +70,8 @@ def failed_starts(run: RunDir, job: JobInfo | None) -> list[FailedStart]:
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
     # The script did not even begin, or the run folder was not writable there.
-    entry = newest_entry(run)
-    if entry is None or entry["job_id"] != job.job_id or has_started(entry):
+    entry = read_job(run).newest
+    if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
     code = signal_exit_code(job.exit_signal) if job.exit_signal else job.exit_code
     return [FailedStart(job.job_id, first_host(job.nodes), None if job.log_not_opened else code)]
@@ -91,7 +91,7 @@ def _recorded(run: RunDir) -> list[FailedStart]:
     found = list(_read(run.path / STARTS_FOLDER))
     group = group_of(run)
     if group is not None:
-        ids = {str(entry["job_id"]) for entry in read_job(run)["attempts"]}
+        ids = {entry.job_id for entry in read_job(run).attempts}
         found += [start for start in _read(group[0].path / STARTS_FOLDER) if start.job_id in ids]
     return sorted(found, key=lambda start: (int(base_id(start.job_id)), start.restarts))
 
@@ -110,8 +110,8 @@ def _read(folder: Path) -> Iterator[FailedStart]:
 
 def batch_log(run: RunDir, job_id: str) -> Path:
     """The log into which Slurm writes the output of a job's batch script: that of the job's first attempt."""
-    entries = read_job(run)["attempts"]
-    own = [entry["attempt"] for entry in entries if entry["job_id"] == job_id]
+    entries = read_job(run).attempts
+    own = [entry.attempt for entry in entries if entry.job_id == job_id]
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
 
@@ -157,6 +157,6 @@ def close_failed_starts(run: RunDir, job: JobInfo, cluster: str, notify: Callabl
 
 def _attempt_of(run: RunDir, job_id: str) -> int:
     """The attempt that a start of a job would have run; for a follow-up that did not begin, the newest."""
-    entries = read_job(run)["attempts"]
-    own = [entry["attempt"] for entry in entries if entry["job_id"] == job_id]
+    entries = read_job(run).attempts
+    own = [entry.attempt for entry in entries if entry.job_id == job_id]
     return max(own or run.attempt_numbers(), default=1)

@@ -93,7 +93,7 @@ def announce(
     found = HostAttempt(
         run_dir=str(attempt.run.path),
         attempt=attempt.number,
-        cwd=str(read_job(attempt.run).get("cwd") or Path.cwd()),
+        cwd=read_job(attempt.run).cwd or str(Path.cwd()),
         plan_digest=plan_digest(attempt),
         view=supervisor_view(attempt),
         work_dir=None if work_dir is None else str(work_dir),

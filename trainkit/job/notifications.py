@@ -24,7 +24,7 @@ from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.files import parse_time, read_json, utc_now, write_json
-from trainkit.run.record import find_entry, read_job
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 STATE_NAME = "notifications.json"
@@ -222,9 +222,9 @@ def with_withheld(state: Mapping[str, Mapping[str, Any]], event: str) -> dict[st
 def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[str, int]) -> dict[str, Any]:
     """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
     run = attempt.run
-    entry, name = find_entry(run, attempt.number) or {}, str(read_job(run)["name"])
+    entry, name = read_job(run).of_attempt(attempt.number), read_job(run).name
     step, total_steps = notification.fields.get("step"), _total_steps(attempt)
-    job = f"job {entry.get('job_id')}, attempt {attempt.number}"
+    job = f"job {entry and entry.job_id}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
     text = f"{name} {notification.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
@@ -233,7 +233,7 @@ def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[s
         "event": notification.event,
         "run": name,
         "run_dir": str(run.path),
-        "job_id": entry.get("job_id"),
+        "job_id": entry and entry.job_id,
         "attempt": attempt.number,
         **dict.fromkeys(("state", "reason", "rank", "host", "step")),
         **notification.fields,

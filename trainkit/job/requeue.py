@@ -22,11 +22,11 @@ from trainkit.run.group import group_of
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
-    add_slurm_entry,
+    add_slurm_attempt,
     copy_submitit_files,
     discard_attempt,
-    find_entry,
     is_cancelled,
+    read_job,
     reopen_attempt,
     submission_token,
     submitit_file,
@@ -77,9 +77,9 @@ def resubmit(
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
-        entry = find_entry(run, newest.number)
-        if entry is not None and entry["job_id"] != job_id:
-            raise TrainkitError(f"job {entry['job_id']} has taken the run over")
+        entry = read_job(run).of_attempt(newest.number)
+        if entry is not None and entry.job_id != job_id:
+            raise TrainkitError(f"job {entry.job_id} has taken the run over")
         if is_cancelled(newest):
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def resubmit(
                 discard_attempt(following)
             raise
         retry_on_disk_error(
-            lambda: add_slurm_entry(run, following.number, new_id, AUTO_RESTART, plan.backend)
+            lambda: add_slurm_attempt(run, following.number, new_id, AUTO_RESTART, plan.backend)
         )
     log_event(run, following.number, "submitted", job_id=new_id, reason=AUTO_RESTART)
     try:

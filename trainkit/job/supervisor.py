@@ -38,7 +38,7 @@ from trainkit.run.end import end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.lock import RunLocked, become_sole_supervisor
-from trainkit.run.record import describe_superseded, is_cancelled, is_cancelled_now, superseding_entry
+from trainkit.run.record import is_cancelled, is_cancelled_now, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -92,8 +92,8 @@ def supervise(allocation: Allocation) -> int:
     except RunLocked as locked:
         return Supervisor(allocation).leave_locked(attempt, locked)
     # The record may have changed during the wait for the lock.
-    if (newer := superseding_entry(attempt)) is not None:
-        decision = Decision("stopped", describe_superseded(newer), EXIT_STOPPED)
+    if (newer := superseded_by(attempt)) is not None:
+        decision = Decision("stopped", newer.takeover, EXIT_STOPPED)
         return Supervisor(allocation).conclude(attempt, Outcome(), decision)
     return Supervisor(allocation).run(attempt)
 
@@ -179,7 +179,7 @@ class Supervisor:
                 # A command exits with 0 after a save too, and the newer attempt continues from that.
                 is_finished = plan.command is None or attempt.done_file.exists()
                 if not is_finished or set(outcome.exit_codes) != {EXIT_OK}:
-                    reason = describe_superseded(watch.superseded_by)
+                    reason = watch.superseded_by.takeover
                     return outcome, Decision("stopped", reason, EXIT_STOPPED)
             return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
         except (OSError, ValueError, TrainkitError) as error:
@@ -239,7 +239,7 @@ class Supervisor:
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """End the run; returns the exit code of this start."""
         code = self.conclude(attempt, outcome, decision)
-        if superseding_entry(attempt) is None:
+        if superseded_by(attempt) is None:
             self.allocation.cancel_pending()
         return code
 

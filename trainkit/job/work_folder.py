@@ -33,10 +33,10 @@ def prepare_work_folder(run: RunDir) -> Path | None:
     replaced, and its outputs stay. Raises OSError.
     """
     job = read_job(run)
-    if "code" not in job and run.work_dir.exists():
+    if job.cwd is None and run.work_dir.exists():
         # job.json was lost: continue where the outputs are.
         return run.work_dir / str(read_json(run.work_file)["subfolder"])
-    code = job.get("code")
+    code = job.code
     if not code:
         return None
     snapshot, before = Path(code["code"]), _replaced_snapshots(run)

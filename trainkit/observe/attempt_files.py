@@ -16,7 +16,7 @@ from trainkit.observe.slurm_messages import slurm_messages
 from trainkit.plan.launch import PER_RANK
 from trainkit.run.end import read_end
 from trainkit.run.files import read_json, read_jsonl_reversed
-from trainkit.run.record import newest_entry
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -56,10 +56,10 @@ class AttemptFiles:
         """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
         job = self.slurm_job
         is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
-        entry = None if is_explained else newest_entry(self.run)
-        if entry is None or entry["attempt"] != self.attempt.number:
+        entry = None if is_explained else read_job(self.run).newest
+        if entry is None or entry.attempt != self.attempt.number:
             return None
-        starts = [one for one in failed_starts(self.run, job) if one.job_id == entry["job_id"]]
+        starts = [one for one in failed_starts(self.run, job) if one.job_id == entry.job_id]
         return starts[-1] if starts else None
 
     def start_text(self) -> Iterator[Text]:

@@ -20,19 +20,12 @@ from trainkit.observe.advice import run_values
 from trainkit.observe.attempt_events import AttemptEvents
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
 from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
-from trainkit.observe.run_text import (
-    Evidence,
-    Match,
-    Text,
-    clean,
-    num_lines_of_message,
-    record_text,
-)
+from trainkit.observe.run_text import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.observe.torch_output import describe_signal, exception_of
 from trainkit.run.end import is_guessed, read_end, will_resume
 from trainkit.run.files import read_json
-from trainkit.run.record import find_entry, has_started
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -404,7 +397,8 @@ class _Case:
         tail = [] if text is None else self._tail(text)
         if first is None:
             gone = "the supervisor was killed or its host went down: it recorded no end"
-            if not has_started(find_entry(self.run, self.attempt.number) or {}):
+            entry = read_job(self.run).of_attempt(self.attempt.number) or AttemptRecord()
+            if not entry.has_started:
                 gone = "the job ended before the supervisor began"
             reason = clean(str(self.end.get("reason") or gone))
             advice = [] if self.end else self._resume_advice()

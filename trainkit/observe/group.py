@@ -17,6 +17,7 @@ from trainkit.run.end import will_resume
 from trainkit.run.events import best_result
 from trainkit.run.files import read_jsonl, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import JobInfo
@@ -53,8 +54,8 @@ class PointFiles:
     point: Point
     job_id: str | None
     """The job of its newest attempt; None when unknown."""
-    entry: Mapping[str, Any] = field(default_factory=dict)
-    """Its newest entry in job.json; empty while the point has no folder."""
+    entry: AttemptRecord = field(default_factory=AttemptRecord)
+    """Its newest attempt in job.json; of number 0 while the point has no folder."""
     end: Mapping[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     """The `STATE_EVENTS` and evaluations of a point that is not over."""
@@ -158,9 +159,9 @@ class GroupFiles:
 
     def _is_elsewhere(self, files: PointFiles) -> bool:
         """Whether the job of a point is on a cluster that cannot be queried from here."""
-        named = (files.entry or self.group.record).get("cluster")
+        named = files.entry.cluster if files.entry.attempt else self.group.record.get("cluster")
         if named not in self._elsewhere:
-            self._elsewhere[named] = other_cluster({"cluster": named}) is not None
+            self._elsewhere[named] = other_cluster(named) is not None
         return self._elsewhere[named]
 
     @property
@@ -205,11 +206,11 @@ class GroupFiles:
         job = None if jobs is None else jobs.get(files.job_id)
         is_known = job is not None and job.state is not JobState.UNKNOWN
         alive = None if jobs is None else is_known and job is not None and not job.is_terminal
-        if not files.entry:
+        if not files.entry.attempt:
             # Its task has not created the folder yet.
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
-            return attempt_state({"attempt": 1}, {}, alive, job, [], False)
+            return attempt_state(AttemptRecord(attempt=1), {}, alive, job, [], False)
         return attempt_state(files.entry, files.end, alive, job, files.events, files.has_metrics)
 
 
@@ -232,15 +233,13 @@ def _read(group: RunGroup, indices: Iterable[int]) -> list[PointFiles]:
 def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
     folder = str(group.path)
     for index in indices:
-        attempts = _json(f"{folder}/{index}/job.json").get("attempts")
-        newest = attempts[-1] if isinstance(attempts, list) and attempts else {}
-        entry: Mapping[str, Any] = newest if isinstance(newest, dict) else {}
+        entry = read_job(group.run(index)).newest or AttemptRecord()
         end = _json(f"{folder}/{index}/{NEWEST_END}")
-        job_id = entry.get("job_id") or group.task_id(index)
-        files = PointFiles(group.points[index], None if job_id is None else str(job_id), entry, end)
+        job_id = entry.job_id or group.task_id(index)
+        files = PointFiles(group.points[index], job_id, entry, end)
         if files.is_over:
             yield replace(files, best=end.get("best"))
-        elif entry:
+        elif entry.attempt:
             run = group.run(index)
             events = list(read_jsonl(run.events_file, (*STATE_EVENTS, "evaluated")))
             has_metrics = run.metrics_file.exists() or _is_printing(group, run, entry)
@@ -249,11 +248,10 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
             yield files
 
 
-def _is_printing(group: RunGroup, run: RunDir, entry: Mapping[str, Any]) -> bool:
+def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
     """Whether rank 0 of a COMMAND, which need not write metrics, has started."""
-    attempt = entry.get("attempt")
     is_command = bool(group.record["plan"].get("command"))
-    return is_command and isinstance(attempt, int) and run.attempt(attempt).rank_log(0).exists()
+    return is_command and run.attempt(entry.attempt).rank_log(0).exists()
 
 
 def read_newest_end(run: RunDir) -> dict[str, Any]:

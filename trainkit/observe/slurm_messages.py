@@ -15,7 +15,7 @@ from typing import Any
 from trainkit.observe.run_text import Text, read_log
 from trainkit.run.end import is_end_line, is_guessed
 from trainkit.run.files import parse_time
-from trainkit.run.record import read_job
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 _END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")
@@ -28,10 +28,10 @@ def slurm_messages(attempt: AttemptDir, end: Mapping[str, Any]) -> Iterator[Text
 
     `end` is the content of its end.json, empty without one.
     """
-    entries = read_job(attempt.run)["attempts"]
-    entry: dict[str, Any] = next((entry for entry in entries if entry["attempt"] == attempt.number), {})
-    start = parse_time(entry.get("started_at"))
-    others = (parse_time(other.get("started_at")) for other in entries if other["attempt"] > attempt.number)
+    entries = read_job(attempt.run).attempts
+    entry = next((entry for entry in entries if entry.attempt == attempt.number), AttemptRecord())
+    start = parse_time(entry.started_at)
+    others = (parse_time(other.started_at) for other in entries if other.attempt > attempt.number)
     next_start = min(filter(None, others), default=None)
 
     def is_of_a_later_one(line: str) -> bool:
@@ -46,9 +46,7 @@ def slurm_messages(attempt: AttemptDir, end: Mapping[str, Any]) -> Iterator[Text
     if start is None or (end and not is_guessed(end)):
         return  # it recorded its end, and with it the reason that Slurm gave
     earlier = [
-        other["attempt"]
-        for other in entries
-        if other["attempt"] < attempt.number and other["job_id"] == entry["job_id"]
+        other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id
     ]
     for log in map(_log, map(attempt.run.attempt, earlier)):
         for index, line in enumerate([] if log is None else log.lines):

@@ -26,7 +26,7 @@ from trainkit.run.end import will_resume
 from trainkit.run.events import FAILED_SAVES
 from trainkit.run.files import parse_time, read_json, seconds_between
 from trainkit.run.manifest import published
-from trainkit.run.record import has_started
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
@@ -117,10 +117,9 @@ def read_status(
     """
     history = history or EventHistory(run.events_file)
     history.update()
-    job = _json(run.job_file)
-    entries = [entry for entry in job.get("attempts") or [] if isinstance(entry, dict)]
-    entry: Mapping[str, Any] = entries[-1] if entries else {}
-    attempt = entry.get("attempt")
+    job = read_job(run)
+    entry = job.newest or AttemptRecord()
+    attempt = entry.attempt or None
     plan = _json(run.plan_file)
     end = _json(run.attempt(attempt).end_file) if isinstance(attempt, int) else {}
     events = list(history.recent)
@@ -131,7 +130,7 @@ def read_status(
         printed = _printed_metrics(run, run.attempt(attempt))
         last = printed or {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
-    starts = [one for one in failed_starts(run, slurm_job) if one.job_id == entry.get("job_id")]
+    starts = [one for one in failed_starts(run, slurm_job) if one.job_id == entry.job_id]
     state, reason = attempt_state(
         entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None, starts
     )
@@ -141,13 +140,13 @@ def read_status(
     slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
-        name=str(job.get("name") or run.name),
+        name=job.name,
         run_dir=str(run.path),
         state=state,
         reason=reason,
         attempt=attempt,
-        job_id=entry.get("job_id"),
-        host=entry.get("host") if dead is None else dead.host,
+        job_id=entry.job_id,
+        host=entry.host if dead is None else dead.host,
         num_nodes=plan.get("num_nodes"),
         workers_per_node=plan.get("workers_per_node"),
         device=plan.get("device"),
@@ -159,7 +158,7 @@ def read_status(
         first_val_loss=history.first_val_loss,
         tokens_per_s=last.get("tokens_per_s"),
         metrics_age_s=metrics_age_s,
-        age_s=seconds_between(entry.get("submitted_at"), now),
+        age_s=seconds_between(entry.submitted_at, now),
         last_event=events[-1] if events else None,
         verdict=end["verdict"] if isinstance(end.get("verdict"), dict) else None,
         restarts=history.restarts,
@@ -183,7 +182,7 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def attempt_state(
-    entry: Mapping[str, Any],
+    entry: AttemptRecord,
     end: Mapping[str, Any],
     alive: bool | None,
     slurm_job: JobInfo | None,
@@ -195,7 +194,7 @@ def attempt_state(
 
     `starts` are those of its job that failed, as far as they are known.
     """
-    state = _state(entry.get("attempt"), end, alive, events, has_metrics)
+    state = _state(entry.attempt, end, alive, events, has_metrics)
     reason = end.get("reason")
     if slurm_job is not None and (not end or will_resume(end)):
         return _slurm_state(state, end, slurm_job, entry, starts)
@@ -209,7 +208,7 @@ def _state(
     events: list[dict[str, Any]],
     has_metrics: bool,
 ) -> str:
-    if not isinstance(attempt, int):
+    if not attempt:
         return "incomplete"
     if end:
         if will_resume(end):
@@ -227,11 +226,11 @@ def _state(
 
 
 def _slurm_state(
-    state: str, end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any], starts: Sequence[FailedStart]
+    state: str, end: Mapping[str, Any], job: JobInfo, entry: AttemptRecord, starts: Sequence[FailedStart]
 ) -> tuple[str, str | None]:
     """State and reason of an attempt that has not ended or will resume, with its job's state in Slurm."""
     reason = end.get("reason")
-    has_started = "started_at" in entry
+    has_started = entry.started_at is not None
     if job.state.is_waiting:
         was_requeued = has_started or job.state is JobState.REQUEUED
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
@@ -250,12 +249,12 @@ def _slurm_state(
     return state, reason
 
 
-def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]) -> str:
+def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: AttemptRecord) -> str:
     """An addition to the reason when Slurm should have requeued the job but did not restart it."""
     if end.get("action") == "requeue":
         reason = str(end.get("reason")).partition(";")[0]
         return f"; Slurm did not restart it after the requeue that followed: {reason}"
-    began = parse_time(entry.get("started_at"))
+    began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""
     return "; Slurm requeued the job, as after a node failure, and did not restart it"
@@ -330,7 +329,7 @@ def _total_steps(run: RunDir, history: EventHistory, plan: Mapping[str, Any]) ->
 
 
 def _warnings(
-    state: str, own_metrics: list[dict[str, Any]], metrics_age_s: float | None, entry: Mapping[str, Any]
+    state: str, own_metrics: list[dict[str, Any]], metrics_age_s: float | None, entry: AttemptRecord
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:
@@ -338,12 +337,12 @@ def _warnings(
         if metrics_age_s > max(STALE_S, STALE_INTERVALS * usual_s):
             warnings.append(f"no new metrics for {metrics_age_s:.0f} s (usually every {usual_s:.1f} s)")
     if state == "unknown":
-        where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
+        where = f"its job is on the cluster {entry.cluster}" if entry.cluster else ""
         if not where:
-            host = entry.get("host")
+            host = entry.host
             where = "Slurm does not answer" if host is None else f"it was started on {host}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
-    if state == "died" and has_started(entry):
+    if state == "died" and entry.has_started:
         warnings.append("the supervisor exited without recording how the attempt ended")
     return warnings
 

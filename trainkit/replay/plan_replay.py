@@ -73,7 +73,7 @@ class ReplayPlan:
     def warnings(self) -> tuple[str, ...]:
         """Reasons to doubt the result, one sentence each."""
         started = parse_time(self.at.facts.get("time"))
-        if started is None or read_job(self.run).get("code"):
+        if started is None or read_job(self.run).code:
             return ()  # a copy of the code does not change
         named = (self.at.config.task, self.at.config.model.architecture)
         with submission_folder(self.run, False):

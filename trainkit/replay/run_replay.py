@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from trainkit.config import dump_effective, read_effective
 from trainkit.control.resume import REPLAY_FILE, copy_checkpoint, submission_folder
@@ -26,7 +25,7 @@ from trainkit.replay.steps import find_step
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
-from trainkit.run.record import create_job, read_job
+from trainkit.run.record import AttemptRecord, create_job, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.submit.create import collect_provenance, new_folder
 from trainkit.submit.secrets import without_secrets
@@ -69,9 +68,7 @@ def _link_checkpoint(source: Path, target: Path) -> None:
         target.symlink_to(source)
 
 
-def submit_replay(
-    what: ReplayPlan, argv: Sequence[str], folder: Path | None
-) -> tuple[RunDir, dict[str, Any]]:
+def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) -> tuple[RunDir, AttemptRecord]:
     """Start a job that computes the steps in a run folder of its own; returns it and its job.json entry.
 
     The folder is `folder`, new or empty, or ``runs/NAME-replay``. The job runs the code of the replayed run.
@@ -91,7 +88,7 @@ def submit_replay(
             record = {"run": str(what.run.path), "first": what.first, "last": what.last}
             write_json(copy.path / REPLAY_FILE, record)
             cwd = str(Path.cwd())
-            create_job(copy, backend=what.plan.backend, name=name, cwd=cwd, code=job.get("code"))
+            create_job(copy, backend=what.plan.backend, name=name, cwd=cwd, code=job.code)
         config = what.config.model_copy(update={"name": name})
         return copy, start_run(copy, config, what.plan, "submit")
 
@@ -162,7 +159,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
 
 def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
     """PYTHONPATH with the run's copy of the code in front, as its job had it; empty without a copy."""
-    code = read_job(run).get("code")
+    code = read_job(run).code
     if not code:
         return {}
     paths = [*code["import_path"], env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]

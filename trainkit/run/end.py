@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.run.files import (
-    read_json,
-)
-from trainkit.run.rundir import (
-    AttemptDir,
-)
+from trainkit.run.files import read_json
+from trainkit.run.rundir import AttemptDir
 
 RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
 """The actions in end.json after which the run resumes without a command."""

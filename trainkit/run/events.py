@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trainkit.run.files import (
-    append_jsonl,
-    read_jsonl,
-    read_jsonl_reversed,
-    utc_now,
-)
-from trainkit.run.rundir import (
-    RunDir,
-)
+from trainkit.run.files import append_jsonl, read_jsonl, read_jsonl_reversed, utc_now
+from trainkit.run.rundir import RunDir
 
 SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
 

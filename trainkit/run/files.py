@@ -12,12 +12,15 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from datetime import datetime, timezone
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, BinaryIO, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 
 def utc_now() -> str:
@@ -256,3 +259,45 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+T = TypeVar("T")
+
+
+def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
+    """A JSON object as a dataclass whose fields have defaults.
+
+    A file may be damaged, edited by hand or of another version: a value that does not have the type of its
+    field counts as missing, and keys that are no fields are kept in the field `more` if there is one.
+    """
+    types = _field_types(cast(Any, kind))
+    known = {
+        name: read_record(types[name][0], item)
+        if isinstance(item, dict) and dict not in types[name]
+        else item
+        for name, item in value.items()
+        if name in types and _has_type(item, types[name])
+    }
+    if "more" in types:
+        known["more"] = {name: item for name, item in value.items() if name not in types}
+    return kind(**known)
+
+
+@cache
+def _field_types(kind: Any) -> dict[str, tuple[type, ...]]:
+    """The types that the values of each field may have in JSON."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        found[name] = tuple(get_origin(member) or member for member in members)
+    return found
+
+
+def _has_type(value: object, types: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in types
+    if isinstance(value, int):
+        return int in types or float in types
+    if isinstance(value, dict):
+        return dict in types or is_dataclass(types[0])
+    return isinstance(value, types)

@@ -17,9 +17,7 @@ from trainkit.locks import (
     file_lock,
     release_lock,
 )
-from trainkit.run.rundir import (
-    RunDir,
-)
+from trainkit.run.rundir import RunDir
 
 
 class RunLocked(TrainkitError):

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -54,37 +53,36 @@ def own_host(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def process_identity(pid: int) -> dict[str, Any]:
-    """The identity of a process on this host: ``host, boot_id, pid, start_ticks``.
+@dataclass(frozen=True)
+class ProcessId:
+    """A process of some host."""
 
-    Raises ProcessLookupError when there is no such process.
-    """
-    stat = process_stat(pid)
-    if stat is None:
-        raise ProcessLookupError(pid)
-    return {
-        "host": os.uname().nodename,
-        "boot_id": _boot_id(),
-        "pid": pid,
-        "start_ticks": stat.start_ticks,
-    }
+    host: str
+    boot_id: str
+    pid: int
+    start_ticks: int | None
 
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """The identity of a process on this host; raises ProcessLookupError when there is none."""
+        stat = process_stat(pid)
+        if stat is None:
+            raise ProcessLookupError(pid)
+        return cls(os.uname().nodename, _boot_id(), pid, stat.start_ticks)
 
-def liveness(entry: Mapping[str, Any]) -> Liveness:
-    """Whether the process of a job.json entry is alive; UNKNOWN when this host cannot tell."""
-    if entry.get("host") != os.uname().nodename or not isinstance(entry.get("pid"), int):
-        return Liveness.UNKNOWN
-    boot_id = _boot_id()
-    if not boot_id:
-        return Liveness.UNKNOWN
-    if entry.get("boot_id") != boot_id:
-        return Liveness.GONE
-    try:
-        stat = process_stat(entry["pid"])
-    except OSError:
-        return Liveness.UNKNOWN
-    alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == entry.get("start_ticks")
-    return Liveness.ALIVE if alive else Liveness.GONE
+    def liveness(self) -> Liveness:
+        """Whether the process is alive; UNKNOWN when this host cannot tell."""
+        boot_id = _boot_id()
+        if self.host != os.uname().nodename or not boot_id:
+            return Liveness.UNKNOWN
+        if self.boot_id != boot_id:
+            return Liveness.GONE
+        try:
+            stat = process_stat(self.pid)
+        except OSError:
+            return Liveness.UNKNOWN
+        alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks
+        return Liveness.ALIVE if alive else Liveness.GONE
 
 
 def _boot_id() -> str:

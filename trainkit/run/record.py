@@ -8,28 +8,15 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.end import (
-    read_end,
-    will_resume,
-)
-from trainkit.run.files import (
-    read_json,
-    utc_now,
-    write_atomic,
-    write_json,
-)
-from trainkit.run.process import (
-    own_host,
-    process_identity,
-)
-from trainkit.run.rundir import (
-    AttemptDir,
-    RunDir,
-)
+from trainkit.run.end import read_end, will_resume
+from trainkit.run.files import read_json, read_record, utc_now, write_atomic, write_json
+from trainkit.run.process import Liveness, ProcessId, own_host
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.conf_file import cluster_name
 
 AUTO_RESTART = "comeback"
@@ -58,175 +45,241 @@ def copy_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
             shutil.copyfile(file, submitit_file(run, new_id, name))
 
 
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt in job.json; None where a value is missing."""
+
+    attempt: int = 0
+    job_id: str = ""
+    """``local-PID`` for an attempt without Slurm."""
+    cluster: str | None = None
+    submitted_at: str | None = None
+    host: str | None = None
+    """With the next three values, the supervisor's process."""
+    boot_id: str | None = None
+    pid: int | None = None
+    start_ticks: int | None = None
+    backend: str | None = None
+    """None without Slurm."""
+    reason: str | None = None
+    """The command that started it, ``submit run requeue resume``, or `AUTO_RESTART`."""
+    step_id: str | None = None
+    """The step of `srun trainkit run`."""
+    node: str | None = None
+    """Slurm's name of the supervisor's host."""
+    started_at: str | None = None
+    cancelled_at: str | None = None
+    cancelled_now: bool = False
+    """Cancelled without a save."""
+    requeue_requested_at: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """What another version recorded."""
+
+    @property
+    def is_slurm(self) -> bool:
+        """Whether it belongs to a Slurm job, whose state only Slurm knows."""
+        return self.backend in ("sbatch", "submitit", "srun")
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its supervisor has begun: Slurm can end a job before that."""
+        return not self.is_slurm or self.started_at is not None
+
+    @property
+    def takeover(self) -> str:
+        """Why an earlier attempt ends while this one runs."""
+        return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled_at is not None
+
+    def liveness(self) -> Liveness:
+        """Whether its supervisor is alive; UNKNOWN when this host cannot tell."""
+        if self.host is None or self.pid is None:
+            return Liveness.UNKNOWN
+        return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).liveness()
+
+    def to_dict(self) -> dict[str, Any]:
+        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "more"}
+        return {
+            **{key: value for key, value in known.items() if value is not None and value is not False},
+            **self.more,
+        }
+
+
+@dataclass
+class JobRecord:
+    """The content of job.json."""
+
+    backend: str | None = None
+    name: str = ""
+    cwd: str | None = None
+    """The folder that the run was submitted from."""
+    code: dict[str, Any] | None = None
+    """The code snapshot; None without one."""
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    follow_ups: list[str] | None = None
+    """The ids of the jobs that continue the run, one after another."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """What another version recorded."""
+
+    @property
+    def newest(self) -> AttemptRecord | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def waiting(self) -> list[str]:
+        """The follow-up jobs that have not started an attempt, in order; some may have left the queue."""
+        started = {entry.job_id for entry in self.attempts}
+        return [job_id for job_id in self.follow_ups or [] if job_id not in started]
+
+    @property
+    def num_auto_restarts(self) -> int:
+        """The number of automatic restarts since a command last started the run."""
+        reasons = [entry.reason for entry in self.attempts]
+        return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
+
+    def of_attempt(self, number: int) -> AttemptRecord | None:
+        """The record of an attempt."""
+        return next((entry for entry in self.attempts if entry.attempt == number), None)
+
+    def of_job(self, job_id: str) -> list[AttemptRecord]:
+        """The attempts of a job, oldest first."""
+        return [entry for entry in self.attempts if entry.job_id == job_id]
+
+    def change(self, number: int, **values: Any) -> None:
+        """Change values in the record of an attempt."""
+        self.attempts = [
+            replace(entry, **values) if entry.attempt == number else entry for entry in self.attempts
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        attempts = [entry.to_dict() for entry in self.attempts]
+        follow_ups = {} if self.follow_ups is None else {"follow_ups": self.follow_ups}
+        own = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": self.code}
+        return {**own, "attempts": attempts, **follow_ups, **self.more}
+
+
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: Mapping[str, Any] | None) -> None:
     """Write the job.json of a new run, with no attempts."""
-    write_json(run.job_file, {"backend": backend, "name": name, "cwd": cwd, "code": code, "attempts": []})
+    write_json(run.job_file, JobRecord(backend, name, cwd, None if code is None else dict(code)).to_dict())
 
 
-def read_job(run: RunDir) -> dict[str, Any]:
+def read_job(run: RunDir) -> JobRecord:
     """The content of job.json; with no attempts if the file is missing or unreadable."""
     try:
         return read_job_to_change(run)
     except OSError:
-        return {"backend": None, "name": run.name, "attempts": []}
+        return JobRecord(name=run.name)
 
 
-def read_job_to_change(run: RunDir) -> dict[str, Any]:
-    """The content of job.json, to be written back: raises OSError if it cannot be read."""
-    try:
-        job = read_json(run.job_file)
-    except (FileNotFoundError, ValueError):
-        job = None
-    if not isinstance(job, dict) or not isinstance(job.get("attempts"), list):
-        job = {}
-    entries = [entry for entry in job.get("attempts", []) if _is_entry(entry)]
-    return {"backend": None, **job, "name": str(job.get("name") or run.name), "attempts": entries}
+@contextlib.contextmanager
+def changed_job(run: RunDir) -> Iterator[JobRecord]:
+    """The content of job.json, written back at the end of the block; with the run's lock held.
 
-
-def _is_entry(value: object) -> bool:
-    """Whether a value is a valid entry of an attempt: a file edited by hand may contain anything."""
-    return isinstance(value, dict) and isinstance(value.get("attempt"), int) and "job_id" in value
-
-
-def newest_entry(run: RunDir) -> dict[str, Any] | None:
-    """The entry of the newest attempt; None without attempts."""
-    entries = read_job(run)["attempts"]
-    return entries[-1] if entries else None
-
-
-def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """The entry of one attempt; None if it has none."""
-    return next((entry for entry in read_job(run)["attempts"] if entry["attempt"] == attempt), None)
-
-
-def superseding_entry(attempt: AttemptDir) -> dict[str, Any] | None:
-    """The newest entry if it is that of a later attempt, which has taken the run over; else None."""
-    newest = newest_entry(attempt.run)
-    return newest if newest is not None and newest["attempt"] > attempt.number else None
-
-
-def describe_superseded(entry: Mapping[str, Any]) -> str:
-    """Why an attempt ends, for the entry that `superseding_entry` returned."""
-    return f"superseded: attempt {entry['attempt']} in job {entry['job_id']} has taken the run over"
-
-
-def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:
-    """Record that the supervisor `pid` on this host runs an attempt; returns the entry.
-
-    `reason` is the command that started it, ``submit run requeue resume``, or `AUTO_RESTART`. Call with the
-    lock held.
+    Raises OSError if it cannot be read: what cannot be read now is not replaced.
     """
-    entry = {
-        "attempt": attempt,
-        "job_id": f"local-{pid}",
-        "submitted_at": utc_now(),
-        **process_identity(pid),
-        "reason": reason,
-    }
-    _append_entry(run, entry)
-    return entry
+    job = read_job_to_change(run)
+    yield job
+    write_json(run.job_file, job.to_dict())
 
 
-def add_slurm_entry(
-    run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **more: Any
-) -> dict[str, Any]:
-    """Record that a Slurm job will run an attempt; returns the entry. Call with the lock held."""
+def read_job_to_change(run: RunDir) -> JobRecord:
+    """The content of job.json; raises OSError rather than take an unreadable file for an empty one."""
+    try:
+        content = read_json(run.job_file)
+    except (FileNotFoundError, ValueError):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("attempts"), list):
+        content = {}
+    job = read_record(JobRecord, content)
+    job.name = job.name or run.name
+    job.attempts = [
+        read_record(AttemptRecord, {**entry, "job_id": str(entry["job_id"])})
+        for entry in content.get("attempts", [])
+        if isinstance(entry, dict) and isinstance(entry.get("attempt"), int) and "job_id" in entry
+    ]
+    job.follow_ups = None if job.follow_ups is None else list(map(str, job.follow_ups))
+    return job
+
+
+def superseded_by(attempt: AttemptDir) -> AttemptRecord | None:
+    """The newest attempt of the run, if it is a later one, which has taken the run over."""
+    newest = read_job(attempt.run).newest
+    return newest if newest is not None and newest.attempt > attempt.number else None
+
+
+def add_attempt(run: RunDir, attempt: int, pid: int, reason: str) -> AttemptRecord:
+    """Record that the supervisor `pid` on this host runs an attempt; with the run's lock held."""
+    own = asdict(ProcessId.of(pid))
+    return _append(run, AttemptRecord(attempt, f"local-{pid}", None, utc_now(), **own, reason=reason))
+
+
+def add_slurm_attempt(
+    run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **known: Any
+) -> AttemptRecord:
+    """Record that a Slurm job will run an attempt; with the run's lock held."""
     # Of several clusters Slurm chooses one, and only the answer of sbatch would name it.
     cluster = None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name()
-    entry = {
-        "attempt": attempt,
-        "job_id": job_id,
-        **({} if cluster is None else {"cluster": cluster}),
-        "submitted_at": utc_now(),
-        "backend": backend,
-        "reason": reason,
-        **more,
-    }
-    _append_entry(run, entry)
-    return entry
+    record = AttemptRecord(attempt, job_id, cluster, utc_now(), backend=backend, reason=reason)
+    return _append(run, replace(record, **known))
 
 
-def _append_entry(run: RunDir, entry: dict[str, Any]) -> None:
-    job = read_job_to_change(run)
-    job["attempts"].append(entry)
-    write_json(run.job_file, job)
+def _append(run: RunDir, record: AttemptRecord) -> AttemptRecord:
+    with changed_job(run) as job:
+        job.attempts.append(record)
+    return record
 
 
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
-    """Record which process of the Slurm job runs an attempt; call with the lock held."""
-    job = read_job_to_change(run)
-    for entry in job["attempts"]:
-        if entry["attempt"] == attempt:
-            entry |= {**process_identity(pid), "node": own_host(), "started_at": utc_now()}
-    write_json(run.job_file, job)
-
-
-def waiting_follow_ups(run: RunDir) -> list[str]:
-    """The follow-up jobs that have not started an attempt, in order; some may have left the queue."""
-    job = read_job(run)
-    started = {entry["job_id"] for entry in job["attempts"]}
-    return [str(job_id) for job_id in job.get("follow_ups") or [] if job_id not in started]
+    """Record which process of the Slurm job runs an attempt; with the run's lock held."""
+    with changed_job(run) as job:
+        job.change(attempt, **asdict(ProcessId.of(pid)), node=own_host(), started_at=utc_now())
 
 
 def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
-    """Record the jobs that wait to continue the run; call with the lock held."""
-    write_json(run.job_file, {**read_job_to_change(run), "follow_ups": job_ids})
+    """Record the jobs that wait to continue the run; with the run's lock held."""
+    with changed_job(run) as job:
+        job.follow_ups = job_ids
 
 
-def is_slurm(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry belongs to a Slurm job, whose state only Slurm knows."""
-    return entry.get("backend") in ("sbatch", "submitit", "srun")
-
-
-def has_started(entry: Mapping[str, Any]) -> bool:
-    """Whether the supervisor of an entry has begun: Slurm can end a job before that."""
-    return not is_slurm(entry) or "started_at" in entry
-
-
-def num_auto_restarts(run: RunDir) -> int:
-    """The number of automatic restarts since a command last started the run."""
-    reasons = [entry.get("reason") for entry in read_job(run)["attempts"]]
-    return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
-
-
-def is_exiting(run: RunDir, entry: Mapping[str, Any]) -> bool:
-    """Whether the supervisor of an entry has recorded the end of the run and only has to exit."""
-    end = read_end(run.attempt(entry["attempt"]))
+def is_exiting(run: RunDir, entry: AttemptRecord) -> bool:
+    """Whether the supervisor of an attempt has recorded the end of the run and only has to exit."""
+    end = read_end(run.attempt(entry.attempt))
     return end is not None and not will_resume(end)
 
 
-def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
-    """Record that the user cancelled the newest attempt; call with the lock held.
+def change_newest(run: RunDir, **values: Any) -> None:
+    """Change the record of the newest attempt; with the run's lock held."""
+    with changed_job(run) as job:
+        job.attempts[-1] = replace(job.attempts[-1], **values)
 
-    `now` means that it does not save.
-    """
-    job = read_job_to_change(run)
-    job["attempts"][-1]["cancelled_at"] = utc_now()
-    if now:
-        job["attempts"][-1]["cancelled_now"] = True
-    write_json(run.job_file, job)
+
+def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
+    """Record that the user cancelled the newest attempt, with `now` without a save."""
+    change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
 
 def mark_requeue_requested(run: RunDir, *, requested: bool = True) -> None:
-    """Record whether the user wants the newest attempt saved and restarted; call with the lock held.
+    """Record whether the user wants the newest attempt saved and restarted.
 
     The signal alone can be lost: between two steps no process receives it.
     """
-    job = read_job_to_change(run)
-    job["attempts"][-1].pop("requeue_requested_at", None)
-    if requested:
-        job["attempts"][-1]["requeue_requested_at"] = utc_now()
-    write_json(run.job_file, job)
+    change_newest(run, requeue_requested_at=utc_now() if requested else None)
 
 
 def is_cancelled(attempt: AttemptDir) -> bool:
     """Whether the user cancelled an attempt."""
-    return "cancelled_at" in (find_entry(attempt.run, attempt.number) or {})
+    entry = read_job(attempt.run).of_attempt(attempt.number)
+    return entry is not None and entry.is_cancelled
 
 
 def is_cancelled_now(attempt: AttemptDir) -> bool:
     """Whether the user cancelled an attempt without a save."""
-    return bool((find_entry(attempt.run, attempt.number) or {}).get("cancelled_now"))
+    entry = read_job(attempt.run).of_attempt(attempt.number)
+    return entry is not None and entry.cancelled_now
 
 
 def next_attempt_number(run: RunDir) -> int:
@@ -311,8 +364,5 @@ def copied_folder(run: RunDir) -> Path:
 
 def _snapshot(run: RunDir) -> tuple[str, dict[str, Any] | None]:
     """The folder that a run was submitted from, and where its code snapshot is; None if it has none."""
-    try:
-        job = read_json(run.job_file)
-    except FileNotFoundError:
-        return str(Path.cwd()), None
-    return str(job.get("cwd") or Path.cwd()), job.get("code") or None
+    job = read_job_to_change(run)
+    return job.cwd or str(Path.cwd()), job.code or None

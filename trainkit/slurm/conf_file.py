@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainkit.slurm.environment import scrubbed
 
@@ -38,14 +37,13 @@ def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
     return _conf_cluster_name(environ)
 
 
-def other_cluster(record: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> str | None:
-    """The cluster of a job's record if Slurm's commands here use a different one, else None.
+def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The cluster of a job if Slurm's commands here use a different one, else None.
 
     A job id is valid only on its own cluster.
     """
-    named = record.get("cluster")
     current = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
-    return str(named) if named and current and named not in current.split(",") else None
+    return named if named and current and named not in current.split(",") else None
 
 
 def _conf_cluster_name(environ: Mapping[str, str]) -> str | None:

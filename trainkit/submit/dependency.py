@@ -12,13 +12,7 @@ from trainkit.control.run_registry import find_run_or_group
 from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.status import read_status
-from trainkit.plan.launch import (
-    UNFINISHED_STATES,
-    Dependency,
-    LaunchPlan,
-    dependency_ids,
-    with_dependency,
-)
+from trainkit.plan.launch import UNFINISHED_STATES, Dependency, LaunchPlan, dependency_ids, with_dependency
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs

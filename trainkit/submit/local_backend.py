@@ -6,19 +6,18 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from trainkit.control.run_registry import register
 from trainkit.job.processes import dies_with, module_argv
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.events import log_event
-from trainkit.run.record import add_entry, open_attempt, read_job
+from trainkit.run.record import AttemptRecord, JobRecord, add_attempt, open_attempt, read_job
 from trainkit.run.rundir import RunDir
 
 
 def start_local_attempt(
     run: RunDir, config_text: str, plan_text: str, reason: str, foreground: bool = False
-) -> dict[str, Any]:
+) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
     The attempt survives the terminal, or with `foreground` saves and ends when this process dies.
@@ -40,27 +39,26 @@ def start_local_attempt(
                 start_new_session=True,
                 preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
             )
-        entry = add_entry(run, attempt.number, supervisor.pid, reason)
+        entry = add_attempt(run, attempt.number, supervisor.pid, reason)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    log_event(run, attempt.number, "submitted", job_id=entry["job_id"], reason=reason)
-    register(run, str(job["name"]))
+    log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=reason)
+    register(run, job.name)
     return entry
 
 
-def open_hosts_attempt(run: RunDir, config_text: str, plan_text: str, reason: str) -> dict[str, Any]:
+def open_hosts_attempt(run: RunDir, config_text: str, plan_text: str, reason: str) -> AttemptRecord:
     """Open a run's next attempt, which this process supervises on several hosts; returns its job.json entry.
 
     Call with the run's lock held; `reason` is ``run`` or ``resume``.
     """
     attempt = open_attempt(run, config_text, plan_text)
-    entry = add_entry(run, attempt.number, os.getpid(), reason)
-    log_event(run, attempt.number, "submitted", job_id=entry["job_id"], reason=reason)
-    register(run, str(read_job(run)["name"]))
+    entry = add_attempt(run, attempt.number, os.getpid(), reason)
+    log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=reason)
+    register(run, read_job(run).name)
     return entry
 
 
-def _working_dir(job: dict[str, Any]) -> str:
+def _working_dir(job: JobRecord) -> str:
     """The folder the run was submitted from, so that its relative paths stay valid."""
-    cwd = job.get("cwd")
-    return cwd if isinstance(cwd, str) and Path(cwd).is_dir() else str(Path.cwd())
+    return job.cwd if job.cwd is not None and Path(job.cwd).is_dir() else str(Path.cwd())

@@ -35,11 +35,10 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_atomic
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
-    add_slurm_entry,
+    AttemptRecord,
+    add_slurm_attempt,
     discard_attempt,
-    is_slurm,
     mark_requeue_requested,
-    newest_entry,
     next_attempt_number,
     open_attempt,
     read_job,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from trainkit.submit.script import JobScript
 
 
-def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> dict[str, Any]:
+def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> AttemptRecord:
     """Start the first attempt of a run that was just created and return its job.json entry.
 
     With the reason ``run`` a local run ends when this process does. The run folder is removed if the attempt
@@ -70,7 +69,7 @@ def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> 
 
 def start_attempt(
     run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, foreground: bool = False
-) -> dict[str, Any]:
+) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
     `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
@@ -89,7 +88,7 @@ def start_attempt(
     return _start_on_slurm(run, config, plan, reason)
 
 
-def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> dict[str, Any]:
+def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> AttemptRecord:
     """Submit a run's next attempt and cancel its pending follow-up jobs.
 
     A rejected submission leaves the run unchanged. If the answer was lost, the attempt is kept: the job may
@@ -99,13 +98,13 @@ def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: st
 
     assert plan.slurm is not None
     job = read_job(run)
-    if "cwd" not in job:
+    if job.cwd is None:
         raise UsageError(
             f"{run.job_file} cannot be read, so the working directory and the code of the run are unknown",
             hint=f"`trainkit resume {quote(str(run.path))} --as DIR` resumes in a new folder",
         )
     number = next_attempt_number(run)
-    script = script_of_attempt(run, number, plan, config, Path(str(job["cwd"])), job.get("code"))
+    script = script_of_attempt(run, number, plan, config, Path(job.cwd), job.code)
     refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
     cancel_follow_ups(run)
     attempt = _write_attempt(run, dump_effective(config), plan.to_text(), script)
@@ -123,7 +122,7 @@ def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: st
             discard_attempt(attempt)
         raise
     try:
-        entry = add_slurm_entry(run, attempt.number, job_id, reason, plan.backend)
+        entry = add_slurm_attempt(run, attempt.number, job_id, reason, plan.backend)
         log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
         submit_follow_ups(attempt, job_id, plan.slurm, config.requeue.follow_ups, _print)
     except OSError as error:
@@ -131,7 +130,7 @@ def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: st
             f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
             hint=f"free disk space, which the job needs too, or cancel it with `scancel {job_id}`",
         ) from error
-    register(run, str(read_job(run)["name"]))
+    register(run, read_job(run).name)
     return entry
 
 
@@ -171,16 +170,16 @@ def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def start_again(run: RunDir, reason: str) -> dict[str, Any]:
+def start_again(run: RunDir, reason: str) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with the config and plan of its newest one.
 
     Call with the run's lock held. Raises UsageError for a run that was never started.
     """
-    newest = newest_entry(run)
+    newest = read_job(run).newest
     if newest is None:
         hint = f"`trainkit resume {quote(str(run.path))}` starts it"
         raise UsageError(f"{run.path} was never started", hint=hint)
-    attempt = run.attempt(newest["attempt"])
+    attempt = run.attempt(newest.attempt)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     hosts = note_dead_job(run, _print)
     if hosts and plan.slurm is not None:
@@ -189,7 +188,7 @@ def start_again(run: RunDir, reason: str) -> dict[str, Any]:
     return start_attempt(run, read_effective(attempt.config_file), plan, reason)
 
 
-def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
+def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
     """Requeue a run; returns its job.json entry and whether a new attempt was started.
 
     A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending.
@@ -200,10 +199,10 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
         entry = live_entry(run, "requeue")
         if entry is None:
             return start_again(run, "requeue"), True
-        end = read_end(run.attempt(entry["attempt"]))
+        end = read_end(run.attempt(entry.attempt))
         if end is not None and will_resume(end):
             # The run restarts anyway: there is nothing to signal.
-            job = slurm_job(entry) if is_slurm(entry) else None
+            job = slurm_job(entry) if entry.is_slurm else None
             outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"
         else:
             with suppress(OSError):  # on a full disk the signal alone has to do
@@ -212,11 +211,11 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
             if outcome == "waiting":
                 mark_requeue_requested(run, requested=False)  # else the job would requeue itself at its start
     if outcome == "waiting":
-        raise UsageError(f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason")
+        raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
     return entry, False
 
 
-def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool) -> dict[str, Any]:
+def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with this config and plan; returns its job.json entry.
 
     `new_code` replaces the run's copy of the code. Raises UsageError if the run is still running.

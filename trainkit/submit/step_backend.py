@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from trainkit.cluster.target import Target
 from trainkit.config import RunConfig, dump_effective
@@ -13,7 +12,7 @@ from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.lock import run_lock
-from trainkit.run.record import add_slurm_entry, claim_entry, open_attempt, read_job
+from trainkit.run.record import AttemptRecord, add_slurm_attempt, claim_entry, open_attempt, read_job
 from trainkit.run.rundir import RunDir
 
 
@@ -45,13 +44,13 @@ def step_shape(task: SlurmTask, target: Target) -> dict[str, tuple[str, object]]
     }
 
 
-def start_step_attempt(run: RunDir, config: RunConfig, plan: LaunchPlan, task: SlurmTask) -> dict[str, Any]:
+def start_step_attempt(run: RunDir, config: RunConfig, plan: LaunchPlan, task: SlurmTask) -> AttemptRecord:
     """Open the first attempt of a run for the step; returns its job.json entry."""
     with run_lock(run):
         attempt = open_attempt(run, dump_effective(config), plan.to_text())
-        entry = add_slurm_entry(run, attempt.number, task.job_id, "run", "srun", step_id=task.step_id)
+        entry = add_slurm_attempt(run, attempt.number, task.job_id, "run", "srun", step_id=task.step_id)
         claim_entry(run, attempt.number, os.getpid())
     log_event(run, attempt.number, "submitted", job_id=task.job_id, reason="run")
     log_event(run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes)
-    register(run, str(read_job(run)["name"]))
+    register(run, read_job(run).name)
     return entry

@@ -20,14 +20,7 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import (
-    difference,
-    filled_in,
-    key_without_seed,
-    names_key,
-    shown,
-    shown_value,
-)
+from trainkit.plan.sweep import difference, filled_in, key_without_seed, names_key, shown, shown_value
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GROUP_VERSION, Point, RunGroup
 from trainkit.run.record import submission_token

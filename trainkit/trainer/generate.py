@@ -30,13 +30,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitErro
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.export import (
-    GENERATION_NAME,
-    is_prepared,
-    load_task_model,
-    load_tensors,
-    saved_tensors,
-)
+from trainkit.trainer.export import GENERATION_NAME, is_prepared, load_task_model, load_tensors, saved_tensors
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.decoder import Attention, Decoder
 from trainkit.trainer.models.model import Model

@@ -17,6 +17,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_json
+from trainkit.run.record import AUTO_RESTART, add_slurm_attempt
 from trainkit.run.rundir import AttemptDir
 
 SLOW = {"since_step": 1200, "phase": "compute", "ratio": 2.0}
@@ -95,7 +96,8 @@ def test_a_run_is_restarted_a_few_times_only(tmp_path: Path, monkeypatch: pytest
         attempt = make_attempt(tmp_path / "run")
         write_json(attempt.end_file, {"cause": "slow_host", "mark": 1})
     attempt = make_attempt(tmp_path / "run")
-    monkeypatch.setattr("trainkit.job.attempt_end.num_auto_restarts", lambda run: MAX_SLOW_RESTARTS)
+    for number in range(1, attempt.number + 1):
+        add_slurm_attempt(attempt.run, number, "7", "submit" if number == 1 else AUTO_RESTART, "sbatch")
     played = Played(attempt, ["a", "b", "c"], monkeypatch)
     played.event("slow_rank", 5, "b")
     played.after(1)

@@ -12,13 +12,7 @@ from pathlib import Path, PurePath
 
 from trainkit.job import startup
 from trainkit.job.processes import module_argv
-from trainkit.job.rank_env import (
-    ATTEMPT_VARIABLE,
-    NONCE_VARIABLE,
-    RANK_VARIABLES,
-    RUN_DIR_VARIABLE,
-    RankEnv,
-)
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan

@@ -35,7 +35,7 @@ from trainkit.job.watch.slow_hosts import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_jsonl, seconds_between
-from trainkit.run.record import describe_superseded, find_entry, superseding_entry
+from trainkit.run.record import AttemptRecord, read_job, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_step
 
@@ -57,7 +57,7 @@ class AttemptWatch(ProcessGroup):
         self.attempt = attempt
         self.plan = plan
         self.outcome = Outcome()
-        self.superseded_by: dict[str, Any] | None = None
+        self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
         is_watched = plan.command is not None and plan.requeue.look_s is not None
@@ -241,11 +241,11 @@ class SlurmAttemptWatch(AttemptWatch):
         """
         if self.superseded_by is not None:
             return
-        newer = superseding_entry(self.attempt)
-        if newer is None or "pid" not in newer:
+        newer = superseded_by(self.attempt)
+        if newer is None or newer.pid is None:
             return
         self.superseded_by = newer
-        log_line(f"attempt {self.attempt.number}: {describe_superseded(newer)}")
+        log_line(f"attempt {self.attempt.number}: {newer.takeover}")
         self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
         if SRUN in self.running and self._signal_of_ranks() is None:
@@ -287,10 +287,10 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
-        entry = find_entry(self.attempt.run, self.attempt.number) or {}
-        if "cancelled_at" in entry:
-            return None if entry.get("cancelled_now") else signal.SIGTERM.name
-        return RESTART_SIGNAL if "requeue_requested_at" in entry else None
+        entry = read_job(self.attempt.run).of_attempt(self.attempt.number) or AttemptRecord()
+        if entry.is_cancelled:
+            return None if entry.cancelled_now else signal.SIGTERM.name
+        return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""

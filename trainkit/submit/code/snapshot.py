@@ -19,8 +19,7 @@ from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import write_json
-from trainkit.run.record import read_job
+from trainkit.run.record import changed_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit.code.source_tree import (
     LeftOut,
@@ -108,19 +107,20 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
     Call with the run's lock held. The old copy is restored if the block starts no attempt. Raises UsageError
     like `copy_code`.
     """
-    job, attempts = read_job(run), run.attempt_numbers()
+    before, attempts = read_job(run), run.attempt_numbers()
     candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
     kept = next(folder for folder in candidates if not folder.exists())
     had_one = run.code_dir.exists()
     if had_one:
         run.code_dir.rename(kept)
     try:
-        code = copy_code(run, plan, Path(str(job["cwd"]))) if wants_copy(config, plan) else None
+        code = copy_code(run, plan, Path(before.cwd or Path.cwd())) if wants_copy(config, plan) else None
     except BaseException:
         if had_one:
             kept.rename(run.code_dir)
         raise
-    write_json(run.job_file, {**job, "code": code})
+    with changed_job(run) as job:
+        job.code = code
     try:
         yield
     except BaseException:
@@ -128,7 +128,8 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
             shutil.rmtree(run.code_dir, ignore_errors=True)
             if had_one:
                 kept.rename(run.code_dir)
-            write_json(run.job_file, job)
+            with changed_job(run) as job:
+                job.code = before.code
         raise
 
 
