@@ -16,7 +16,7 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.summary import COLUMNS
-from trainkit.run.end import KILLED, read_end
+from trainkit.run.end import KILLED, AttemptEnd, read_end
 from trainkit.run.files import read_json
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
@@ -221,7 +221,9 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
     entry = read_job(run).newest
     assert entry is not None
     wait_for(lambda: entry.liveness() is Liveness.GONE)
-    assert (read_end(run.attempt(1)) or {})["reason"] == KILLED  # at once: nobody needs what it could save
+    assert (
+        read_end(run.attempt(1)) or AttemptEnd()
+    ).reason == KILLED  # at once: nobody needs what it could save
     assert sorted(path.name for path in (desk.folder / "mine").glob("*/job.json")) == ["job.json"]
 
 

@@ -6,10 +6,11 @@ from trainkit.drill.loss_curve import Point
 from trainkit.drill.result import Result, RunOutcome, all_passed, evaluate, result_table, summary
 from trainkit.drill.run_scenario import ScenarioRecord as Record
 from trainkit.drill.scenarios import SCENARIOS
+from trainkit.run.end import AttemptEnd
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 REFERENCE = [Point(step, f"{1 / step}", 4 * step, 1) for step in range(1, 31)]
-FINISHED = {"state": "finished", "reason": "all workers finished"}
+FINISHED = AttemptEnd("finished", reason="all workers finished")
 EVERYTHING = ("preempted", "timeout", "node_fail", "crash", "hang")
 
 
@@ -75,15 +76,16 @@ def test_another_curve():
 
 
 def test_a_run_that_does_not_finish():
-    ended = run_of(12, 12, end={"state": "failed", "reason": "a worker ended with exit code 3"})
+    ended = run_of(12, 12, end=AttemptEnd("failed", reason="a worker ended with exit code 3"))
     assert result_of("signal", Record(), ended).message == "the run failed: a worker ended with exit code 3"
     assert (
-        result_of("signal", Record(), replace(ended, end={})).message == "the run died: it recorded no reason"
+        result_of("signal", Record(), replace(ended, end=AttemptEnd())).message
+        == "the run died: it recorded no reason"
     )
 
 
 def test_a_stuck_run_has_that_as_its_only_problem():
-    ended = run_of(12, 12, end={"state": "cancelled", "reason": "killed by cancel --now"})
+    ended = run_of(12, 12, end=AttemptEnd("cancelled", reason="killed by cancel --now"))
     assert result_of("rank", Record(stuck="it made no progress for 9 s"), ended).message == (
         "it made no progress for 9 s"
     )

@@ -58,8 +58,8 @@ def test_a_long_run_costs_no_more_than_a_short_one(
     write_end(run.attempt(number), Outcome(), Decision("finished", "done", 0))
     end = read_end(run.attempt(number))
     assert end is not None
-    assert end["step"] == MANY - 1
-    assert end["best"] == {"metric": "loss", "value": 1.0, "step": MANY - 1}
+    assert end.step == MANY - 1
+    assert end.best == {"metric": "loss", "value": 1.0, "step": MANY - 1}
     read_status(run, None, datetime.now(timezone.utc))
     assert len(parsed) < MANY / 4
 

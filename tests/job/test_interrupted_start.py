@@ -17,7 +17,7 @@ from trainkit.run.rundir import RunDir
 
 def is_killed(run):
     wait_for(lambda: read_job(run).newest.liveness() is Liveness.GONE)
-    return read_end(run.attempt(1))["state"] == "cancelled"
+    return read_end(run.attempt(1)).state == "cancelled"
 
 
 def test_of_a_drill(start_job, tmp_path):

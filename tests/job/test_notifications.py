@@ -32,6 +32,7 @@ from trainkit.job.notifications import (
 from trainkit.job.watch import hangs
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import AttemptEnd
 from trainkit.run.events import log_event
 from trainkit.run.files import (
     append_jsonl,
@@ -54,8 +55,9 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Webhook]:
         yield found
 
 
-def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> dict[str, Any]:
-    return {"action": action, "state": state, "cause": cause, "reason": "why", "step": 7, **more}
+def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> AttemptEnd:
+    values = {"action": action, "state": state, "cause": cause, "reason": "why", "step": 7, **more}
+    return AttemptEnd(**values)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
-    end = {**end_of("requeue", "stopped", "slow_host"), "reason": "restarts without b: rank 5 slow"}
+    end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
     notification = end_notification(RunDir(tmp_path).attempt(1), end)
     assert notification is not None
     assert notification.text == "restarts without b: rank 5 slow"

@@ -1,4 +1,4 @@
-from trainkit.observe.follow import Line, follow, is_over
+from trainkit.observe.follow import Line, follow, run_is_over
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
 
@@ -43,8 +43,8 @@ def test_what_is_written_while_following(tmp_path):
 
 def test_when_a_run_is_over(tmp_path):
     run = make_run(tmp_path)
-    assert [is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
+    assert [run_is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
     write_json(run.attempt(1).end_file, {"action": "requeue"})
-    assert [is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
+    assert [run_is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
     write_json(run.attempt(1).end_file, {"action": "failed"})
-    assert [is_over(run, alive) for alive in (True, None, False)] == [True, True, True]
+    assert [run_is_over(run, alive) for alive in (True, None, False)] == [True, True, True]

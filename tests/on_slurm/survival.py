@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.on_slurm.login import Login, agents_of, wait_for
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.run.end import will_resume
+from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import read_metrics
 from trainkit.run.files import parse_time, read_json, read_jsonl
 from trainkit.run.manifest import find_damage, published
@@ -115,7 +115,7 @@ def last_end(run: RunDir) -> dict[str, Any] | None:
     """How the newest attempt ended, unless the run goes on by itself."""
     file = run.attempt(newest_attempt(run)).end_file
     end: dict[str, Any] | None = read_json(file) if file.exists() else None
-    return None if end is None or will_resume(end) else end
+    return None if end is None or end["action"] in RESUME_ACTIONS else end
 
 
 def wait_until_over(login: Login, run: RunDir, timeout_s: float) -> dict[str, Any]:

@@ -93,4 +93,4 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     assert entry.liveness() is Liveness.GONE
     end = read_end(run.attempt(1))
     assert end is not None
-    assert (end["state"], end["reason"]) == ("cancelled", KILLED)
+    assert (end.state, end.reason) == ("cancelled", KILLED)

@@ -21,7 +21,7 @@ from trainkit.control.jobs import (
     recover_group_job_id,
     wait_until_gone,
 )
-from trainkit.observe.follow import is_over
+from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import NOT_STARTED, ORDER, GroupFiles, GroupStatus, PointStatus
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
@@ -66,7 +66,7 @@ def run_here(
 
 def _wait(run: RunDir) -> None:
     is_alive = liveness_probe(run)
-    while not is_over(run, is_alive()):
+    while not run_is_over(run, is_alive()):
         time.sleep(POLL_S)
     entry = read_job(run).newest
     if entry is not None:
@@ -139,8 +139,8 @@ def _with_failure(run: RunDir, state: str, reason: str | None) -> tuple[str, str
 def _failure(run: RunDir) -> str:
     """Return the first failure of a run; empty if none is recorded."""
     numbers = run.attempt_numbers()
-    verdict = ((read_end(run.attempt(numbers[-1])) if numbers else None) or {}).get("verdict")
-    return failure_line(verdict) if verdict else ""
+    end = read_end(run.attempt(numbers[-1])) if numbers else None
+    return failure_line(end.verdict) if end is not None and end.verdict else ""
 
 
 def end_line(bench: Bench, item: BenchRun) -> str:

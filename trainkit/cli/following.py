@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import click
 
@@ -19,7 +18,7 @@ from trainkit.control.jobs import SUPERVISOR_EXIT_S, liveness_probe, wait_until_
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
-from trainkit.run.end import read_end
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -123,8 +122,8 @@ def _print_events(events: LogTail, attempt: int) -> None:
             click.echo(event_line(event), err=True)
 
 
-def _end_soon(run: RunDir) -> dict[str, Any] | None:
-    """end.json of the newest attempt, None without one; after `cancel --now` it may appear a bit later."""
+def _end_soon(run: RunDir) -> AttemptEnd | None:
+    """How the newest attempt ended, None without a record; after `cancel --now` it may appear a bit later."""
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))
@@ -148,14 +147,14 @@ def print_end(run: RunDir) -> int:
             f"died: the supervisor exited without recording an end; {log} ends with: {last_line}", err=True
         )
         return EXIT_FAILED
-    click.echo(f"{end['state']}: {end['reason']}", err=True)
-    if end.get("verdict"):
-        click.echo(failure_line(end["verdict"]), err=True)
-        if end["verdict"].get("hint"):
-            click.echo(f"hint: {end['verdict']['hint']}", err=True)
-        if end["verdict"].get("rank") is not None:
-            command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
+    click.echo(f"{end.state}: {end.reason}", err=True)
+    if end.verdict:
+        click.echo(failure_line(end.verdict), err=True)
+        if end.verdict.get("hint"):
+            click.echo(f"hint: {end.verdict['hint']}", err=True)
+        if end.verdict.get("rank") is not None:
+            command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict['rank']}"
             click.echo(f"`{command}` shows its output", err=True)
-    if end["state"] == "stopped":
+    if end.state == "stopped":
         click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
-    return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
+    return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

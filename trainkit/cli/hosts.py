@@ -77,7 +77,7 @@ def _run_first(
     from trainkit.job.hosts_run import end_hosts, run_first_host
     from trainkit.job.node.rendezvous import StopSignalReceived
     from trainkit.job.node.static_rendezvous import HostListener, dismiss, stopped_error
-    from trainkit.run.end import read_end
+    from trainkit.run.end import AttemptEnd, read_end
 
     listener = HostListener(place, facts)
     if place.num_nodes > 1:
@@ -102,8 +102,8 @@ def _run_first(
         )
     code = EXIT_OK if decision.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
     code = EXIT_INTERRUPTED if stop_signal == "SIGINT" else code
-    end = read_end(attempt) or {}
-    end_hosts(links, f"{end.get('state', decision.action)}: {decision.reason}", code)
+    end = read_end(attempt) or AttemptEnd()
+    end_hosts(links, f"{end.state or decision.action}: {decision.reason}", code)
     print_end(run)
     return code
 

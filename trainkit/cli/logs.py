@@ -58,7 +58,7 @@ def command(
     from trainkit.control.run_registry import find_run
     from trainkit.job.failed_starts import batch_log
     from trainkit.observe.follow import LogTail, follow, start_of_last
-    from trainkit.run.end import read_end
+    from trainkit.run.end import AttemptEnd, read_end
     from trainkit.run.record import read_job
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
@@ -88,7 +88,7 @@ def command(
         texts = LogTail(path, start).read_rest()
         for text in texts if lines is None else texts[max(0, len(texts) - lines) :]:
             click.echo(f"{path.stem} | {text}" if named else text)
-    if (read_end(attempt) or {}).get("state") == "failed":
+    if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{quote(str(run.path))} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
     return EXIT_OK

@@ -157,7 +157,7 @@ def read_all(
     """
     from trainkit.control.jobs import job_statuses, open_job_ids
     from trainkit.control.run_registry import KnownRun, record_over, starts
-    from trainkit.observe.group import GroupFiles, is_over, read_newest_end
+    from trainkit.observe.group import GroupFiles, read_newest_end
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import read_status
 
@@ -177,7 +177,8 @@ def read_all(
             groups[item.run.path] = GroupFiles(item.group)
             over = groups[item.run.path].is_over
         else:
-            over = is_over(read_newest_end(item.run))
+            end = read_newest_end(item.run)
+            over = end is not None and not end.resumes
         num_over += over
         if over and not start.is_over:
             newly_over.append(start)

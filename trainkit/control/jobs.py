@@ -19,9 +19,9 @@ from typing import TypeGuard
 from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.job.processes import descendants
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.run.end import KILLED, is_guessed, read_end
+from trainkit.run.end import KILLED, AttemptEnd, read_end
 from trainkit.run.events import log_event
-from trainkit.run.files import parse_time, read_json, utc_now, write_json
+from trainkit.run.files import parse_time, read_json, utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.process import Liveness
 from trainkit.run.record import (
@@ -111,7 +111,7 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
         status = query_job_status([run], warn)[0]
     entry = read_job(run).of_attempt(attempt.number)
     end = read_end(attempt)
-    if entry is None or not (end is None or is_guessed(end)):
+    if entry is None or not (end is None or end.guessed):
         return status
     if status.job is not None and (status.job.state.is_active or status.job.is_terminal):
         return status  # it runs, or accounting was asked already
@@ -364,15 +364,7 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
 def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
     """Record the end of an attempt whose supervisor cannot do so itself."""
     attempt = run.attempt(entry.attempt)
-    end = {
-        "state": "cancelled",
-        "action": "stopped",
-        "exit_code": 137,
-        "reason": reason,
-        "verdict": None,
-        "time": utc_now(),
-    }
-    write_json(attempt.end_file, end)
+    AttemptEnd("cancelled", "stopped", exit_code=137, reason=reason, time=utc_now()).write(attempt)
     log_event(run, attempt.number, "stopped", state="cancelled", exit_code=137, reason=reason)
 
 

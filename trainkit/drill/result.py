@@ -9,6 +9,7 @@ from typing import Any, Literal
 from trainkit.drill.loss_curve import Point, compare, steps_while_saving
 from trainkit.drill.run_scenario import ScenarioRecord
 from trainkit.drill.scenarios import Scenario
+from trainkit.run.end import AttemptEnd
 from trainkit.tables import table
 
 State = Literal["passed", "failed", "missed", "skipped"]
@@ -52,7 +53,7 @@ class Result:
 class RunOutcome:
     """The end of a run, as recorded in its folder."""
 
-    end: Mapping[str, Any]
+    end: AttemptEnd
     """end.json of its newest attempt; empty when there is none."""
     points: Sequence[Point]
     events: Sequence[Mapping[str, Any]]
@@ -104,9 +105,9 @@ def _problems(
     if record.stuck:
         return [record.stuck]
     problems = []
-    if outcome.end.get("state") != "finished":
-        reason = outcome.end.get("reason") or "it recorded no reason"
-        problems.append(f"the run {outcome.end.get('state') or 'died'}: {reason}")
+    if outcome.end.state != "finished":
+        reason = outcome.end.reason or "it recorded no reason"
+        problems.append(f"the run {outcome.end.state or 'died'}: {reason}")
     should_restart = scenario.cause is None or scenario.cause in requeue_on
     if record.no_restart and should_restart:
         problems.append(f"it did not restart by itself: {record.no_restart}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.changes import Change, short_training, with_values
@@ -20,7 +19,7 @@ from trainkit.drill.scenarios import Scenario, choose_target, skip_reason
 from trainkit.errors import TrainkitError
 from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import read_end
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import parse_time, read_jsonl, seconds_between
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.rundir import RunDir
@@ -65,17 +64,17 @@ class Drill:
         run, watch = self._start(REFERENCE, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
-        if end.get("state") != "finished":
-            reason = end.get("reason") or "its supervisor died"
-            failure = f"; {failure_line(end['verdict'])}" if end.get("verdict") else ""
+        if end.state != "finished":
+            reason = end.reason or "its supervisor died"
+            failure = f"; {failure_line(end.verdict)}" if end.verdict else ""
             raise TrainkitError(
                 f"the uninterrupted run does not finish: {reason}{failure}",
                 hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
             )
         if run.attempt_numbers() != [1]:
-            first = read_end(run.attempt(1)) or {}
+            first = read_end(run.attempt(1)) or AttemptEnd()
             raise TrainkitError(
-                f"the uninterrupted run was interrupted: {first.get('reason')}",
+                f"the uninterrupted run was interrupted: {first.reason}",
                 hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
@@ -133,14 +132,14 @@ def _outcome(run: RunDir) -> RunOutcome:
         for checkpoint in published(run.checkpoints_dir)
         if (damage := find_damage(checkpoint))
     ]
-    end = (read_end(run.attempt(numbers[-1])) if numbers else None) or {}
+    end = (read_end(run.attempt(numbers[-1])) if numbers else None) or AttemptEnd()
     return RunOutcome(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
 
 
-def _seconds_of(run: RunDir, end: Mapping[str, Any]) -> float:
+def _seconds_of(run: RunDir, end: AttemptEnd) -> float:
     """Seconds that a finished run took, from the start of its workers to its end."""
     started = next(event["time"] for event in read_jsonl(run.events_file) if event.get("event") == "started")
-    ended = parse_time(end["time"])
+    ended = parse_time(end.time)
     assert ended is not None
     return seconds_between(started, ended) or 0.0
 

@@ -10,7 +10,7 @@ from trainkit.control.jobs import recover_job_id, require_not_running
 from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.drill.run_watch import RunWatch
 from trainkit.drill.scenarios import Scenario, Target
-from trainkit.run.end import read_end
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import read_jsonl
 from trainkit.run.lock import run_lock
 from trainkit.run.rundir import RunDir
@@ -116,13 +116,13 @@ class ScenarioRunner:
             if watch.is_stuck:
                 return False
             end = watch.end()
-            if end.get("state") == "finished":
+            if end.state == "finished":
                 self.record.missed = OVER if watch.attempt == before else NOTHING_LEFT
                 return False
-            self.record.no_restart = str(end.get("reason") or "its supervisor died")
+            self.record.no_restart = str(end.reason or "its supervisor died")
             self._resume()
         if not watch.until(has_restarted):
-            if watch.end().get("state") == "finished":
+            if watch.end().state == "finished":
                 self.record.missed = NOTHING_LEFT
             return False
         times = watch.first_step_s if has_steps else watch.started_s
@@ -161,8 +161,8 @@ class ScenarioRunner:
 
     def _restart_action(self, attempt: int) -> str:
         """How the run restarted after an attempt: the action of its end.json."""
-        end = read_end(self.run_dir.attempt(attempt)) or {}
-        return str(end.get("action") or "requeue by Slurm")
+        end = read_end(self.run_dir.attempt(attempt)) or AttemptEnd()
+        return end.action or "requeue by Slurm"
 
     def _save_was_cut_off(self) -> bool:
         """Whether the interruption prevented the save in progress from being published."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from trainkit.control.jobs import liveness_probe, slurm_job
 from trainkit.drill.loss_curve import points_of
-from trainkit.observe.follow import LogTail, is_over
-from trainkit.run.end import read_end
+from trainkit.observe.follow import LogTail, run_is_over
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import parse_record
 from trainkit.run.manifest import partials, published
 from trainkit.run.record import read_job
@@ -114,13 +114,13 @@ class RunWatch:
         """Whether the run has ended for good."""
         if time.monotonic() - self._checked_s >= CHECK_END_EVERY_S:
             self._checked_s = time.monotonic()
-            self._is_over = is_over(self.run, self._is_alive())
+            self._is_over = run_is_over(self.run, self._is_alive())
         return self._is_over
 
-    def end(self) -> dict[str, Any]:
-        """end.json of the newest attempt; empty when there is none."""
+    def end(self) -> AttemptEnd:
+        """How the newest attempt ended, as far as that is recorded."""
         numbers = self.run.attempt_numbers()
-        return (read_end(self.run.attempt(numbers[-1])) if numbers else None) or {}
+        return (read_end(self.run.attempt(numbers[-1])) if numbers else None) or AttemptEnd()
 
 
 def _records(tail: LogTail) -> list[dict[str, Any]]:

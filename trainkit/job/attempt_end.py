@@ -25,7 +25,7 @@ from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.failure.records import agent_failure, dead_host_failure, first_rank_failure
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.run.end import KILLED, WITHOUT_RECORD, read_end
+from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, read_end
 from trainkit.run.events import best_result, log_event
 from trainkit.run.files import (
     parse_time,
@@ -34,7 +34,6 @@ from trainkit.run.files import (
     read_jsonl_reversed,
     seconds_between,
     utc_now,
-    write_json,
 )
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, is_cancelled, is_cancelled_now, read_job
@@ -115,7 +114,7 @@ def close_dead_attempts(
             failure = first_rank_failure(dead) if lost_host is None else None
             outcome = Outcome(failure=failure or dead_host_failure(host, last_log_write(dead)))
             decision = _decide_dead(dead, lost_host, previous, policy)
-            write_end(dead, outcome, decision)
+            write_end(dead, outcome, decision, guessed=lost_host is None)
             refusal = (outcome, decision) if decision.action == "failed" else None
     return refusal
 
@@ -138,10 +137,12 @@ def _decide_dead(
     return Decision("requeue", reason, EXIT_FAILED, "node_fail")
 
 
-def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> dict[str, Any]:
+def write_end(
+    attempt: AttemptDir, outcome: Outcome, decision: Decision, *, guessed: bool = False
+) -> AttemptEnd:
     """Record how the attempt ended and what follows, in end.json and events.jsonl. Raises OSError.
 
-    Returns the content of end.json.
+    `guessed` if the attempt left no record of its end.
     """
     run, number = attempt.run, attempt.number
     failure = None
@@ -150,19 +151,20 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> dict
         failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
     # end.json first: the events only repeat its content.
     state = _state(attempt, decision)
-    end = {
-        "state": state,
-        "action": decision.action,
-        "cause": decision.cause,
-        "exit_code": decision.exit_code,
-        "reason": decision.reason,
-        "verdict": failure,
-        "mark": progress_of(attempt),
-        "step": last_step(attempt, failure),
-        "best": _best(run),
-        "time": utc_now(),
-    }
-    write_json(attempt.end_file, end)
+    end = AttemptEnd(
+        state=state,
+        action=decision.action,
+        cause=decision.cause,
+        exit_code=decision.exit_code,
+        reason=decision.reason,
+        verdict=failure,
+        mark=progress_of(attempt),
+        step=last_step(attempt, failure),
+        best=_best(run),
+        guessed=guessed,
+        time=utc_now(),
+    )
+    end.write(attempt)
     if failure is not None:
         fields = {key: failure[key] for key in failure if key != "time"}
         log_event(run, number, "rank_failed", **fields, failed_at=failure["time"])
@@ -198,8 +200,8 @@ def previous_attempts(attempt: AttemptDir) -> list[tuple[int, PreviousAttempt]]:
 
 def previous_failures(attempt: AttemptDir) -> list[dict[str, Any]]:
     """The first failure of each attempt in `previous_attempts` that had one."""
-    failures = [(read_end(earlier) or {}).get("verdict") for earlier in _earlier(attempt)]
-    return [failure for failure in failures if isinstance(failure, dict)]
+    ends = map(read_end, _earlier(attempt))
+    return [end.verdict for end in ends if end is not None and end.verdict is not None]
 
 
 def _earlier(attempt: AttemptDir) -> list[AttemptDir]:
@@ -213,12 +215,11 @@ def _previous(attempt: AttemptDir) -> PreviousAttempt:
     if end is None:
         # Its host died before the end could be written.
         return PreviousAttempt("node_fail", progress_of(attempt))
-    failure, step = end.get("verdict"), end.get("step")
     return PreviousAttempt(
-        cause=end.get("cause"),
-        progress=int(end.get("mark") or 0),
-        step=step if isinstance(step, int) else None,
-        failure=repeatable_failure(failure) if isinstance(failure, dict) else None,
+        cause=end.cause,
+        progress=end.mark or 0,
+        step=end.step,
+        failure=None if end.verdict is None else repeatable_failure(end.verdict),
     )
 
 
@@ -243,8 +244,8 @@ def progress_of(attempt: AttemptDir) -> int:
     if checkpoints:
         return checkpoints[-1].step
     earlier = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
-    last = (read_end(attempt.run.attempt(earlier[-1])) or {}).get("mark") if earlier else None
-    return (last if isinstance(last, int) else 0) + (_duration_s(attempt) >= LONG_ATTEMPT_S)
+    last = read_end(attempt.run.attempt(earlier[-1])) if earlier else None
+    return ((last and last.mark) or 0) + (_duration_s(attempt) >= LONG_ATTEMPT_S)
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:

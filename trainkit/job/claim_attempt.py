@@ -9,7 +9,7 @@ from shlex import quote
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import read_end, will_resume
+from trainkit.run.end import is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, refresh_listing, wait_for_json
 from trainkit.run.lock import is_supervised, run_lock
@@ -70,9 +70,8 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     tells; but not to a follow-up, whose dependency has ended, and whose lock a dead host may still hold.
     """
     other = newest.job_id
-    end = read_end(run.attempt(newest.attempt))
     # The id of an array task that was found by its token lacks the index.
-    if other in (job_id, job_id.partition("_")[0]) or (end is not None and not will_resume(end)):
+    if other in (job_id, job_id.partition("_")[0]) or is_over(run.attempt(newest.attempt)):
         return None
     state = JobState.UNKNOWN
     if newest.is_slurm and other_cluster(newest.cluster) is None:
@@ -131,8 +130,7 @@ def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
 
 def _has_ended(run: RunDir) -> bool:
     """Whether the newest attempt has recorded its end and no restart follows."""
-    end = read_end(run.attempt(run.attempt_numbers()[-1]))
-    return end is not None and not will_resume(end)
+    return is_over(run.attempt(run.attempt_numbers()[-1]))
 
 
 def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:

@@ -8,25 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.run.end import RESUME_ACTIONS
+from trainkit.run.end import RESUME_ACTIONS, Action, Cause
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""
 
-Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
-"""`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
-job, and `follow_up` lets a job that is already in the queue continue the run."""
-
-Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "slow_host", "not_started"]
-"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
-continue without a slow host; `not_started` when Slurm could not start the step, which does not count as a
-failure of the run."""
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 MAX_ENDS_AT_STEP = 3

@@ -13,12 +13,17 @@ from trainkit.errors import EXIT_FAILED, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.allocation import REQUEUE_PATIENCE_S, Allocation, SlurmAllocation
 from trainkit.job.attempt_end import previous_attempts
-from trainkit.job.decision import MAX_STARTS, Action, Decision, Outcome
+from trainkit.job.decision import (
+    MAX_STARTS,
+    Decision,
+    Outcome,
+)
 from trainkit.job.failure.termination_cause import query_job, termination_cause
 from trainkit.job.processes import log_line
 from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import Action
 from trainkit.run.files import read_json
 from trainkit.run.lock import RunLocked
 from trainkit.run.rundir import AttemptDir

@@ -22,7 +22,7 @@ from trainkit import __version__
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
-from trainkit.run.end import RESUME_ACTIONS
+from trainkit.run.end import AttemptEnd
 from trainkit.run.files import parse_time, read_json, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -56,28 +56,25 @@ class Notification:
     """Further fields of the message."""
 
 
-def end_notification(attempt: AttemptDir, end: Mapping[str, Any]) -> Notification | None:
-    """The notification of an ended attempt; None if a person stopped it, or it stopped as configured.
-
-    `end` is the content of its end.json.
-    """
-    state, action, reason = end.get("state"), end.get("action"), str(end.get("reason"))
-    folder, failure = quote(str(attempt.run.path)), end.get("verdict") or {}
+def end_notification(attempt: AttemptDir, end: AttemptEnd) -> Notification | None:
+    """The notification of an ended attempt; None if a person stopped it, or it stopped as configured."""
+    state, reason = end.state, str(end.reason)
+    folder, failure = quote(str(attempt.run.path)), end.verdict or {}
     fields = {
         "state": state,
         "reason": reason,
-        "step": end.get("step"),
+        "step": end.step,
         **{key: failure.get(key) for key in ("rank", "host")},
     }
-    if action == "finished":
+    if end.action == "finished":
         return Notification("finished", "finished", f"trainkit report {folder}", fields)
     first = _first_failure(failure)
-    if action in RESUME_ACTIONS:
-        text = f"restarts: {reason}" if action == "restart" else f"is requeued: {reason}"
-        if end.get("cause") == "slow_host":
+    if end.resumes:
+        text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
+        if end.cause == "slow_host":
             text = reason  # restarts without HOST: …
         return Notification("requeued", f"{text}{first}", f"trainkit status {folder}", fields)
-    if state == "failed" or (state == "stopped" and end.get("cause") is not None):
+    if state == "failed" or (state == "stopped" and end.cause is not None):
         return Notification("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", fields)
     return None
 
@@ -171,8 +168,8 @@ class Notifier:
             log_line(f"warning: a notification was not sent: {problem}")
 
 
-def notify_end(attempt: AttemptDir, end: Mapping[str, Any]) -> None:
-    """Notify of the end of an attempt that no supervisor runs; `end` is the content of its end.json."""
+def notify_end(attempt: AttemptDir, end: AttemptEnd) -> None:
+    """Notify of the end of an attempt that no supervisor runs."""
     notification, notifier = end_notification(attempt, end), Notifier()
     if notification is not None:
         notifier.send(attempt, notification)

@@ -13,10 +13,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, TrainkitError
 from trainkit.job import processes
@@ -34,7 +33,7 @@ from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import end_line, read_end
+from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.lock import RunLocked, become_sole_supervisor
@@ -118,7 +117,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, *refusal)
         for dead in unended:
-            self._notify(dead, read_end(dead) or {})  # its supervisor could not
+            self._notify(dead, read_end(dead) or AttemptEnd())  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
             if decision.action == "restart":
@@ -246,7 +245,9 @@ class Supervisor:
     def conclude(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Log, record and report how an attempt ended; returns its exit code."""
         log_line(end_line(attempt.number, decision.action, decision.reason))
-        end: dict[str, Any] = {**vars(decision), "state": decision.action}
+        end = AttemptEnd(
+            decision.action, decision.action, decision.cause, decision.exit_code, decision.reason
+        )
         try:
             end = write_end(attempt, outcome, decision)
         except OSError as error:
@@ -254,7 +255,7 @@ class Supervisor:
         self._notify(attempt, end)
         return decision.exit_code
 
-    def _notify(self, attempt: AttemptDir, end: Mapping[str, Any]) -> None:
+    def _notify(self, attempt: AttemptDir, end: AttemptEnd) -> None:
         notification = end_notification(attempt, end)
         if notification is not None:
             self.notifier.send(attempt, notification)

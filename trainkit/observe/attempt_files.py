@@ -14,7 +14,7 @@ from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.observe.slurm_messages import slurm_messages
 from trainkit.plan.launch import PER_RANK
-from trainkit.run.end import read_end
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import read_json, read_jsonl_reversed
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
@@ -34,11 +34,13 @@ class AttemptFiles:
 
     def __init__(self, attempt: AttemptDir, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.slurm_job = attempt, attempt.run, slurm_job
-        self.end = read_end(attempt) or {}
+        end = read_end(attempt)
+        self.has_ended, self.end = end is not None, end or AttemptEnd()
 
     def end_text(self) -> Text:
-        keys = [key for key in ("cause", "state", "reason") if self.end.get(key) is not None]
-        lines = [clean(f"{key}: {self.end[key]}") for key in keys]
+        values = {"cause": self.end.cause, "state": self.end.state, "reason": self.end.reason}
+        keys = [key for key, value in values.items() if value is not None]
+        lines = [clean(f"{key}: {values[key]}") for key in keys]
         number = json_line(self.attempt.end_file, keys[0]) if keys else None
         return Text(self.shown(self.attempt.end_file), "end", lines, first_line=number)
 
@@ -87,7 +89,7 @@ class AttemptFiles:
 
     def of_slurm(self) -> Iterator[Text]:
         """What Slurm says: srun and slurmstepd, which give the reason, then accounting, which may not."""
-        yield from slurm_messages(self.attempt, self.end)
+        yield from slurm_messages(self.attempt, is_recorded=self.has_ended and not self.end.guessed)
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:

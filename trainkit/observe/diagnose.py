@@ -23,7 +23,7 @@ from trainkit.observe.blocking_ranks import collective_values, hang_values, miss
 from trainkit.observe.run_text import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.observe.torch_output import describe_signal, exception_of
-from trainkit.run.end import is_guessed, read_end, will_resume
+from trainkit.run.end import read_end
 from trainkit.run.files import read_json
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -124,6 +124,7 @@ class _Case:
         self.alive, self.slurm_job = alive, slurm_job
         self.files = AttemptFiles(attempt, slurm_job)
         self.end = self.files.end
+        self.has_ended = self.files.has_ended
         self.records = self._records()
         self.first = self._first()
 
@@ -132,9 +133,9 @@ class _Case:
         return AttemptEvents(self.attempt, None if self.first is None else self.first.record.get("time"))
 
     def diagnosis(self) -> Diagnosis:
-        if self.end.get("state") == "finished":
+        if self.end.state == "finished":
             return self._nothing("the run finished")
-        if not self.end and not self.records and not self._is_over():
+        if not self.has_ended and not self.records and not self._is_over():
             silence = self._best(self.events.texts(only_silence=True)) if self.alive else None
             if silence is not None:
                 return replace(self._found(silence), state="running")
@@ -144,8 +145,8 @@ class _Case:
         match = self._best(self.files.start_text()) or self._asked_from_outside() or self._explain()
         if match is not None:
             return self._found(match)
-        if self.first is None and self.end.get("state") == "stopped":
-            return self._nothing("the run stopped: " + str(self.end.get("reason")))
+        if self.first is None and self.end.state == "stopped":
+            return self._nothing("the run stopped: " + str(self.end.reason))
         return self._unknown()
 
     # What is searched.
@@ -165,8 +166,8 @@ class _Case:
 
     def _first(self) -> _First | None:
         """The verdict, with the place of the record that it is from; else the earliest record."""
-        verdict = self.end.get("verdict")
-        if not isinstance(verdict, dict):
+        verdict = self.end.verdict
+        if verdict is None:
             return self.records[0] if self.records else None
         if verdict.get("type") == "exit" and verdict.get("rank") is None and verdict.get("node_rank") is None:
             verdict = {**verdict, "host": None}  # the supervisor's, which did not fail
@@ -244,7 +245,7 @@ class _Case:
         if self.first is not None:
             own = self._best([self.first.text])
             own = own or self._best(self._rest_of_the_message(self.first), ("cause",))
-            if is_guessed(self.end):
+            if self.end.guessed:
                 known = self._best(self.files.of_slurm(), ("cause",))
                 if known is not None and (own is None or known.signature.name != own.signature.name):
                     return known
@@ -257,7 +258,7 @@ class _Case:
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.was_killed):
             found = self._from_logs(own)
-        if self.first is not None or not self.end:
+        if self.first is not None or not self.has_ended:
             found = found or self._best(self.events.texts(), ("cause",))
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
@@ -314,7 +315,7 @@ class _Case:
     def _found(self, match: Match) -> Diagnosis:
         signature, first = match.signature, self.first
         is_of_job = match.text.kind in ("end", "start")
-        rank, host, step = None, match.groups.get("host"), self.end.get("step")
+        rank, host, step = None, match.groups.get("host"), self.end.step
         if not is_of_job:
             rank, host, step = self._place(match)
         values = run_values(self.run, self.attempt) | dict(match.groups)
@@ -327,7 +328,7 @@ class _Case:
             **({"num_hosts": str(len(hosts))} if hosts else {}),
             **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
             "message": clean(str(record.get("message") or "")),
-            "reason": clean(str(self.end.get("reason") or "")),
+            "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else {"host": host}),
             **({} if step is None else {"step": str(step)}),
@@ -400,8 +401,8 @@ class _Case:
             entry = read_job(self.run).of_attempt(self.attempt.number) or AttemptRecord()
             if not entry.has_started:
                 gone = "the job ended before the supervisor began"
-            reason = clean(str(self.end.get("reason") or gone))
-            advice = [] if self.end else self._resume_advice()
+            reason = clean(str(self.end.reason or gone))
+            advice = [] if self.has_ended else self._resume_advice()
             cause = f"no known cause was found: {reason}"
             return self._make(cause=cause, tail=tail, events=self.events.shown(), advice=advice)
         record = first.record
@@ -444,8 +445,8 @@ class _Case:
         return self._make(state=state, title=state, cause=cause, confidence=confidence)
 
     def _make(self, **values: Any) -> Diagnosis:
-        state = "stopped" if self.end.get("state") in ("stopped", "cancelled") else "failed"
-        time = (None if self.first is None else self.first.record.get("time")) or self.end.get("time")
+        state = "stopped" if self.end.state in ("stopped", "cancelled") else "failed"
+        time = (None if self.first is None else self.first.record.get("time")) or self.end.time
         defaults: dict[str, Any] = {"name": None, "title": "unknown", "confidence": "unknown", "state": state}
         defaults |= {"rank": None, "host": None, "step": None, "time": time, "evidence": [], "advice": []}
         return Diagnosis(
@@ -467,9 +468,9 @@ def earlier_failures(run: RunDir, before: int) -> list[str]:
     found = []
     for number in run.attempt_numbers():
         end = read_end(run.attempt(number)) if number < before else None
-        if end is not None and isinstance(end.get("verdict"), dict):
-            follows = "restarted" if will_resume(end) else "not restarted"
-            found.append(clean(f"attempt {number} ({follows}): {end.get('reason')}"))
+        if end is not None and end.verdict is not None:
+            follows = "restarted" if end.resumes else "not restarted"
+            found.append(clean(f"attempt {number} ({follows}): {end.reason}"))
     return found
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.end import read_end, will_resume
+from trainkit.run.end import is_over
 from trainkit.run.files import read_jsonl_reversed
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -89,13 +89,12 @@ class Line:
     text: str
 
 
-def is_over(run: RunDir, alive: bool | None) -> bool:
+def run_is_over(run: RunDir, alive: bool | None) -> bool:
     """Whether a run has ended and will not resume; `alive` is its job's liveness, None if unknown."""
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
         return True
-    end = read_end(run.attempt(numbers[-1]))
-    return end is not None and not will_resume(end)
+    return is_over(run.attempt(numbers[-1]))
 
 
 def follow(
@@ -116,7 +115,7 @@ def follow(
         listed_s = float("-inf")
         while True:
             # Checked before reading, so that everything written before the end is read.
-            over = is_over(run, is_alive())
+            over = run_is_over(run, is_alive())
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()

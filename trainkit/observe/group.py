@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.run.end import will_resume
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import best_result
 from trainkit.run.files import read_jsonl, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
@@ -56,7 +56,7 @@ class PointFiles:
     """The job of its newest attempt; None when unknown."""
     entry: AttemptRecord = field(default_factory=AttemptRecord)
     """Its newest attempt in job.json; of number 0 while the point has no folder."""
-    end: Mapping[str, Any] = field(default_factory=dict)
+    end: AttemptEnd | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     """The `STATE_EVENTS` and evaluations of a point that is not over."""
     best: dict[str, Any] | None = None
@@ -66,12 +66,7 @@ class PointFiles:
     @property
     def is_over(self) -> bool:
         """Whether its newest attempt has ended and will not restart."""
-        return is_over(self.end)
-
-
-def is_over(end: Mapping[str, Any]) -> bool:
-    """Whether an end.json, empty if there is none, is that of a run that will not resume by itself."""
-    return bool(end) and not will_resume(end)
+        return self.end is not None and not self.end.resumes
 
 
 @dataclass(frozen=True)
@@ -197,8 +192,8 @@ class GroupFiles:
         )
 
     def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
-        if files.is_over:
-            return str(files.end.get("state") or "unknown"), files.end.get("reason")
+        if files.end is not None and files.is_over:
+            return files.end.state or "unknown", files.end.reason
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
         if self._is_elsewhere(files):
@@ -210,7 +205,7 @@ class GroupFiles:
             # Its task has not created the folder yet.
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
-            return attempt_state(AttemptRecord(attempt=1), {}, alive, job, [], False)
+            return attempt_state(AttemptRecord(attempt=1), None, alive, job, [], False)
         return attempt_state(files.entry, files.end, alive, job, files.events, files.has_metrics)
 
 
@@ -231,16 +226,15 @@ def _read(group: RunGroup, indices: Iterable[int]) -> list[PointFiles]:
 
 
 def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
-    folder = str(group.path)
     for index in indices:
-        entry = read_job(group.run(index)).newest or AttemptRecord()
-        end = _json(f"{folder}/{index}/{NEWEST_END}")
+        run = group.run(index)
+        entry = read_job(run).newest or AttemptRecord()
+        end = read_newest_end(run)
         job_id = entry.job_id or group.task_id(index)
         files = PointFiles(group.points[index], job_id, entry, end)
-        if files.is_over:
-            yield replace(files, best=end.get("best"))
+        if end is not None and files.is_over:
+            yield replace(files, best=end.best)
         elif entry.attempt:
-            run = group.run(index)
             events = list(read_jsonl(run.events_file, (*STATE_EVENTS, "evaluated")))
             has_metrics = run.metrics_file.exists() or _is_printing(group, run, entry)
             yield replace(files, events=events, best=best_result(run, events), has_metrics=has_metrics)
@@ -254,9 +248,10 @@ def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
     return is_command and run.attempt(entry.attempt).rank_log(0).exists()
 
 
-def read_newest_end(run: RunDir) -> dict[str, Any]:
-    """The end.json of a run's newest attempt; empty while it runs."""
-    return _json(f"{run.path}/{NEWEST_END}")
+def read_newest_end(run: RunDir) -> AttemptEnd | None:
+    """How a run's newest attempt ended; None while it runs."""
+    number = run.latest_number()
+    return None if number is None else read_end(run.attempt(number))
 
 
 def _json(path: str) -> dict[str, Any]:

@@ -170,8 +170,8 @@ def read_view(
     plan = _plan(files)
     own = [record for record in files.metrics.recent if record.get("attempt") == status.attempt]
     last: Mapping[str, Any] = files.metrics.recent[-1] if files.metrics.recent else {}
-    end = {} if status.attempt is None else read_end(files.run.attempt(status.attempt)) or {}
-    ended = parse_time(end.get("time"))
+    end = None if status.attempt is None else read_end(files.run.attempt(status.attempt))
+    ended = parse_time(end and end.time)
     until = now if ended is None else ended
     nodes = node_rows(files.health.newest, status, now, plan.get("health_every_s"))
     world_size = plan.get("world_size")

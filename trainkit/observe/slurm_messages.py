@@ -7,13 +7,12 @@ restart inside the allocation or a requeue.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from itertools import takewhile
-from typing import Any
 
 from trainkit.observe.run_text import Text, read_log
-from trainkit.run.end import is_end_line, is_guessed
+from trainkit.run.end import is_end_line
 from trainkit.run.files import parse_time
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir
@@ -23,10 +22,10 @@ _RESOLUTION = timedelta(seconds=1)
 """Slurm omits the fraction of a second."""
 
 
-def slurm_messages(attempt: AttemptDir, end: Mapping[str, Any]) -> Iterator[Text]:
+def slurm_messages(attempt: AttemptDir, *, is_recorded: bool) -> Iterator[Text]:
     """The messages in the log of an attempt, and those about its end in the logs of earlier ones of its job.
 
-    `end` is the content of its end.json, empty without one.
+    `is_recorded` if the attempt has recorded its end itself.
     """
     entries = read_job(attempt.run).attempts
     entry = next((entry for entry in entries if entry.attempt == attempt.number), AttemptRecord())
@@ -43,7 +42,7 @@ def slurm_messages(attempt: AttemptDir, end: Mapping[str, Any]) -> Iterator[Text
         lines = takewhile(lambda line: not is_end_line(line, attempt.number), own.lines)
         kept = list(takewhile(lambda line: not is_of_a_later_one(line), lines))
         yield own.part(0, len(kept), "srun")
-    if start is None or (end and not is_guessed(end)):
+    if start is None or is_recorded:
         return  # it recorded its end, and with it the reason that Slurm gave
     earlier = [
         other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id

@@ -22,7 +22,7 @@ from trainkit.observe.run_text import read_log
 from trainkit.observe.text import failed_saves_line, slowdown_line
 from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.run.end import will_resume
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import FAILED_SAVES
 from trainkit.run.files import parse_time, read_json, seconds_between
 from trainkit.run.manifest import published
@@ -121,7 +121,7 @@ def read_status(
     entry = job.newest or AttemptRecord()
     attempt = entry.attempt or None
     plan = _json(run.plan_file)
-    end = _json(run.attempt(attempt).end_file) if isinstance(attempt, int) else {}
+    end = None if attempt is None else read_end(run.attempt(attempt))
     events = list(history.recent)
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
@@ -160,7 +160,7 @@ def read_status(
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.submitted_at, now),
         last_event=events[-1] if events else None,
-        verdict=end["verdict"] if isinstance(end.get("verdict"), dict) else None,
+        verdict=None if end is None else end.verdict,
         restarts=history.restarts,
         checkpoint=newest_checkpoint(run),
         warnings=[
@@ -183,7 +183,7 @@ def _last_lines(log: Path) -> list[str]:
 
 def attempt_state(
     entry: AttemptRecord,
-    end: Mapping[str, Any],
+    end: AttemptEnd | None,
     alive: bool | None,
     slurm_job: JobInfo | None,
     events: list[dict[str, Any]],
@@ -195,26 +195,26 @@ def attempt_state(
     `starts` are those of its job that failed, as far as they are known.
     """
     state = _state(entry.attempt, end, alive, events, has_metrics)
-    reason = end.get("reason")
-    if slurm_job is not None and (not end or will_resume(end)):
+    reason = None if end is None else end.reason
+    if slurm_job is not None and (end is None or end.resumes):
         return _slurm_state(state, end, slurm_job, entry, starts)
     return state, reason
 
 
 def _state(
     attempt: object,
-    end: Mapping[str, Any],
+    end: AttemptEnd | None,
     alive: bool | None,
     events: list[dict[str, Any]],
     has_metrics: bool,
 ) -> str:
     if not attempt:
         return "incomplete"
-    if end:
-        if will_resume(end):
-            waits = "restarting" if end["action"] == "restart" else "requeueing"
+    if end is not None:
+        if end.resumes:
+            waits = "restarting" if end.action == "restart" else "requeueing"
             return {True: waits, False: "died", None: "unknown"}[alive]
-        return str(end.get("state") or "unknown")
+        return end.state or "unknown"
     if alive is None:
         return "unknown"
     if not alive:
@@ -226,10 +226,10 @@ def _state(
 
 
 def _slurm_state(
-    state: str, end: Mapping[str, Any], job: JobInfo, entry: AttemptRecord, starts: Sequence[FailedStart]
+    state: str, end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord, starts: Sequence[FailedStart]
 ) -> tuple[str, str | None]:
     """State and reason of an attempt that has not ended or will resume, with its job's state in Slurm."""
-    reason = end.get("reason")
+    reason = None if end is None else end.reason
     has_started = entry.started_at is not None
     if job.state.is_waiting:
         was_requeued = has_started or job.state is JobState.REQUEUED
@@ -249,10 +249,10 @@ def _slurm_state(
     return state, reason
 
 
-def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: AttemptRecord) -> str:
+def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
     """An addition to the reason when Slurm should have requeued the job but did not restart it."""
-    if end.get("action") == "requeue":
-        reason = str(end.get("reason")).partition(";")[0]
+    if end is not None and end.action == "requeue":
+        reason = str(end.reason).partition(";")[0]
         return f"; Slurm did not restart it after the requeue that followed: {reason}"
     began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):

@@ -2,44 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
-from trainkit.run.files import read_json
+from trainkit.run.files import read_json, read_record, write_json
 from trainkit.run.rundir import AttemptDir
 
+Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
+"""`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
+job, and `follow_up` lets a job that is already in the queue continue the run."""
+Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "slow_host", "not_started"]
+"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
+continue without a slow host; `not_started` when Slurm could not start the step, which does not count as a
+failure of the run."""
 RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
-"""The actions in end.json after which the run resumes without a command."""
-
-
-ACTIONS = ("finished", "stopped", "failed", *RESUME_ACTIONS)
-"""The values of `action` in end.json."""
-
-
+"""The actions after which the run resumes without a command."""
 KILLED = "killed by cancel --now"
-"""The reason, in end.json, of an end without a save."""
-
-
+"""The reason of an end without a save."""
 WITHOUT_RECORD = "ended without a record"
+"""How the reason begins in which a later start of the job says that the attempt left no record."""
 
 
-def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
-    """The content of end.json; None while the attempt runs and if its supervisor was killed."""
+@dataclass(frozen=True)
+class AttemptEnd:
+    """The content of end.json; None where a value is missing."""
+
+    state: str | None = None
+    """``finished stopped cancelled failed``."""
+    action: Action | None = None
+    cause: Cause | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+    """A sentence for people."""
+    verdict: dict[str, Any] | None = None
+    """The first failure."""
+    mark: int | None = None
+    """The run's progress: the step of its newest checkpoint, else the number of long attempts."""
+    step: int | None = None
+    """The step at which the attempt ended."""
+    best: dict[str, Any] | None = None
+    """The best result of the run: ``metric, value, step``."""
+    guessed: bool = False
+    """Whether a later start of the job wrote it, since the attempt left no record of its end."""
+    time: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """What another version recorded."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run resumes automatically."""
+        return self.action in RESUME_ACTIONS
+
+    def write(self, attempt: AttemptDir) -> None:
+        """Write end.json. Raises OSError."""
+        values = asdict(self)
+        more = values.pop("more")
+        if not values["guessed"]:
+            del values["guessed"]
+        write_json(attempt.end_file, {**values, **more})
+
+
+def read_end(attempt: AttemptDir) -> AttemptEnd | None:
+    """How an attempt ended; None while it runs and if its supervisor was killed."""
     try:
-        end = read_json(attempt.end_file)
+        content = read_json(attempt.end_file)
     except (OSError, ValueError):
         return None
-    return end if isinstance(end, dict) else None
+    if not isinstance(content, dict):
+        return None
+    # Versions before the key said so in the reason alone.
+    guessed = str(content.get("reason")).startswith(WITHOUT_RECORD)
+    return read_record(AttemptEnd, {"guessed": guessed, **content})
 
 
-def will_resume(end: Mapping[str, Any]) -> bool:
-    """Whether the run resumes automatically after this end.json."""
-    return end.get("action") in RESUME_ACTIONS
-
-
-def is_guessed(end: Mapping[str, Any]) -> bool:
-    """Whether a later start of the job wrote this end.json, since the attempt left no record of its end."""
-    return str(end.get("reason")).startswith(WITHOUT_RECORD)
+def is_over(attempt: AttemptDir) -> bool:
+    """Whether an attempt has recorded its end, and no restart follows."""
+    end = read_end(attempt)
+    return end is not None and not end.resumes
 
 
 def end_line(attempt: int, action: str, reason: str) -> str:
@@ -49,4 +88,4 @@ def end_line(attempt: int, action: str, reason: str) -> str:
 
 def is_end_line(line: str, attempt: int) -> bool:
     """Whether a line of a log is the `end_line` of an attempt."""
-    return line.startswith(tuple(end_line(attempt, action, "") for action in ACTIONS))
+    return line.startswith(tuple(end_line(attempt, action, "") for action in get_args(Action)))

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import UnionType
-from typing import Any, BinaryIO, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 
 def utc_now() -> str:
@@ -285,11 +285,12 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
 
 @cache
 def _field_types(kind: Any) -> dict[str, tuple[type, ...]]:
-    """The types that the values of each field may have in JSON."""
+    """The types that the values of each field may have in JSON; for a Literal, any text."""
     found = {}
     for name, hint in get_type_hints(kind).items():
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        found[name] = tuple(get_origin(member) or member for member in members)
+        origins = (get_origin(member) or member for member in members)
+        found[name] = tuple(str if origin is Literal else origin for origin in origins)
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.end import read_end, will_resume
+from trainkit.run.end import is_over
 from trainkit.run.files import read_json, read_record, utc_now, write_atomic, write_json
 from trainkit.run.process import Liveness, ProcessId, own_host
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -247,8 +247,7 @@ def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
 
 def is_exiting(run: RunDir, entry: AttemptRecord) -> bool:
     """Whether the supervisor of an attempt has recorded the end of the run and only has to exit."""
-    end = read_end(run.attempt(entry.attempt))
-    return end is not None and not will_resume(end)
+    return is_over(run.attempt(entry.attempt))
 
 
 def change_newest(run: RunDir, **values: Any) -> None:

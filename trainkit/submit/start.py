@@ -30,7 +30,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.requeue import excludable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import with_excluded
-from trainkit.run.end import read_end, will_resume
+from trainkit.run.end import read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_atomic
 from trainkit.run.lock import run_lock
@@ -200,7 +200,7 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
         if entry is None:
             return start_again(run, "requeue"), True
         end = read_end(run.attempt(entry.attempt))
-        if end is not None and will_resume(end):
+        if end is not None and end.resumes:
             # The run restarts anyway: there is nothing to signal.
             job = slurm_job(entry) if entry.is_slurm else None
             outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"

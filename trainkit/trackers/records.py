@@ -111,7 +111,7 @@ def state_of(run: RunDir) -> str:
     """``finished``, ``failed``, ``stopped``, or ``running`` for a run that has not ended or will resume."""
     number = run.latest_number()
     end = None if number is None else read_end(run.attempt(number))
-    return STATES.get(str((end or {}).get("action")), "running")
+    return STATES.get(str(end and end.action), "running")
 
 
 def settled_step(run: RunDir, is_finished: bool) -> float:

@@ -6,7 +6,10 @@ import signal
 from datetime import datetime, timedelta, timezone
 
 from trainkit.errors import TrainkitError
-from trainkit.job.decision import RESTART_SIGNAL, Cause
+from trainkit.job.decision import (
+    RESTART_SIGNAL,
+)
+from trainkit.run.end import Cause
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.jobs import JobDetails, job_details
 from trainkit.slurm.states import JobState
