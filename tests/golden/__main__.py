@@ -12,6 +12,7 @@ import datetime
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -62,7 +63,9 @@ MORE = {
     "sbatch": ("diagnose {run} --attempt 1 --json",),
     "sweep": ("status {run}/1 --json", "diagnose {run}/1 --json", "ckpt ls {run}/0"),
 }
-SLURM = {
+PROGRAMS = {
+    "python": "",
+    "srun": "",
     "squeue": '/bin/cat "$0.txt"',
     "sacct": "",
     "sbatch": "",
@@ -70,7 +73,7 @@ SLURM = {
     # The word that says what is shown stands at another place with an option before it.
     "scontrol": '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$0-$what.txt"',
 }
-"""The programs of a cluster, as shell; what they print is in slurm/."""
+"""All programs on PATH, as shell; what those of Slurm print is in slurm/."""
 
 
 class FixedTime(datetime.datetime):
@@ -96,7 +99,7 @@ def main(folder: Path) -> None:
 def fix_machine(here: Path) -> None:
     """Replace what differs between machines; call before trainkit is imported."""
     bin_folder = here / "bin"
-    for name, body in SLURM.items():
+    for name, body in PROGRAMS.items():
         program = bin_folder / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(f"#!/bin/sh\n{body}\n")
@@ -195,9 +198,17 @@ def texts_of_dry_runs(cases: Path) -> dict[str, str]:
             **case.get("files", {}),
         }.items():
             (project / path).parent.mkdir(parents=True, exist_ok=True)
-            (project / path).write_text(text.replace(PROJECT, str(project)))
+            (project / path).write_text(text)
+            (project / path).chmod(0o755)
         os.chdir(project)
-        texts[f"dry_runs/{name}.txt"] = typed(f"submit run.yaml --dry-run {case.get('options', '')}", project)
+        line = case.get("line") or f"submit run.yaml --dry-run {case.get('options', '')}"
+        environ = {
+            key: value.replace(PROJECT, str(project)) for key, value in case.get("environ", {}).items()
+        }
+        os.environ.update(environ)
+        texts[f"dry_runs/{name}.txt"] = typed(line, project)
+        for key in environ:
+            del os.environ[key]
     return texts
 
 
@@ -223,11 +234,13 @@ def typed(line: str, project: Path) -> str:
         (str(project), PROJECT),
         (str(Path(os.environ["HOME"])), "@HOME@"),
         (sys.executable, "@PYTHON@"),
+        (str(Path(sys.executable).parent), "@BIN@"),
         (str(HERE.parents[1]), "@TRAINKIT@"),
         (f"trainkit {__version__}", "trainkit @VERSION@"),
     ):
         shown = shown.replace(found, name)
-    return shown
+    shown = re.sub(r"(?<=trainkit:)[0-9a-f]{16}\b", "@TOKEN@", shown)  # a hash of the path of the run
+    return re.sub(r"(@PYTHON@\s+-u)\s+-P\b", r"\1", shown)  # Python 3.10 does not have -P
 
 
 if __name__ == "__main__":
