@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.doctor.check import Check, plural
 from trainkit.doctor.disk import CLOCK_HINT
-from trainkit.job.node.preflight import MAX_CLOCK_OFFSET_S
+from trainkit.job.preflight import MAX_CLOCK_OFFSET_S
 
 FILE_SERVER = "the run folder's file server"
 
