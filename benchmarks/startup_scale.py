@@ -107,7 +107,7 @@ def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s:
 
 def count(num_tasks: int, seed: int) -> Counter[str]:
     """The operations of all tasks together."""
-    from trainkit.job.node import preflight
+    from trainkit.job import preflight
     from trainkit.job.rank_env import RankEnv
     from trainkit.job.signals import StopRequest
     from trainkit.run.files import wait_for_json

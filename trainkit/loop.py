@@ -54,9 +54,9 @@ from trainkit.run.files import append_jsonl, read_json, utc_now
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.__main__ import record_failure
-from trainkit.trainer.checkpoint.encoding import decode, encode
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.checkpoint.state import decode, encode
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import (
     COLLECTIVE_TIMEOUT,

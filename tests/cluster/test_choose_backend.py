@@ -8,7 +8,7 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster import target
 from trainkit.cluster.target import choose_backend
 from trainkit.errors import SlurmError
-from trainkit.slurm import configless
+from trainkit.slurm import conf_file
 
 NO_RECORD = """\
 echo 'sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host' >&2
@@ -21,7 +21,7 @@ NO_DNS = NO_RECORD.replace("Unknown host", "Host name lookup failure")
 @pytest.fixture(autouse=True)
 def no_slurm_conf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "conf_file", lambda environ: None)
-    monkeypatch.setattr(configless, "PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(conf_file, "PROBE_TIMEOUT_S", 0.5)
 
 
 def test_a_configless_cluster_is_a_cluster(fake: FakeSlurm) -> None:
@@ -50,7 +50,7 @@ def test_packages_without_a_cluster(fake: FakeSlurm) -> None:
 def test_what_cannot_be_told_is_not_guessed(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr(configless, "_has_network", lambda: True)
+    monkeypatch.setattr(conf_file, "_has_network", lambda: True)
     fake.add("sbatch", body)
     environ = {"PATH": f"{fake.environ['PATH']}:/usr/bin:/bin"}
     with pytest.raises(SlurmError, match="cannot tell whether this machine belongs to") as caught:
@@ -64,7 +64,7 @@ def test_what_cannot_be_told_is_not_guessed(
 def test_a_machine_without_a_network_is_no_login_node(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configless, "_has_network", lambda: False)
+    monkeypatch.setattr(conf_file, "_has_network", lambda: False)
     fake.add("sbatch", NO_DNS)
     assert choose_backend("auto", environ=fake.environ)[0] == "local"
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from trainkit.doctor import bandwidth, node, nodes
-from trainkit.doctor.bandwidth import Layout, link_gbit_s, ring_rounds
-from trainkit.doctor.bandwidth_checks import bandwidth_checks
+from trainkit.doctor.bandwidth import Layout, bandwidth_checks, link_gbit_s, ring_rounds
 from trainkit.doctor.check import Request
 from trainkit.doctor.nodes import can_measure
 from trainkit.job.node.rendezvous import choose_port

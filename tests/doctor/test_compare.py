@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.doctor.check import Check
-from trainkit.doctor.compare import compare_clocks, compare_versions
+from trainkit.doctor.nodes import compare_clocks, compare_versions
 
 
 def result(host: str, offset_s: float = 0.0, server_s: float = 0.0, **versions: str) -> dict[str, Any]:

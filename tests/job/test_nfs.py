@@ -13,14 +13,14 @@ from typing import TypeVar
 import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
+from trainkit.job import hangs
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.failure.records import first_exit_code
+from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import await_plan, await_port, publish_port
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.step_run import Announcement, announce, await_announcement
-from trainkit.job.watch import hangs
-from trainkit.job.watch.hangs import HangRecord, HangWatch
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job

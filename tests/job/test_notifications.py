@@ -15,7 +15,7 @@ from job_tree import Job, wait_for
 from tests.support.runs import make_attempt
 from tests.support.webhooks import SECRET, Webhook, webhook
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.job import notifications
+from trainkit.job import hangs, notifications
 from trainkit.job.notifications import (
     DeliveryError,
     Notification,
@@ -29,7 +29,6 @@ from trainkit.job.notifications import (
     url_problem,
     with_withheld,
 )
-from trainkit.job.watch import hangs
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd

@@ -11,6 +11,7 @@ import pytest
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
+from trainkit.job.hangs import HangRecord
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.step_run import (
     Announcement,
@@ -20,7 +21,6 @@ from trainkit.job.step_run import (
     run_first_task,
     withdraw,
 )
-from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir

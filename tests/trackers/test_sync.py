@@ -16,8 +16,16 @@ from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME
 from trainkit.run.rundir import RunDir
 from trainkit.trackers import sync
-from trainkit.trackers.records import Facts, Sample, read_facts, state_of, trackers_of
-from trainkit.trackers.sync import Position, RunTracker, Sent, read_position, sync_run
+from trainkit.trackers.records import (
+    Facts,
+    Position,
+    Sample,
+    read_facts,
+    read_position,
+    state_of,
+    trackers_of,
+)
+from trainkit.trackers.sync import RunTracker, Sent, sync_run
 
 
 class Memory:

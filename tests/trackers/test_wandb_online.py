@@ -12,8 +12,7 @@ import pytest
 from tests.support.runs import free_port
 from trainkit.config.running import WandbConfig
 from trainkit.trackers import wandb_run
-from trainkit.trackers.records import Facts, Sample
-from trainkit.trackers.sync import Position
+from trainkit.trackers.records import Facts, Position, Sample
 from trainkit.trackers.wandb_run import OnlineRun
 
 

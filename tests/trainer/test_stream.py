@@ -23,13 +23,13 @@ from tests.support.runs import fork_workers, log_text, losses, make_attempt, sam
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART
-from trainkit.job.watch.hangs import read_hangs
+from trainkit.job.hangs import read_hangs
 from trainkit.plan.launch import Batch
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.load_task import TaskError
 from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
 from trainkit.trainer.task_batches import Positions
+from trainkit.trainer.task_errors import TaskError
 
 FILE = Path(tasks.__file__)
 STREAM = (f"task={FILE}:ClassifyStream", "optimizer.lr=0.01", "task_args.samples=37")

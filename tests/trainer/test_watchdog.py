@@ -25,7 +25,7 @@ from tests.support.runs import (
     wait_for,
 )
 from trainkit.job.failure.stacks import gather
-from trainkit.job.watch.hangs import hang_failure, read_hangs
+from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.process import process_stat

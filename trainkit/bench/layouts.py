@@ -12,8 +12,8 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import Layout
+from trainkit.plan.layout_rules import divisors, layout_problems, make_layout
 from trainkit.plan.layouts.choices import LONG_SEQUENCE
-from trainkit.plan.layouts.rules import divisors, layout_problems, make_layout
 from trainkit.plan.model_shape import ModelShape
 
 

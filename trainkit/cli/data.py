@@ -252,8 +252,7 @@ def _show(problems: list[str], source: str) -> None:
 
 def _files_of(loaded: LoadedConfig) -> list[_QuestionFile]:
     """The files of questions of a config of multimodal_lm."""
-    from trainkit.data.demo import DEMO
-    from trainkit.data.questions import QuestionFormat
+    from trainkit.data.questions import DEMO, QuestionFormat
 
     config = loaded.config
     args = config.task_args

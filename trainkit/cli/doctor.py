@@ -119,7 +119,7 @@ def _checks(
 ) -> Generator[Check, None, None]:
     from trainkit.cluster.discovery import has_slurm
     from trainkit.doctor.check import Request
-    from trainkit.doctor.interpreter import with_interpreter
+    from trainkit.doctor.environment import with_interpreter
     from trainkit.doctor.node import check_node
     from trainkit.doctor.nodes import can_measure, check_nodes, local_bandwidth
     from trainkit.doctor.slurm_settings import slurm_checks

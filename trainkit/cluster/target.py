@@ -57,7 +57,7 @@ def choose_backend(
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
     # Imported only here: a machine without sbatch, or with a slurm.conf, runs no command for this.
-    from trainkit.slurm.configless import finds_cluster
+    from trainkit.slurm.conf_file import finds_cluster
 
     finds = finds_cluster(environ)
     if finds is None:

@@ -114,8 +114,7 @@ def _set_aside_if_damaged(target: Path) -> None:
 
 
 def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) -> None:
-    from trainkit.data.lock import exclusive
-    from trainkit.data.prepare import DatasetMismatch, prepare, show_progress
+    from trainkit.data.prepare import DatasetMismatch, exclusive, prepare, show_progress
 
     partial = target.with_name(target.name + _PARTIAL_SUFFIX)
     try:

@@ -2,7 +2,7 @@
 
 The work is split into independent units; each publishes its shards by rename, then its record. A killed
 preparation therefore resumes where it stopped, and the result is byte-identical for any number of workers and
-interruptions. `dataset.json` is written last.
+interruptions. `dataset.json` is written last. `exclusive` keeps other processes out meanwhile.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from trainkit.data.dataset_file import (
     read_dataset_file,
     write_shared_json,
 )
-from trainkit.data.lock import exclusive
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, token_dtype
 from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
+from trainkit.locks import LockUnsupported, acquire_lock, release_lock
 from trainkit.run import files
 
 J = TypeVar("J")
@@ -344,3 +344,29 @@ class _Lines:
             return
         self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
         print(f"{self.title}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def exclusive(path: Path, busy: str, wait: bool) -> Iterator[None]:
+    """Hold the lock file at `path` (flock, released by the kernel when the process dies).
+
+    If another process holds it, print `busy` to stderr and wait, or, without `wait`, raise UsageError(busy).
+    Raises TrainkitError on a file system without locks, OSError if the file cannot be created.
+    """
+    try:
+        try:
+            descriptor = acquire_lock(path, timeout_s=0.0, mode=0o644)
+        except BlockingIOError:
+            if not wait:
+                raise UsageError(busy, hint="wait until it has finished, or choose another folder") from None
+            print(busy, file=sys.stderr, flush=True)
+            descriptor = acquire_lock(path, mode=0o644)
+    except LockUnsupported as error:
+        raise TrainkitError(
+            f"the file system of {path} has no file locks: {error.strerror}",
+            hint="use a folder on a file system with locks",
+        ) from None
+    try:
+        yield
+    finally:
+        release_lock(descriptor)

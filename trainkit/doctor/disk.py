@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.doctor.check import Check, Request
-from trainkit.job.node.preflight import MAX_CLOCK_OFFSET_S, MIN_FREE_MIB, clock_offset_s
+from trainkit.job.preflight import MAX_CLOCK_OFFSET_S, MIN_FREE_MIB, clock_offset_s
 from trainkit.run.files import refresh_listing
 from trainkit.run.process import own_host
 

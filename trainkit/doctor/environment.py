@@ -6,16 +6,20 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from trainkit import __version__
+from trainkit.config import LoadedConfig
 from trainkit.doctor.check import Check, Request
 from trainkit.doctor.gpus import has_driver
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.torch_release import release_problem
+from trainkit.submit.interpreters import find_interpreter
 
 PYTHONS = ((3, 10), (3, 13))
 """The oldest and newest Python that are tested."""
@@ -205,3 +209,36 @@ def digest(files: Iterable[Path]) -> str:
         except OSError as error:  # differs from a node that can read it
             content.update(str(error.errno).encode())
     return content.hexdigest()[:12]
+
+
+def with_interpreter(
+    request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
+) -> tuple[Request, list[Check]]:
+    """The request for the interpreter of a job, and the checks of the settings that choose it.
+
+    Without a batch script, a run does not use a container, conda, modules and setup lines.
+    """
+    launch = loaded.config.launch
+    if not on_slurm:
+        unused = {"container": None, "conda": None, "modules": (), "setup": ()}
+        launch = launch.model_copy(update=unused)
+    found, problems = find_interpreter(launch, sys.executable, os.environ, cwd)
+    checks = [Check("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
+    before = [f"launch.{name}" for name in ("modules", "setup") if getattr(launch, name)]
+    named = [f"launch.{name}" for name in ("conda", "python") if getattr(launch, name) is not None]
+    argv = (*found.argv, *found.options)
+    is_known = "/" in found.argv[0] or not (launch.conda or before)
+    hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
+    if launch.container is not None or not is_known:
+        uses = "launch.container" if launch.container is not None else " and ".join(named + before)
+        text = f"checked the environment of this command; the job uses that of {uses}"
+        argv = (sys.executable,)
+        checks.append(Check("environment", "warning", text, hint))
+    elif before:
+        text = f"checked {found.argv[0]} without {' and '.join(before)}, which the job runs first"
+        checks.append(Check("environment", "warning", text, hint))
+    env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
+    if on_slurm and launch.snapshot:
+        checks.append(Check("code", "ok", "each run gets a copy at its submission (launch.snapshot)"))
+    code = None if launch.snapshot else cwd
+    return replace(request, python=argv, env=env, code=code), checks

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.doctor.check import Check
-from trainkit.job.node.preflight import gpu_problem
+from trainkit.job.preflight import gpu_problem
 from trainkit.job.rank_env import visible_gpus
 
 DRIVER = Path("/proc/driver/nvidia/version")

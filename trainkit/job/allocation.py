@@ -38,12 +38,12 @@ from trainkit.job.failed_starts import close_failed_starts
 from trainkit.job.failure.first_failure import suspect_host
 from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
 from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job, termination_cause
-from trainkit.job.node.preflight import retry_on_disk_error, supervisor_view
+from trainkit.job.hangs import silent_hosts
 from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.preflight import retry_on_disk_error, supervisor_view
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
 from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.watch.hangs import silent_hosts
 from trainkit.job.watch.slow_hosts import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event

@@ -11,8 +11,8 @@ from itertools import takewhile
 from typing import Any
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
+from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
-from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.end import RESUME_ACTIONS, Action, Cause
 

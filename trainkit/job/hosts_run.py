@@ -22,8 +22,6 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
-from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE, plan_digest, supervisor_view
-from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
     VISIBLE_TIMEOUT_S,
@@ -33,6 +31,8 @@ from trainkit.job.node.rendezvous import (
 )
 from trainkit.job.node.static_rendezvous import HostLink, HostPlace, dismiss, stopped_error
 from trainkit.job.notifications import notify_end
+from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE, plan_digest, supervisor_view
+from trainkit.job.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.processes import module_argv, redirect_output
 from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS, is_death_by_notice, signal_exit_code

@@ -19,11 +19,11 @@ from trainkit.folders import ensure_folder
 from trainkit.job import processes
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
+from trainkit.job.hangs import read_hangs
 from trainkit.job.node.agent import run_slurm_task
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import notify_end
 from trainkit.job.rank_env import ATTEMPT_VARIABLE
-from trainkit.job.watch.hangs import read_hangs
 from trainkit.run.files import read_jsonl, wait_for_json, write_json_in_place
 from trainkit.run.rundir import AttemptDir, RunDir
 

@@ -25,9 +25,9 @@ from trainkit.job.decision import FAILURES, Decision, Outcome
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
-from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification
+from trainkit.job.preflight import retry_on_disk_error
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch

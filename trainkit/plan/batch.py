@@ -11,7 +11,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Batch, Layout
-from trainkit.plan.layouts.rules import divisors_of, microbatch_problems
+from trainkit.plan.layout_rules import divisors_of, microbatch_problems
 
 GLOBAL, DEVICE, MICROBATCHES = (
     "train.global_batch_size",

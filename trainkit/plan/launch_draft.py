@@ -12,7 +12,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
 from trainkit.plan.gpu_binding import BOUND_GPU_WARNING
 from trainkit.plan.launch import Batch, Layout
-from trainkit.plan.layouts.rules import make_layout
+from trainkit.plan.layout_rules import make_layout
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest

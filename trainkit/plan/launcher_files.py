@@ -15,7 +15,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import DEVICE, GLOBAL, BatchRequest, make_batch, scaled_lr
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, Batch, Layout
-from trainkit.plan.layouts.rules import make_layout
+from trainkit.plan.layout_rules import make_layout
 from trainkit.plan.model_shape import resolve_model_shape
 
 SECTIONS = ("seed", "model", "data", "train", "optimizer", "schedule", "precision", "parallel")

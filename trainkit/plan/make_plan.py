@@ -18,7 +18,7 @@ from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
-from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
+from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
 from trainkit.plan.workload import parallel_with

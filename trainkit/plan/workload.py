@@ -10,9 +10,9 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
 from trainkit.plan.launch import Batch, Layout
-from trainkit.plan.layouts.rules import loss_chunks
-from trainkit.plan.layouts.schedules import SPLIT_BACKWARD
+from trainkit.plan.layout_rules import loss_chunks
 from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.schedules import SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)

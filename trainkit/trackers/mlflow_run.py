@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from trainkit.config import read_effective
@@ -18,10 +17,7 @@ from trainkit.config.running import MlflowConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.run.rundir import RunDir
-from trainkit.trackers.records import Facts, Sample, command_folder
-
-if TYPE_CHECKING:
-    from trainkit.trackers.sync import Position
+from trainkit.trackers.records import Facts, Position, Sample, command_folder
 
 MAX_METRICS = 1000
 MAX_PARAMS = 100

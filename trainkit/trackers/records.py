@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,21 @@ class Sample:
     step: int
     time_ms: int
     values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Position:
+    """The content of ``trackers/NAME.json``."""
+
+    key: str
+    """Identifies the run in the tracker, over all attempts."""
+    place: str = ""
+    """Where the run is: a URL or a folder. A run that is sent elsewhere is sent from its first step."""
+    step: int = 0
+    """The newest step that the tracker has."""
+    time: str = ""
+    problem: str = ""
+    """Why the last attempt to send failed."""
 
 
 def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
@@ -124,6 +140,14 @@ def settled_step(run: RunDir, is_finished: bool) -> float:
     refresh_listing(run.checkpoints_dir)
     checkpoints = published(run.checkpoints_dir)
     return checkpoints[-1].step if checkpoints else 0
+
+
+def read_position(run: RunDir, name: str) -> Position:
+    """How far a tracker has the metrics; a new position for a tracker that has none."""
+    try:
+        return Position(**read_json(run.trackers_dir / f"{name}.json"))
+    except FileNotFoundError:
+        return Position(uuid.uuid4().hex[:16])
 
 
 def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:

@@ -7,7 +7,6 @@ attempt would compute the others again. `trackers/NAME.json` in the run folder h
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,41 +16,20 @@ from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.locks import acquire_lock, release_lock
-from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import RunDir
 from trainkit.trackers.records import (
     Facts,
+    Position,
     Sample,
     manifests,
     read_facts,
+    read_position,
     samples,
     settled_step,
     state_of,
     trackers_of,
 )
-
-
-@dataclass(frozen=True)
-class Position:
-    """The content of ``trackers/NAME.json``."""
-
-    key: str
-    """Identifies the run in the tracker, over all attempts."""
-    place: str = ""
-    """Where the run is: a URL or a folder. A run that is sent elsewhere is sent from its first step."""
-    step: int = 0
-    """The newest step that the tracker has."""
-    time: str = ""
-    problem: str = ""
-    """Why the last attempt to send failed."""
-
-
-def read_position(run: RunDir, name: str) -> Position:
-    """How far a tracker has the metrics; a new position for a tracker that has none."""
-    try:
-        return Position(**read_json(run.trackers_dir / f"{name}.json"))
-    except FileNotFoundError:
-        return Position(uuid.uuid4().hex[:16])
 
 
 class Tracker(Protocol):

@@ -6,14 +6,11 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.config.running import WandbConfig
 from trainkit.folders import ensure_folder
-from trainkit.trackers.records import Facts, Sample
-
-if TYPE_CHECKING:
-    from trainkit.trackers.sync import Position
+from trainkit.trackers.records import Facts, Position, Sample
 
 DEFAULT_PROJECT = "trainkit"
 FOLDER = "wandb"

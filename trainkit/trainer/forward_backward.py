@@ -13,14 +13,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.distributed import World
-from trainkit.trainer.parallel.data_parallel import GradientSwitch
 from trainkit.trainer.progress import Progress
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
 """The negative log-likelihood of logits [B, T, vocab] and labels [B, T], float32 []."""
 OnLoss = Callable[[Tensor], None]
 """Called with this rank's share of a step's loss as soon as it is known, before the last backward pass."""
-
+GradientSwitch = Callable[[bool], None]
+"""Enables or disables gradient reduction; disabled for all but the last microbatch of a step."""
 
 M = TypeVar("M", contravariant=True)
 """The type of a microbatch."""

@@ -29,10 +29,10 @@ from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
-from trainkit.trainer.load_task import TaskError, errors_of_user
 from trainkit.trainer.nf4 import quantize_linears, restore_linears
 from trainkit.trainer.parallel.tensor import matches
 from trainkit.trainer.parallel.tensor_plan import STYLES, find_styles
+from trainkit.trainer.task_errors import TaskError, errors_of_user
 
 log = getLogger(__name__)
 LOCAL = {"local_files_only": True, "trust_remote_code": False}

@@ -26,8 +26,17 @@ from torch import Tensor, nn
 
 from trainkit.adapters import is_independent, require
 from trainkit.config.schema import RunConfig
-from trainkit.data.demo import DEMO, Split, demo_rows
-from trainkit.data.questions import Medium, QuestionFormat, num_patches, read_row, row_texts, too_long
+from trainkit.data.questions import (
+    DEMO,
+    Medium,
+    QuestionFormat,
+    Split,
+    demo_rows,
+    num_patches,
+    read_row,
+    row_texts,
+    too_long,
+)
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset, IterableDataset
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Stream
-from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, line_of, refusal
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.task_batches import (
     PREFETCH,
@@ -32,6 +31,7 @@ from trainkit.trainer.task_batches import (
     read_in_worker,
     seed_generators,
 )
+from trainkit.trainer.task_errors import TRACEBACK_HINT, TaskError, describe, line_of, refusal
 
 log = getLogger(__name__)
 NUM_FIRST = 3

@@ -24,20 +24,14 @@ from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Loss, ParameterOptions, Stream, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
-from trainkit.trainer.load_task import (
-    TRACEBACK_HINT,
-    TaskError,
-    describe,
-    errors_of_user,
-    line_of,
-    load_task_class,
-)
+from trainkit.trainer.load_task import load_task_class
 from trainkit.trainer.parallel.tensor_plan import find_styles
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.stream import Cursor, StreamData, StreamState, is_stream
 from trainkit.trainer.task_batches import digest_of, read_in_worker, seed_generators
+from trainkit.trainer.task_errors import TRACEBACK_HINT, TaskError, describe, errors_of_user, line_of
 from trainkit.trainer.user_task import Digests, LossModule, TaskForwardBackward, UserTask
 
 PREFIX = "problems: "

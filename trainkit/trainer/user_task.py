@@ -24,13 +24,12 @@ from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import OnLoss
-from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
+from trainkit.trainer.forward_backward import GradientSwitch, OnLoss
+from trainkit.trainer.load_task import load_task
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, allocate, move_buffers
 from trainkit.trainer.nf4 import quantized_layers, read_quantized
 from trainkit.trainer.parallel.data_parallel import (
-    GradientSwitch,
     apply_data_parallel,
     gradient_switch,
     reduces_on_host,
@@ -54,6 +53,7 @@ from trainkit.trainer.task_batches import (
     read_in_worker,
     seed_generators,
 )
+from trainkit.trainer.task_errors import TRACEBACK_HINT, describe, errors_of_user, refusal
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""

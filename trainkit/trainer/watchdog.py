@@ -167,7 +167,7 @@ class Watchdog:
         return self.attempt.rank_hang(self.rank_info["rank"])
 
     def _report(self, hang: Hang) -> None:
-        """Write the step, phase and stack of this rank for `job.watch.hangs`."""
+        """Write the step, phase and stack of this rank for `job.hangs`."""
         step, phase, phase_index, _ = hang.current
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")

@@ -25,7 +25,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layouts.rules import compiles
+from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir

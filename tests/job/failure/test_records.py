@@ -3,7 +3,7 @@ from dataclasses import asdict
 import pytest
 
 from trainkit.job.failure.records import agent_failure, first_rank_failure, log_tail, record_silent_death
-from trainkit.job.watch.hangs import HangRecord
+from trainkit.job.hangs import HangRecord
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
 

@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from trainkit.job.node import preflight
-from trainkit.job.node.preflight import PreflightFailed, retry_on_disk_error
+from trainkit.job import preflight
+from trainkit.job.preflight import PreflightFailed, retry_on_disk_error
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

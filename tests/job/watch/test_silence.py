@@ -17,7 +17,7 @@ from job_tree import Job, wait_for
 from trainkit.job.attempt_end import repeatable_failure
 from trainkit.job.failure.lock_files import find_lock_files
 from trainkit.job.failure.stacks import Reply, find_requests
-from trainkit.job.watch.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
+from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.watch.silence import SilenceWatch, explain_silence
 from trainkit.observe.diagnose import diagnose
 from trainkit.observe.signatures import load_signatures

@@ -14,9 +14,9 @@ from trainkit.config import load_config
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Layout
+from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.layouts.choices import Choice, best_on_layout, choose, configured_layout, layouts
 from trainkit.plan.layouts.fit import advise, fewest_gpus
-from trainkit.plan.layouts.rules import layout_problems
 from trainkit.plan.layouts.table import headline, reason, set_flags
 from trainkit.plan.layouts.table import settings as settings_of
 

@@ -20,8 +20,8 @@ from trainkit.job.failure.records import (
     out_of_memory_fields,
 )
 from trainkit.job.failure.srun_errors import hosts_of, ran_out_of_memory
+from trainkit.job.hangs import hang_failure
 from trainkit.job.signals import signal_exit_code
-from trainkit.job.watch.hangs import hang_failure
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 

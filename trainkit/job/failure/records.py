@@ -13,10 +13,10 @@ from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
 from trainkit.job.failure.launcher_report import RankExit, first_exit
-from trainkit.job.node.preflight import PreflightFailed
-from trainkit.job.node.process_group import PEER_EXIT_S
+from trainkit.job.hangs import read_hangs
+from trainkit.job.preflight import PreflightFailed
+from trainkit.job.process_group import PEER_EXIT_S
 from trainkit.job.signals import describe_exit, signal_exit_code
-from trainkit.job.watch.hangs import read_hangs
 from trainkit.run.files import (
     as_utc,
     parse_time,

@@ -28,8 +28,6 @@ from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler
 from trainkit.job.node.launched_ranks import LaunchedRanks
 from trainkit.job.node.network import network_environ
-from trainkit.job.node.preflight import check_node
-from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.node.rendezvous import (
     Rendezvous,
     StopSignalReceived,
@@ -42,6 +40,8 @@ from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
 from trainkit.job.node.step_listener import StepListener
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
+from trainkit.job.preflight import check_node
+from trainkit.job.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (

@@ -21,14 +21,14 @@ from trainkit.job.failure.srun_errors import (
     ran_out_of_memory,
     was_aborted,
 )
-from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE
-from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
+from trainkit.job.hangs import HangWatch
 from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
+from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
+from trainkit.job.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.job.watch.hangs import HangWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.watch.silence import SilenceWatch
 from trainkit.job.watch.slow_hosts import SlowHostWatch

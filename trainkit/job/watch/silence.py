@@ -16,8 +16,8 @@ from typing import Any
 
 from trainkit.folders import ensure_folder
 from trainkit.job.failure.stacks import Gathering, Reply, group_replies
+from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.processes import log_line
-from trainkit.job.watch.hangs import GATHER_S, HangRecord, node_of
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.files import parse_time, refresh_listing, utc_now, write_json

@@ -13,8 +13,8 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import BatchRequest, make_batch
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.layouts.cost import Cost, cost_of
-from trainkit.plan.layouts.rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.memory.peaks import Memory, memory_of
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.workload import Workload, parallel_with, workload_of

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Literal
 
 from trainkit.plan.gpus import Gpu, peak_flops
-from trainkit.plan.layouts.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
 from trainkit.plan.memory.activations import stream_bytes
 from trainkit.plan.memory.weights import (
     ParamCounts,
@@ -17,6 +16,7 @@ from trainkit.plan.memory.weights import (
     stage_params,
     unit_blocks,
 )
+from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
 from trainkit.plan.workload import Workload
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]

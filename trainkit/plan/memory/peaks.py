@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
-from trainkit.plan.layouts.schedules import DEFERRED_WEIGHT_GRADS, InFlight, losses_in_flight, worst_in_flight
 from trainkit.plan.memory.activations import (
     block_bytes,
     document_mask_bytes,
@@ -32,6 +31,7 @@ from trainkit.plan.memory.weights import (
     stage_params,
     unit_blocks,
 )
+from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, InFlight, losses_in_flight, worst_in_flight
 from trainkit.plan.workload import Workload
 
 RECOMPUTED_COPIES = 6

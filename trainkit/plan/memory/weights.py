@@ -12,8 +12,8 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import PipelineSchedule
 from trainkit.errors import Problem
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
 from trainkit.plan.model_shape import ModelShape, num_params
+from trainkit.plan.schedules import num_stages, stage_layers, stages_of
 from trainkit.plan.workload import optimizer_bytes
 
 FLOAT32 = 4

@@ -1,4 +1,4 @@
-"""The state in a checkpoint: tensors, under names that do not depend on the layout, and counters."""
+"""The state in a checkpoint: tensors under names independent of the layout, counters, states of objects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
@@ -111,3 +112,38 @@ class TrainingState:
     def from_dict(cls, value: dict[str, Any]) -> TrainingState:
         # Manifests of older versions do not say it.
         return cls(**{"has_updated_weights": True, **value})
+
+
+def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A state as JSON, in which a tensor is its path; the tensors are added to `tensors`.
+
+    Raises TrainkitError for what JSON cannot represent.
+    """
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        return {"items": [[key, encode(f"{path}.{key}", item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [encode(f"{path}.{index}", item, tensors) for index, item in enumerate(value)]
+        return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TrainkitError(
+        f"{path} cannot be saved: it is a {type(value).__name__}",
+        hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
+        exit_code=EXIT_NO_RESTART,
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `encode` wrote."""
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "items":
+        return {key: decode(item, tensors) for key, item in content}
+    items = [decode(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items

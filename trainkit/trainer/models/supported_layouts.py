@@ -16,8 +16,8 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import Problem
-from trainkit.plan.layouts.schedules import num_stages, stage_layers
 from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.schedules import num_stages, stage_layers
 from trainkit.trainer.models import ARCHITECTURES, UnsupportedArchitecture, load_architecture
 from trainkit.trainer.models.model import Model, StageSpec
 

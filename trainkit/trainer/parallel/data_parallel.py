@@ -8,7 +8,7 @@ network; gloo reduces in its own threads, which overlap with the backward pass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
+from trainkit.trainer.forward_backward import GradientSwitch
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.rank_records import LocalGradient, observe_reduce_scatter
 from trainkit.trainer.torch_private import after_backward, replicate
@@ -127,10 +128,6 @@ def apply_data_parallel(
     if last:
         fully_shard(last, **gathered)
     fully_shard(model, **gathered)
-
-
-GradientSwitch = Callable[[bool], None]
-"""Enables or disables gradient reduction; disabled for all but the last microbatch of a step."""
 
 
 def reduces_on_host(world: World) -> bool:

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
-from trainkit.plan.layouts.rules import divisors
+from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
-from trainkit.trainer.load_task import TaskError, errors_of_user, refusal
 from trainkit.trainer.models.model import local_tensor, shard_index
 from trainkit.trainer.parallel.tensor import SumsGradients, VocabularyParallel, matches
+from trainkit.trainer.task_errors import TaskError, errors_of_user, refusal
 
 STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),

@@ -19,9 +19,9 @@ import pytest
 from tests.support.disks import fill, small_disk
 from tests.support.runs import make_attempt
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART
+from trainkit.job import preflight
 from trainkit.job.failure.records import first_rank_failure, record_refusal
-from trainkit.job.node import preflight
-from trainkit.job.node.preflight import (
+from trainkit.job.preflight import (
     SUPERVISOR_VIEW_VARIABLE,
     PreflightFailed,
     check_node,

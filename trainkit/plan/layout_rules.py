@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts.schedules import SPLIT_BACKWARD, num_stages
 from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.schedules import SPLIT_BACKWARD, num_stages
 
 
 def layout_problems(

@@ -1,0 +1,69 @@
+"""Errors of a user's task: what its code raises, with file and line, and why it cannot be trained."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+
+TRACEBACK_HINT = "run it in a Python shell to see the traceback"
+
+
+class TaskError(TrainkitError):
+    """A task that cannot be trained; a restart would not change that."""
+
+    exit_code = EXIT_NO_RESTART
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key} {problem.message}", problem.hint)
+        self.problem = problem
+
+
+def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
+    """The error of a task, or of `model.hf`, that cannot be trained, for its `message` after "but"."""
+    key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
+    return TaskError(Problem(key, f"is {value}, but {message}", hint=hint))
+
+
+@contextmanager
+def errors_of_user(
+    config: RunConfig, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise TaskError, with file and line, for whatever the user's code raises.
+
+    Errors of the types in `but` are raised as they are: a restart may help.
+    """
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except but:
+        raise
+    except Exception as error:
+        raise refusal(config, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception as text, with the innermost line of a file outside installed packages."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{text} ({error.filename}:{error.lineno})"
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_installed = "site-packages" in frame.filename or frame.filename.startswith(
+            ("<", sys.prefix, package)
+        )
+        if not is_installed and not frame.filename.startswith(sys.base_prefix):
+            return f"{text} ({frame.filename}:{frame.lineno})"
+    return text
+
+
+def line_of(function: object) -> str:
+    """`` at FILE:LINE`` of a function in Python; empty for others."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
