@@ -21,7 +21,7 @@ from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, key
 from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
-from trainkit.plan.workload import parallel_with
+from trainkit.plan.step_work import parallel_with
 from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
 

@@ -16,7 +16,7 @@ from trainkit.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWork:
     """The model, layout and batch of a step."""
 
     shape: ModelShape
@@ -123,12 +123,12 @@ class Workload:
         """Samples per optimizer step over all ranks: the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
-    def one_microbatch(self) -> Workload:
-        """Return the workload with one microbatch as the device batch."""
+    def one_microbatch(self) -> StepWork:
+        """Return the work with one microbatch as the device batch."""
         return replace(self, device_batch_size=max(1, self.samples_per_pass))
 
-    def with_parallel(self, **changes: object) -> Workload:
-        """Return the workload with changed values in `parallel`."""
+    def with_parallel(self, **changes: object) -> StepWork:
+        """Return the work with changed values in `parallel`."""
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
@@ -162,11 +162,11 @@ def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
     return parallel.model_copy(update={"pp_microbatches": batch.pp_microbatches})
 
 
-def workload_of(
+def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
-) -> Workload:
-    """Return the workload of a config on a layout with a batch."""
-    return Workload(
+) -> StepWork:
+    """Return the work of a config on a layout with a batch."""
+    return StepWork(
         shape=shape,
         layout=layout,
         parallel=parallel_with(config.parallel, batch),
