@@ -1,0 +1,81 @@
+"""What the ranks of a run execute, and what the rest of trainkit can expect of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import ClassVar
+
+PER_RANK = ("python", "lightning")
+"""Launchers with which a command starts once per rank, by the agent of its node."""
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The built-in trainer, with its own task or one of the user's: `TRAINER`; or a `Command`."""
+
+    argv: tuple[str, ...] | None = None
+    """The command; None for the trainer."""
+    launcher: str = "python"
+    signal: str = "auto"
+    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
+    is_command: ClassVar[bool] = False
+    knows_run: ClassVar[bool] = True
+    """Whether its ranks write metrics, checkpoints, errors and stacks into the run folder themselves."""
+    notice: ClassVar[str] = "USR2"
+    """The signal that Slurm sends before the time limit, unless `requeue.signal` names one."""
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher such as torchrun starts the ranks of a node."""
+        return self.launcher not in PER_RANK
+
+    @property
+    def ignores_usr2(self) -> bool:
+        """Whether its processes start with USR2 ignored."""
+        return False
+
+    def takes(self, received: str) -> bool:
+        """Whether its ranks get a notice as it was received, instead of the one signal that they handle."""
+        return True
+
+    def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
+        """Whether exit code 0 of all ranks is the end; `is_done` is whether they made the done file."""
+        return True
+
+
+TRAINER = Workload()
+
+
+@dataclass(frozen=True)
+class Command(Workload):
+    """A command that each rank runs, or of which a launcher starts the ranks of a node."""
+
+    argv: tuple[str, ...] = ()
+    is_command: ClassVar[bool] = True
+    knows_run: ClassVar[bool] = False
+    # It may not expect SIGUSR2: only its agents hear SIGURG, and send it the signal that it handles.
+    notice: ClassVar[str] = "URG"
+
+    @property
+    def ignores_usr2(self) -> bool:
+        """Whether it must not die of a USR2 that it does not handle.
+
+        It would kill torchrun but not its ranks. With proctrack/linuxproc Slurm signals its tasks and the
+        ranks below them, so the USR2 of a requeue would kill a script that saves on SIGTERM. A shell cannot
+        trap a signal that it ignored at its start.
+        """
+        is_shell = PurePath(self.argv[0]).name in SHELLS
+        return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
+
+    def takes(self, received: str) -> bool:
+        return received == "SIGINT" and not self.has_launcher
+
+    def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
+        return is_done or not was_stopped  # it often exits with 0 after a save too
+
+
+def workload_of(argv: tuple[str, ...] | None, launcher: str = "python", signal: str = "auto") -> Workload:
+    """The workload of a command line or a plan, which has no `argv` for the trainer."""
+    return TRAINER if argv is None else Command(argv, launcher, signal)
