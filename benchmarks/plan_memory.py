@@ -21,7 +21,7 @@ from trainkit.config import LoadedConfig, load_config
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.memory.peaks import extreme_ranks, memory_of
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.plan.workload import Workload, workload_of
+from trainkit.plan.step_work import StepWork, work_of
 from trainkit.submit.simulate import simulate, simulated_plan
 
 TOLERANCE = 0.1
@@ -99,7 +99,7 @@ def main() -> int:
     for pair in pairs:
         loaded = pair.load()
         plan = simulated_plan(loaded, pair.gpus)
-        work = _workload(loaded, plan)
+        work = _work(loaded, plan)
         foretold, tracked = memory_of(work).peak, max(_peaks(loaded, plan, work))
         differences.append(foretold / tracked - 1)
         cells = [
@@ -113,26 +113,26 @@ def main() -> int:
     return int(abs(worst) > TOLERANCE)
 
 
-def _workload(loaded: LoadedConfig, plan: LaunchPlan) -> Workload:
+def _work(loaded: LoadedConfig, plan: LaunchPlan) -> StepWork:
     shape = resolve_model_shape(loaded.config.model, 1)
-    return workload_of(loaded.config, shape, plan.layout, plan.batch, device="cpu")
+    return work_of(loaded.config, shape, plan.layout, plan.batch, device="cpu")
 
 
-def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: Workload) -> Iterator[int]:
+def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: StepWork) -> Iterator[int]:
     """The peak bytes of each simulated rank, as measured by MemTracker."""
     layout = plan.layout
     for pp_rank in extreme_ranks(work):
         yield simulate(loaded, plan, pp_rank * layout.world_size // layout.pp)["peak_bytes"]["total"]
 
 
-def _layout(work: Workload) -> str:
+def _layout(work: StepWork) -> str:
     layout: Layout = work.layout
     degrees = {name: getattr(layout, key) for key, name in NAMES.items()}
     words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
     return words if layout.pp == 1 else f"{words}, {work.parallel.pp_schedule}"
 
 
-def _samples(work: Workload) -> str:
+def _samples(work: StepWork) -> str:
     """Samples at once x passes per step, and tokens per sample."""
     return f"{work.samples_per_pass} x {work.passes_per_step} of {work.seq_len}"
 

@@ -94,7 +94,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
     device = select_device(wanted, env.local_rank, is_task=is_task)
     owns_group = not dist.is_initialized()
-    world = _join(env, device, stop, has_launcher=plan is None or plan.has_launcher)
+    world = _join(env, device, stop, has_launcher=plan is None or plan.workload.has_launcher)
     if world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         raise SystemExit(EXIT_STOPPED)

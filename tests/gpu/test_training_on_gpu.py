@@ -17,7 +17,7 @@ from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory.peaks import memory_of
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.plan.workload import workload_of
+from trainkit.plan.step_work import work_of
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
 from trainkit.run.manifest import Checkpoint, find_damage, published
@@ -144,7 +144,7 @@ def test_memory_is_what_the_simulation_and_the_plan_say(tmp_path: Path) -> None:
     measured = 2**30 * max(record["mem_gib_peak"] for record in read_metrics(attempt.run))
     assert measured > 0
     config, plan = read_effective(attempt.config_file), LaunchPlan.from_dict(read_json(attempt.plan_file))
-    work = workload_of(config, resolve_model_shape(config.model, 1), plan.layout, plan.batch, device=KIND)
+    work = work_of(config, resolve_model_shape(config.model, 1), plan.layout, plan.batch, device=KIND)
     planned, simulated = memory_of(work).peak, simulate(config, plan, 0)["peak_bytes"]["total"]
     if KIND == "cuda":
         assert measured == pytest.approx(planned, rel=0.1)

@@ -15,7 +15,7 @@ from trainkit.plan import batch as batch_module
 from trainkit.plan.batch import BatchRequest, batch_reason, fitting_device_sizes, fitting_global_sizes
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
-from trainkit.plan.workload import parallel_with
+from trainkit.plan.step_work import parallel_with
 from trainkit.resources import shipped_config_names
 
 sizes = st.integers(1, 64)

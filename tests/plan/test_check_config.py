@@ -12,6 +12,7 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.make_plan import check_config, make_plan
+from trainkit.plan.workload import Command
 
 CPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 
@@ -115,4 +116,5 @@ def test_a_gpu_of_this_machine_that_is_unknown(tmp_path: Path) -> None:
     loaded = load_config(None, environ={}, cwd=tmp_path)
     [warning] = check_config(loaded, machine, LOCAL).warnings
     assert "their memory is unknown (NVIDIA ZX81)" in warning
-    assert check_config(loaded, machine, LOCAL, ["true"]).warnings == (), "a command has no plan of memory"
+    command = check_config(loaded, machine, LOCAL, Command(("true",)))
+    assert command.warnings == (), "a command has no plan of memory"

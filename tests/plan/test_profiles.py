@@ -11,7 +11,7 @@ from trainkit.cluster.units import GIB
 from trainkit.config import load_config
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.hardware import Hardware
-from trainkit.plan.layouts.choices import base_workload, choose, configured_layout
+from trainkit.plan.layouts.choices import base_work, choose, configured_layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.resources import shipped_configs
 
@@ -60,6 +60,6 @@ def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path: Path) -> 
         shape = resolve_model_shape(loaded.config.model, 1)
         own, problems = configured_layout(loaded, shape, hardware)
         assert own is not None, problems
-        choices = choose(base_workload(loaded.config, shape, own), hardware, own.work.samples_per_step)
+        choices = choose(base_work(loaded.config, shape, own), hardware, own.work.samples_per_step)
         assert own == choices[0], file.stem
     assert tried == ["125m", "13b", "1b", "350m", "70b", "7b", "8b-one-gpu", "8b"]

@@ -15,6 +15,7 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.workload import TRAINER, Command, Workload
 from trainkit.submit import preflight_checks
 from trainkit.submit.interpreters import has_module
 from trainkit.submit.plan_run import plan_run
@@ -79,7 +80,7 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
             plan_run(loaded, target=target)
         expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
         assert [problem.message for problem in caught.value.problems] == [expected]
-        plan_run(loaded, [sys.executable], target=target)  # a command may need no torch
+        plan_run(loaded, Command((sys.executable,)), target=target)  # a command may need no torch
     for key in ("modules: [pytorch]", "setup: [. env.sh]", "container: 'docker://pytorch/pytorch'"):
         config.write_text(f"device: cpu\nlaunch: {{{key}}}\n")
         plan_run(load_config(config, environ={}, cwd=tmp_path), target=targets[1])  # the job may have another
@@ -120,10 +121,10 @@ class Submitting:
         self.asked.append(argv[0])
         return self.package
 
-    def plan(self, *overrides: str, command: list[str] | None = None) -> LaunchPlan:
+    def plan(self, *overrides: str, workload: Workload = TRAINER) -> LaunchPlan:
         overrides = ("train.global_batch_size=null", *overrides)
         loaded = load_config(None, overrides=overrides, environ={}, cwd=self.folder)
-        return plan_run(loaded, command, target=Target("sbatch", "a test", GPUS))
+        return plan_run(loaded, workload, target=Target("sbatch", "a test", GPUS))
 
     def problem(self, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -166,7 +167,7 @@ def test_problems_of_the_config_come_with_it(submitting: Submitting) -> None:
 
 def test_a_torch_with_cuda_and_runs_that_need_none(submitting: Submitting) -> None:
     submitting.plan("device=cpu")
-    submitting.plan(command=["/bin/true"])
+    submitting.plan(workload=Command(("/bin/true",)))
     assert submitting.asked == []
     (submitting.package / "version.py").write_text("cuda = '13.0'\nhip = None\n")
     assert submitting.plan().device == "cuda"

@@ -15,6 +15,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
+from trainkit.plan.workload import Command, workload_of
 from trainkit.run.record import submission_token
 from trainkit.run.rundir import RunDir
 from trainkit.submit.containers import container_program
@@ -36,7 +37,7 @@ def script(
         cwd=tmp_path,
     )
     target = Target("sbatch", "a test", Cluster("unknown"))
-    plan = make_plan(loaded, LOGIN_NODE, target, command)
+    plan = make_plan(loaded, LOGIN_NODE, target, workload_of(command))
     return script_for(RunDir(tmp_path / run), 1, plan, loaded.config, tmp_path, None)
 
 
@@ -149,7 +150,8 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     config_file = tmp_path / "mine.yaml"
     config_file.write_text("name: mine\n")
     loaded = load_config(config_file, overrides=["device=cpu"], environ={}, cwd=tmp_path)
-    plan = make_plan(loaded, LOGIN_NODE, Target("sbatch", "a test", Cluster("unknown")), ("python", "x.py"))
+    target = Target("sbatch", "a test", Cluster("unknown"))
+    plan = make_plan(loaded, LOGIN_NODE, target, Command(("python", "x.py")))
     assert LaunchPlan.from_dict(plan.to_dict()) == plan
 
 

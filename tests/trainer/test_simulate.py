@@ -20,7 +20,7 @@ from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory.peaks import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.plan.workload import workload_of
+from trainkit.plan.step_work import work_of
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.batches import MAX_TOKENS_PER_READ
@@ -59,7 +59,7 @@ def foretold(tmp_path: Path, rank: int) -> int:
     attempt = RunDir(tmp_path / "run").attempt(1)
     config, plan = read_effective(attempt.config_file), LaunchPlan.from_dict(read_json(attempt.plan_file))
     shape = resolve_model_shape(config.model, 1)
-    work = workload_of(config, shape, plan.layout, plan.batch, device="cpu")
+    work = work_of(config, shape, plan.layout, plan.batch, device="cpu")
     return rank_memory(work, plan.layout.place(rank).pp).peak
 
 

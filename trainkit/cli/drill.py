@@ -17,7 +17,7 @@ from trainkit.cli.options import (
     config_options,
     json_option,
     launcher_option,
-    trailing_command,
+    trailing_workload,
 )
 from trainkit.drill.run_drill import DEFAULT_STEPS, MIN_STEPS
 from trainkit.drill.scenarios import NAMES
@@ -80,15 +80,19 @@ def command(
     from trainkit.drill.scenarios import select, skip_reason
     from trainkit.submit.plan_run import plan_run
 
-    argv = trailing_command()
-    _refuse_misfits(argv, launcher, steps)
-    loaded = request.load_to_plan(argv, launcher)
+    workload = trailing_workload(launcher)
+    if workload.is_command and steps is not None:
+        raise UsageError(
+            f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
+            hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
+        )
+    loaded = request.load_to_plan(workload)
     target = make_target(loaded)
-    plan = plan_run(loaded, argv, launcher, target=target)
+    plan = plan_run(loaded, workload, target=target)
     changes: list[Change] = []
-    if argv is None:
+    if not workload.is_command:
         loaded, changes = drill_config(loaded, steps or DEFAULT_STEPS, plan.device)
-        plan = plan_run(loaded, argv, launcher, target=target)
+        plan = plan_run(loaded, workload, target=target)
     scenarios = select(only)
     reasons = {scenario.name: skip_reason(scenario, loaded.config, plan) for scenario in scenarios}
     if only_list:
@@ -100,16 +104,6 @@ def command(
             hint="`--list` shows all scenarios",
         )
     return _drill(loaded, plan, scenarios, changes, seed, as_json)
-
-
-def _refuse_misfits(argv: Sequence[str] | None, launcher: str, steps: int | None) -> None:
-    if argv is None and launcher != "python":
-        raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
-    if argv is not None and steps is not None:
-        raise UsageError(
-            f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
-            hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
-        )
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
@@ -166,7 +160,7 @@ def _drill(
     for change in changes:
         log_line(f"  drill               {change.sentence}")
     folder = make_folder()
-    interval = loaded.config.checkpoint.every_steps if plan.command is None else None
+    interval = loaded.config.checkpoint.every_steps if plan.workload.knows_run else None
     drill = Drill(folder, loaded.config, plan, seed, interval, start, log_line)
     results: list[Result] = []
     try:

@@ -35,8 +35,7 @@ def facts_of(config: RunConfig, plan: LaunchPlan, **more: Any) -> dict[str, Any]
     from trainkit.control.resume import flat_values
 
     shape = {"workers per node": plan.workers_per_node, "the device": plan.device}
-    command = None if plan.command is None else list(plan.command)
-    return {**flat_values(config), **shape, "the command": command, **more}
+    return {**flat_values(config), **shape, "the command": plan.command and list(plan.command), **more}
 
 
 def run_on_hosts(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.job.node.static_rendezvous import HostPlace
+    from trainkit.plan.workload import Workload
     from trainkit.submit.array_spec import ArraySpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -48,10 +49,8 @@ class ConfigRequest:
         load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
         return load(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
 
-    def load_to_plan(
-        self, command: Sequence[str] | None = None, launcher: str = "python", target: Target | None = None
-    ) -> LoadedConfig:
-        """Load the config for a command that plans a run; the arguments are those of `plan_run`.
+    def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
+        """Load the config for a command that plans a run of `workload`, by default the trainer.
 
         The ConfigError of an invalid config also lists the problems of planning a run with its valid part.
         """
@@ -60,9 +59,10 @@ class ConfigRequest:
         try:
             return self.load(target)
         except InvalidConfig as error:
+            from trainkit.plan.workload import TRAINER
             from trainkit.submit.plan_run import planning_error
 
-            raise planning_error(error, command, launcher, target=target) from None
+            raise planning_error(error, workload or TRAINER, target=target) from None
 
 
 def named_folder(text: str) -> Path:
@@ -361,7 +361,7 @@ def refuse_other_options(name: str) -> None:
 
 
 class WithTrailingCommand(Command):
-    """A command whose own arguments end at ``--``; `trailing_command` returns the others."""
+    """A command whose own arguments end at ``--``; `trailing_workload` has the others."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -378,10 +378,14 @@ class WithTrailingCommand(Command):
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND …]"]
 
 
-def trailing_command() -> tuple[str, ...] | None:
-    """Return the arguments after ``--``; None without ``--``."""
-    found: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
-    return found
+def trailing_workload(launcher: str) -> Workload:
+    """The command after ``--``, or the trainer without ``--``; UsageError for the trainer with a launcher."""
+    from trainkit.plan.workload import workload_of
+
+    argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
+    if argv is None and launcher != "python":
+        raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
+    return workload_of(argv, launcher)
 
 
 @dataclass(frozen=True)

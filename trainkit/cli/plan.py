@@ -106,13 +106,13 @@ class _Planned:
     def __init__(
         self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
     ) -> None:
-        from trainkit.plan.layouts.choices import base_workload, choose, configured_layout
+        from trainkit.plan.layouts.choices import base_work, choose, configured_layout
 
         self.request = request
         self.loaded = loaded
         self.hardware = hardware
         self.own, self.own_problems = configured_layout(loaded, shape, hardware)
-        self.base = base_workload(loaded.config, shape, self.own)
+        self.base = base_work(loaded.config, shape, self.own)
         self.samples = loaded.config.train.global_batch_size
         if self.own is not None and self.samples is not None:
             self.samples = self.own.work.samples_per_step

@@ -108,7 +108,7 @@ def command(
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.from_dict(read_json(source.plan_file))
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
-    if before.command is not None:
+    if before.workload.is_command:
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.
         adjustable = loaded.origins.keys() - set(before.launcher_keys)
     loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
@@ -117,19 +117,18 @@ def command(
         target = make_target(loaded, run=source.path) if place is None else hosts_target(place)
         plan = plan_run(
             loaded,
-            before.command,
-            before.launcher,
+            before.workload,
             target=target,
             code_dir=code_dir,
             resumes=bool(published(source.checkpoints_dir)),
         )
-        if before.command is None:
+        if before.workload.knows_run:
             refuse_incompatible(source, loaded)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(read_effective(source.config_file), loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if fork is None and before.command is None and not published(source.checkpoints_dir):
+            if fork is None and before.workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
             return _resume_on_hosts(source, loaded, plan, place, new_code)

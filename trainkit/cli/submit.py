@@ -23,13 +23,14 @@ from trainkit.cli.options import (
     json_option,
     launcher_option,
     named_folder,
-    trailing_command,
+    trailing_workload,
 )
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.plan.workload import Workload
     from trainkit.run.rundir import RunDir
 
 
@@ -72,31 +73,28 @@ def command(
     --sweep and --array submit a group of runs as one Slurm array; the group's folder has one run folder per
     index. Sweep values are parsed as items of a YAML list: "a,b" is one string, [1,2],[3,4] are two lists.
     """
-    command_argv = trailing_command()
-    if command_argv is None and launcher != "python":
-        raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
+    workload = trailing_workload(launcher)
     folder = None if run_dir is None else named_folder(run_dir)
     if group:
         if follow:
             raise UsageError(
                 "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
             )
-        options = GroupSubmission(command_argv, launcher, folder, after, dry_run, test_only, as_json)
+        options = GroupSubmission(workload, folder, after, dry_run, test_only, as_json)
         return _submit_group(request, group, options)
 
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.plan_run import plan_run
 
-    loaded = request.load_to_plan(command_argv, launcher)
-    plan = plan_run(loaded, command_argv, launcher)
+    loaded = request.load_to_plan(workload)
+    plan = plan_run(loaded, workload)
     if after:
         from trainkit.submit.dependency import start_after
 
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     _check_locks(plan, folder)
-    if command_argv is not None:
-        _warn_of_secrets(command_argv)
+    _warn_of_secrets(workload)
     if plan.slurm is not None and not dry_run:
         from trainkit.slurm.client import require_controller
 
@@ -136,10 +134,10 @@ def _check_locks(plan: LaunchPlan, folder: Path | None) -> None:
         _warn(problem)
 
 
-def _warn_of_secrets(command_argv: tuple[str, ...]) -> None:
+def _warn_of_secrets(workload: Workload) -> None:
     from trainkit.submit.secrets import secret_options
 
-    found = secret_options(command_argv)
+    found = secret_options(workload.argv or ())
     if found:
         _warn(
             f"{', '.join(found)} of the command looks secret: it is stored in plan.json, and other users "
@@ -204,8 +202,7 @@ def _print_script(text: str, test_only: bool) -> int:
 class GroupSubmission:
     """The options of `submit` that also apply to a group."""
 
-    command: tuple[str, ...] | None
-    launcher: str
+    workload: Workload
     run_dir: Path | None
     after: tuple[str, ...]
     dry_run: bool
@@ -232,26 +229,24 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         start_group,
     )
 
-    base = None if group_request.sweeps else request.load_to_plan(options.command, options.launcher)
-    seed = None if base is None or options.command is not None else base.config.seed
-    spec, values = group_request.points(seed, options.command)
+    base = None if group_request.sweeps else request.load_to_plan(options.workload)
+    command = options.workload.argv
+    seed = None if base is None or options.workload.is_command else base.config.seed
+    spec, values = group_request.points(seed, command)
     configs = group_request.load_points(request, values)
     limited = None if options.dry_run else spec
-    points = plan_points(
-        values, configs, options.command, options.launcher, config_path=request.path, array=limited
-    )
+    points = plan_points(values, configs, options.workload, config_path=request.path, array=limited)
     if options.after:
         job_ids = job_ids_of(options.after, _warn)
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     common = common_plan(points)
     click.echo(describe_plan(common, points[0].config.name), err=True)
     _check_locks(points[0].plan, options.run_dir)
-    if options.command is not None:
-        _warn_of_secrets(options.command)
+    _warn_of_secrets(options.workload)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
-    if options.command is not None and group_request.sweeps:
+    if command is not None and group_request.sweeps:
         generated = {json.dumps(item.plan.launcher_files) for item in points}
-        if len(generated) == 1 and not reaches_command(values, options.command):
+        if len(generated) == 1 and not reaches_command(values, command):
             click.echo(
                 "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
                 "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR",

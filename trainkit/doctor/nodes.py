@@ -29,6 +29,7 @@ from trainkit.job.preflight import MAX_CLOCK_OFFSET_S
 from trainkit.job.processes import module_argv
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
+from trainkit.plan.workload import Command
 from trainkit.run.process import own_host
 from trainkit.slurm.client import plain_environ, run_slurm
 from trainkit.slurm.environment import scrubbed
@@ -58,7 +59,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
     if "SLURM_JOB_ID" in os.environ:
         return [*common, f"--jobid={os.environ['SLURM_JOB_ID']}", "--overlap", "--mem=0", *worker]
     known = make_target(loaded, "sbatch")
-    plan = make_plan(loaded, LOGIN_NODE, Target("sbatch", "doctor", known.cluster), command=("true",))
+    plan = make_plan(loaded, LOGIN_NODE, Target("sbatch", "doctor", known.cluster), Command(("true",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_SRUN}
     options = {name: value for name, value in options.items() if name not in ("nodes", "ntasks")}

@@ -89,7 +89,7 @@ def announce(
     hosts = [socket.gethostname(), *(links[node].host for node in sorted(links))]
     address = {"addr": place.master_addr, "port": place.master_port}
     write_json(attempt.rendezvous_file, {**address, "hosts": hosts})
-    work_dir = None if plan.command is None else prepare_work_folder(attempt.run)
+    work_dir = prepare_work_folder(attempt.run) if plan.workload.is_command else None
     found = HostAttempt(
         run_dir=str(attempt.run.path),
         attempt=attempt.number,

@@ -249,7 +249,7 @@ def send_test(url: str, name: str) -> int:
 
 def _total_steps(attempt: AttemptDir) -> int | None:
     """`train.steps` of the config; None for a COMMAND, which ignores it, and with `train.epochs`."""
-    if LaunchPlan.from_dict(read_json(attempt.plan_file)).command is not None:
+    if not LaunchPlan.from_dict(read_json(attempt.plan_file)).workload.knows_run:
         return None
     # Imported where something is sent, because it is slow.
     from trainkit.config import read_effective

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GIVE_UP_S = 10.0
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
 
 # Without -P (Python 3.11+) the submission folder comes first on sys.path, and a user's `queue.py` there would

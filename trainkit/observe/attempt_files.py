@@ -13,7 +13,7 @@ from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.run_text import Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.observe.slurm_messages import slurm_messages
-from trainkit.plan.launch import PER_RANK
+from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import read_json, read_jsonl_reversed
 from trainkit.run.record import read_job

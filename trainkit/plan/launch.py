@@ -6,17 +6,17 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
+from trainkit.plan.workload import Workload, workload_of
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
 
 PLAN_VERSION = 1
-PER_RANK = ("python", "lightning")
-"""Launchers with which a command starts once per rank, by the agent of its node."""
 ACCELERATE_CONFIG = "accelerate.yaml"
 DS_CONFIG = "ds_config.json"
 MEGATRON_ARGS = "megatron_args.txt"
@@ -188,10 +188,10 @@ class LaunchPlan:
     """What could not be checked, or may be slow, one sentence each."""
     version: int = PLAN_VERSION
 
-    @property
-    def has_launcher(self) -> bool:
-        """Whether a launcher such as torchrun starts the ranks of a node."""
-        return self.launcher not in PER_RANK
+    @cached_property
+    def workload(self) -> Workload:
+        """What the ranks execute."""
+        return workload_of(self.command, self.launcher, self.command_signal)
 
     @property
     def world_size(self) -> int:

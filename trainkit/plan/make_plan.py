@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,8 @@ from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, key
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
-from trainkit.plan.workload import parallel_with
+from trainkit.plan.step_work import parallel_with
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
 
@@ -33,13 +34,12 @@ def make_plan(
     loaded: LoadedConfig,
     machine: Machine,
     target: Target = LOCAL,
-    command: Sequence[str] | None = None,
-    launcher: str = "python",
+    workload: Workload = TRAINER,
 ) -> LaunchPlan:
     """Make the plan of a config for a target; `machine` is this machine.
 
-    The layout and batch of a `command` that replaces the built-in trainer are not planned, except for what
-    its launcher's tool gets. Raises ConfigError with every problem.
+    The layout and batch of a command are not planned, except for what its launcher's tool gets. Raises
+    ConfigError with every problem.
     """
     draft = _draft(loaded, machine, target)
     config = loaded.config
@@ -53,14 +53,14 @@ def make_plan(
     num_nodes = config.resources.nodes if sizes is None else len(sizes)
     world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
     given = LauncherInput()
-    if command is None:
+    if workload.argv is None:
         layout = draft.layout(world_size)
         batch = draft.batch(layout)
         lr = draft.lr(layout)
     else:
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
         job = Job(loaded, world_size, num_nodes, workers_per_node, device)
-        given = _launcher_input(draft, job, command, launcher)
+        given = _launcher_input(draft, job, workload)
         draft.reasons["end"] = (
             "exit code 0 is the end; after a notice only if the command has created $TRAINKIT_JOB_DONE_FILE"
         )
@@ -69,10 +69,8 @@ def make_plan(
     draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
     lead_s = draft.lead_s()
-    per = target.per or draft.per(launcher)
-    # A command may not expect SIGUSR2: only its agents hear SIGURG, and send it the signal that it handles.
-    auto = "USR2" if command is None else "URG"
-    notice = auto if config.requeue.signal == "auto" else config.requeue.signal
+    per = target.per or draft.per(workload.launcher)
+    notice = workload.notice if config.requeue.signal == "auto" else config.requeue.signal
     slurm = draft.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
     if slurm is None and config.requeue.slow_hosts != "ignore":
         draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
@@ -95,27 +93,27 @@ def make_plan(
         threads_per_worker=threads,
         grace_s=min(config.requeue.grace_s, lead_s),
         reasons=draft.reasons,
-        command=None if command is None else tuple(command),
+        command=workload.argv,
         command_signal=config.requeue.signal,
-        launcher=launcher,
+        launcher=workload.launcher,
         trackers=tuple(config.logging.trackers),
         health_every_s=config.logging.health_every_s,
         launcher_files=given.files,
         launcher_values=given.values,
-        launcher_keys=() if command is None else keys_set_by_user(loaded),
+        launcher_keys=keys_set_by_user(loaded) if workload.is_command else (),
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
         warnings=tuple(draft.warnings),
     )
 
 
-def _launcher_input(draft: LaunchDraft, job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
+def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> LauncherInput:
     try:
-        given = launcher_input(job, command, launcher)
+        given = launcher_input(job, workload.argv or (), workload.launcher)
     except ConfigError as error:
         draft.collect(error)
         return LauncherInput()
-    description = describe_input(given, launcher)
+    description = describe_input(given, workload.launcher)
     if description is not None:
         draft.reasons["launcher"] = description
     return given
@@ -192,23 +190,22 @@ def check_config(
     loaded: LoadedConfig,
     machine: Machine,
     target: Target = LOCAL,
-    command: Sequence[str] | None = None,
-    launcher: str = "python",
+    workload: Workload = TRAINER,
     data: DataFacts | None = None,
     *,
     resumes: bool = False,
 ) -> LaunchPlan:
     """Make the plan of a config and check its layout, model, memory and data.
 
-    With a `command` there is no model or data to check. `data` is the result of `inspect_data`, for callers
+    Of a command there is no model or data to check. `data` is the result of `inspect_data`, for callers
     that have it already. Raises ConfigError with every problem.
     """
     plan, problems = None, []
     try:
-        plan = make_plan(loaded, machine, target, command, launcher)
+        plan = make_plan(loaded, machine, target, workload)
     except ConfigError as error:
         problems += error.problems
-    if command is not None:
+    if workload.is_command:
         if plan is None:
             raise ConfigError(problems)
         return plan

@@ -11,9 +11,9 @@ from trainkit.cluster.resource_request import ResourceRequest, matching_nodes, r
 from trainkit.cluster.units import time_limit_s, time_text
 from trainkit.errors import SlurmError
 from trainkit.plan.gpu_binding import gpu_binding_problems, gpu_binding_warnings
-from trainkit.plan.launch import PER_RANK
 from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
+from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
 """Slurm signals a job no earlier than when 1/SHARE_OF_TIME of its time is left."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.cluster.machine import detect_machine
@@ -13,6 +12,7 @@ from trainkit.config import InvalidConfig, LoadedConfig
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, check_config
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.submit.containers import container_program
 from trainkit.submit.preflight_checks import (
     check_name,
@@ -33,8 +33,7 @@ from trainkit.submit.user_code_check import find_code_problems
 
 def plan_run(
     loaded: LoadedConfig,
-    command: Sequence[str] | None = None,
-    launcher: str = "python",
+    workload: Workload = TRAINER,
     *,
     target: Target | None = None,
     data: DataFacts | None = None,
@@ -51,23 +50,21 @@ def plan_run(
     launch, cwd = loaded.config.launch, Path.cwd()
     target = target or make_target(loaded)
     containers = () if target.cluster is None else target.cluster.containers
-    plan = _check(loaded, command, launcher, target, data, resumes=resumes)
-    problems = [] if command is not None else find_code_problems(loaded)
-    if problems:
+    plan = _check(loaded, workload, target, data, resumes=resumes)
+    if workload.argv is None and (problems := find_code_problems(loaded)):
         raise ConfigError(problems)
     if launch.container is not None and target.cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, containers))
-    if command is not None:
-        refuse_missing(command, launch, launcher, code_dir or cwd)
-        refuse_secrets(command, loaded.config.secrets)
-        plan = dataclasses.replace(plan, python=command_python(launch, command, cwd))
+    if workload.argv is not None:
+        refuse_missing(workload.argv, launch, workload.launcher, code_dir or cwd)
+        refuse_secrets(workload.argv, loaded.config.secrets)
+        plan = dataclasses.replace(plan, python=command_python(launch, workload.argv, cwd))
     return plan if plan.slurm is not None else with_local_environment(plan, launch, cwd)
 
 
 def planning_error(
     invalid: InvalidConfig,
-    command: Sequence[str] | None = None,
-    launcher: str = "python",
+    workload: Workload = TRAINER,
     *,
     target: Target | None = None,
     data: DataFacts | None = None,
@@ -77,7 +74,7 @@ def planning_error(
     The arguments are those of `plan_run`.
     """
     try:
-        _check(invalid.rest, command, launcher, target or make_target(invalid.rest), data)
+        _check(invalid.rest, workload, target or make_target(invalid.rest), data)
     except ConfigError as error:
         return invalid.with_problems_of_rest(error.problems)
     except TrainkitError:
@@ -87,8 +84,7 @@ def planning_error(
 
 def _check(
     loaded: LoadedConfig,
-    command: Sequence[str] | None,
-    launcher: str,
+    workload: Workload,
     target: Target,
     data: DataFacts | None,
     *,
@@ -99,15 +95,15 @@ def _check(
     if on_slurm:
         containers = () if target.cluster is None else target.cluster.containers
         found = find_launch_problems(
-            loaded.config.launch, Path.cwd(), containers, is_command=command is not None
+            loaded.config.launch, Path.cwd(), containers, is_command=workload.is_command
         )
     else:
-        found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
+        found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=workload.is_command)
     trackers = find_tracker_problems(loaded.config, Path.cwd(), on_slurm=on_slurm)
     webhook = webhook_problem(loaded.config.notify, os.environ)
     problems = [loaded.problem(*item) for item in (*found, *trackers, *webhook)]
     try:
-        plan = check_config(loaded, detect_machine(), target, command, launcher, data, resumes=resumes)
+        plan = check_config(loaded, detect_machine(), target, workload, data, resumes=resumes)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     torch_problem = find_torch_problem(plan, loaded.config.launch, Path.cwd())

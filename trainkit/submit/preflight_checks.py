@@ -18,10 +18,10 @@ from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, 
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.notifications import url_problem
-from trainkit.job.processes import SHELLS
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_release import release_problem
+from trainkit.plan.workload import SHELLS
 from trainkit.slurm.conf_file import conf_file
 from trainkit.submit.containers import container_problems, runtimes
 from trainkit.submit.interpreters import (
@@ -168,7 +168,8 @@ def find_torch_problem(
     The ranks check it too.
     """
     on_slurm = plan.slurm is not None
-    if plan.device != "cuda" or plan.command is not None or (on_slurm and _may_be_another(launch, environ)):
+    is_known = not plan.workload.is_command and not (on_slurm and _may_be_another(launch, environ))
+    if plan.device != "cuda" or not is_known:
         return None
     # Without a batch script, neither conda nor a container is used.
     in_effect = launch if on_slurm else launch.model_copy(update={"container": None, "conda": None})
@@ -242,7 +243,7 @@ def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) ->
         return plan
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
     plan = replace(plan, reasons={**plan.reasons, "python": f"{interpreter.argv[0]}, as launch says"})
-    if plan.command is None:
+    if not plan.workload.is_command:
         plan = replace(plan, python=(*interpreter.argv, *interpreter.options))
     return replace(plan, venv=interpreter.venv)
 

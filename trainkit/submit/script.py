@@ -96,7 +96,7 @@ def script_for(
 
 def _other_workdir(run: RunDir, plan: LaunchPlan, code: Mapping[str, Any] | None) -> str | None:
     """Where a job works whose folder of submission is gone; None if it needs the files in that folder."""
-    if plan.command is not None:
+    if plan.workload.is_command:
         return None  # it works in its copy already, or has none
     return str(run.path if code is None else code["workdir"])
 
@@ -113,7 +113,7 @@ def _job_environment(
 ) -> JobEnvironment:
     launch = config.launch
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
-    if plan.command is not None and launch.container is None:
+    if plan.workload.is_command and launch.container is None:
         # The environment of a command may lack trainkit, so its agent uses this interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
@@ -122,8 +122,8 @@ def _job_environment(
     if code is not None:
         folders.append(str(code["code"]))  # a run of a group shares the copy in the group's folder
         python_path = tuple(code["import_path"])
-        workdir = str(code["workdir"]) if plan.command is not None else workdir
-    if plan.command is None:
+        workdir = str(code["workdir"]) if plan.workload.is_command else workdir
+    if not plan.workload.is_command:
         folders += _data_paths(config)
     return make_job_environment(
         launch,

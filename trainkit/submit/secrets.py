@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS
@@ -48,7 +49,7 @@ def secret_options(command: Sequence[str]) -> list[str]:
 
 
 def _secret_options(command: Sequence[str]) -> Iterator[str]:
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    for word, following in pairwise([*command, ""]):
         if len(inner := word.split()) > 1:  # for `sh -c`
             yield from _secret_options(inner)
             continue

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -21,6 +20,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import difference, filled_in, key_without_seed, names_key, shown, shown_value
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GROUP_VERSION, Point, RunGroup
 from trainkit.run.record import submission_token
@@ -50,8 +50,7 @@ class PlannedPoint:
 def plan_points(
     values: Mapping[int, dict[str, Any]],
     configs: Iterable[tuple[int, LoadedConfig | ConfigError]],
-    command: Sequence[str] | None = None,
-    launcher: str = "python",
+    workload: Workload = TRAINER,
     *,
     config_path: str,
     array: ArraySpec | None = None,
@@ -75,13 +74,13 @@ def plan_points(
             _refuse_other_backends(target, config_path)
             if array is not None:
                 refuse_too_large(array)
-        words = None if command is None else filled_in(command, values[index])
-        key = (key_without_seed(values[index]), words)
+        own = replace(workload, argv=workload.argv and filled_in(workload.argv, values[index]))
+        key = (key_without_seed(values[index]), own.argv)
         if key not in plans:
             try:
-                needs_facts = words is None and not loaded.config.has_user_task
+                needs_facts = not own.is_command and not loaded.config.has_user_task
                 facts = _data_facts(loaded.config.data, data) if needs_facts else None
-                plans[key] = plan_run(loaded, words, launcher, target=target, data=facts)
+                plans[key] = plan_run(loaded, own, target=target, data=facts)
             except ConfigError as error:
                 plans[key] = error
         plan = plans[key]
@@ -158,7 +157,7 @@ def common_plan(points: Sequence[PlannedPoint]) -> LaunchPlan:
         for key, text in first.reasons.items()
     }
     warnings = dict.fromkeys(text for point in points for text in point.plan.warnings)
-    return dataclasses.replace(first, reasons=reasons, warnings=tuple(warnings))
+    return replace(first, reasons=reasons, warnings=tuple(warnings))
 
 
 def describe_points(spec: ArraySpec, values: Mapping[int, dict[str, Any]], is_sweep: bool) -> str:
@@ -236,7 +235,7 @@ def group_script(
     # Variables that differ are set by the agents of each point.
     launch = config.launch.model_copy(update={"env": _common(point.config.launch.env for point in points)})
     config = config.model_copy(update={"launch": launch})
-    plan = dataclasses.replace(plan, env=_common(point.plan.env for point in points))
+    plan = replace(plan, env=_common(point.plan.env for point in points))
     script = script_for(RunDir(group.path), 1, plan, config, Path.cwd(), code, array)
     refuse_leaks(script.text, str(group.script_file), config.secrets, os.environ)
     return script

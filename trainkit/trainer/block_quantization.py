@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.plan.workload import row_blocks
+from trainkit.plan.step_work import row_blocks
 
 MIN_ELEMENTS = 4096
 """Smaller parameters keep float32 averages: they take little memory."""

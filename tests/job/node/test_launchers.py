@@ -83,7 +83,7 @@ def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_fo
     plan = replace(PLAN, command=command, launcher="lightning", launcher_values={"num_nodes": "2"})
     plan = replace(plan, python=("/venv/bin/python",))
     assert worker_argv(plan, PLACE, RUN) == ("/venv/bin/python", "train.py", "--nodes=2", "{other}")
-    assert not plan.has_launcher
+    assert not plan.workload.has_launcher
 
 
 def test_deepspeed_gets_the_path_of_its_file() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import llama, workload
+from step_works import llama, step_work
 
 from trainkit.config import load_config
 from trainkit.plan.gpus import find_gpu
@@ -28,7 +28,7 @@ def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardw
 
 
 def test_document_mask_rules_out_pipelines_and_split_samples() -> None:
-    base = workload("8b", seq_len=65_536)
+    base = step_work("8b", seq_len=65_536)
     found = set(layouts(base, hardware(16)))
     masked = set(layouts(replace(base, document_mask=True), hardware(16)))
     assert masked == {layout for layout in found if layout.pp == layout.cp == 1}
@@ -40,7 +40,7 @@ def test_document_mask_rules_out_pipelines_and_split_samples() -> None:
 def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> None:
     size = 8 if num_gpus % 8 == 0 else min(num_gpus, 3)
     where = hardware(num_gpus, node_size=size)
-    base = workload(llama(preset), device_batch_size=4)  # type: ignore[arg-type]
+    base = step_work(llama(preset), device_batch_size=4)  # type: ignore[arg-type]
     found = choose(base, where, 3 * 512)
     assert found
     assert len({choice.work.layout for choice in found}) == len(found)
@@ -59,22 +59,22 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
 
 def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
     """70B has 8 key and value heads and 80 layers."""
-    found = list(layouts(workload("70b"), hardware(512)))
+    found = list(layouts(step_work("70b"), hardware(512)))
     assert {layout.tp for layout in found} == {1, 2, 4, 8}
     assert max(layout.pp for layout in found) == 64
     assert {layout.cp for layout in found} == {1}
-    assert {layout.cp for layout in layouts(workload("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
+    assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
 
 
 def test_a_model_that_fits_is_copied() -> None:
-    best, *_ = choose(workload("125m"), hardware(8), 64)
+    best, *_ = choose(step_work("125m"), hardware(8), 64)
     assert best.work.layout == Layout(dp_replicate=8)
     assert "replicas are simplest" in headline(best)
     assert reason(best) == "one replica per GPU"
 
 
 def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
-    best, *_ = choose(workload("7b"), hardware(16), 256)
+    best, *_ = choose(step_work("7b"), hardware(16), 256)
     assert best.fit == "fits"
     assert best.work.layout.dp_shard * best.work.layout.tp > 1
     assert best.cost.crossing(8) in ((), ("dp",))
@@ -83,14 +83,14 @@ def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
 
 def test_shards_alone_do_for_large_models() -> None:
     """Sixteen samples a GPU, one after another: only shards of their gradients wait."""
-    best, *_ = choose(workload("70b"), hardware(64), 1024)
+    best, *_ = choose(step_work("70b"), hardware(64), 1024)
     assert best.fit == "fits"
     assert best.work.layout == Layout(dp_shard=64)
     assert best.work.accumulation_steps == 16
 
 
 def test_fewer_samples_than_gpus_need_more_than_shards() -> None:
-    best, *others = choose(workload("70b"), hardware(512), 256)
+    best, *others = choose(step_work("70b"), hardware(512), 256)
     assert best.fit == "fits"
     assert best.work.layout.tp > 1
     assert all(choice.work.layout.tp * choice.work.layout.pp > 1 for choice in others)
@@ -98,7 +98,7 @@ def test_fewer_samples_than_gpus_need_more_than_shards() -> None:
 
 def test_recomputation_is_as_light_as_memory_allows() -> None:
     modes = {
-        gpu: best_on_layout(workload("7b", seq_len=16_384), Layout(dp_shard=8), hardware(8, gpu), 8)
+        gpu: best_on_layout(step_work("7b", seq_len=16_384), Layout(dp_shard=8), hardware(8, gpu), 8)
         for gpu in ("b200", "h100", "a100-40gb")
     }
     found = {gpu: choice and choice.work.parallel.activation_checkpointing for gpu, choice in modes.items()}
@@ -106,25 +106,25 @@ def test_recomputation_is_as_light_as_memory_allows() -> None:
 
 
 def test_a_pipeline_cuts_the_share_of_a_process() -> None:
-    choice = best_on_layout(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
+    choice = best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
     assert choice is not None
     work = choice.work
     assert (work.samples_per_pass, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
     assert (
-        best_on_layout(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
+        best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
     )  # fewer than stages
 
 
 def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:
-    base = workload("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
+    base = step_work("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
     choice = best_on_layout(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
     assert choice is not None
     assert choice.work.parallel.activation_checkpointing == "full"
 
 
 def test_a_batch_that_cannot_be_shared_leaves_nothing() -> None:
-    assert best_on_layout(workload("125m"), Layout(dp_replicate=8), hardware(8), 12) is None
+    assert best_on_layout(step_work("125m"), Layout(dp_replicate=8), hardware(8), 12) is None
 
 
 @pytest.mark.parametrize("preset", ["125m", "7b", "70b"])
@@ -155,7 +155,7 @@ def test_an_own_layout_that_cannot_be_says_why(tmp_path: Path) -> None:
 
 
 def test_advice_begins_with_the_smallest_change() -> None:
-    asked = Choice(workload("7b", device_batch_size=16), hardware(8))
+    asked = Choice(step_work("7b", device_batch_size=16), hardware(8))
     assert asked.fit == "no"
     found = list(advise(asked, 128))
     assert [advice.what for advice in found] == [
@@ -167,7 +167,7 @@ def test_advice_begins_with_the_smallest_change() -> None:
 
 
 def test_advice_where_there_are_too_few_gpus() -> None:
-    asked = Choice(workload("70b", accumulation_steps=16), hardware(8))
+    asked = Choice(step_work("70b", accumulation_steps=16), hardware(8))
     more, offload = advise(asked, 128)
     assert (more.what, offload.what) == ("16 GPUs", "parallel.offload")
     assert more.choice.hardware == hardware(16)
@@ -178,12 +178,12 @@ def test_advice_where_there_are_too_few_gpus() -> None:
 
 
 def test_reasons_name_what_costs_time() -> None:
-    work = workload("7b", layout=Layout(tp=8, pp=2), device_batch_size=2, pp_microbatches=2)
+    work = step_work("7b", layout=Layout(tp=8, pp=2), device_batch_size=2, pp_microbatches=2)
     text = reason(Choice(work.with_parallel(activation_checkpointing="full"), hardware(16)))
     assert text.startswith("one group of 16 GPUs, tensor parallel over 8, pipeline over 2; ")
     assert "recomputation" in text
     assert "pipeline bubble" in text
-    far = workload("7b", layout=Layout(dp_replicate=2, dp_shard=8, cp=2), seq_len=32_768)
+    far = step_work("7b", layout=Layout(dp_replicate=2, dp_shard=8, cp=2), seq_len=32_768)
     assert reason(Choice(far, hardware(32))).startswith(
         "state sharded over 8 groups across nodes, 2 replicas, context parallel over 2"
     )

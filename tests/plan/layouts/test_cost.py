@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from workloads import llama, workload
+from step_works import llama, step_work
 
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
@@ -23,11 +23,11 @@ def test_zero_3_sends_half_as_much_again_as_copies() -> None:
 
     In bytes, with gradients reduced in float32 and parameters gathered in bfloat16: 2 x 4, 4 + 2, 4 + 2 x 2.
     """
-    copies = sent_by_kind(traffic(workload(layout=Layout(dp_replicate=64))))
+    copies = sent_by_kind(traffic(step_work(layout=Layout(dp_replicate=64))))
     assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "pp": 0}
-    zero_2 = sent_by_kind(traffic(workload(layout=Layout(dp_shard=64), zero=2)))
+    zero_2 = sent_by_kind(traffic(step_work(layout=Layout(dp_shard=64), zero=2)))
     assert zero_2["dp"] == pytest.approx(6 * PARAMS, rel=0.02)
-    zero_3 = sent_by_kind(traffic(workload(layout=Layout(dp_shard=64))))
+    zero_3 = sent_by_kind(traffic(step_work(layout=Layout(dp_shard=64))))
     assert zero_3["dp"] == pytest.approx(8 * PARAMS - 2 * ROOT, rel=0.02)
 
 
@@ -35,14 +35,14 @@ def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -
     one, four = (
         {
             flow.kind: (flow.num_bytes, flow.calls)
-            for flow in traffic(workload(layout=Layout(2, 8), accumulation_steps=steps))
+            for flow in traffic(step_work(layout=Layout(2, 8), accumulation_steps=steps))
         }
         for steps in (1, 4)
     )
     for kind in ("gather", "scatter"):
         assert four[kind] == tuple(4 * number for number in one[kind])
     assert four["reduce"] == one["reduce"]
-    pipeline = [workload(layout=Layout(dp_shard=2, pp=2), accumulation_steps=steps) for steps in (1, 4)]
+    pipeline = [step_work(layout=Layout(dp_shard=2, pp=2), accumulation_steps=steps) for steps in (1, 4)]
     once, again = ([flow for flow in traffic(work) if flow.kind == "scatter"] for work in pipeline)
     assert once == again
 
@@ -51,20 +51,20 @@ def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
     """Four times as much to hide and four times as much that hides it."""
     assert H100 is not None
     one, four = (
-        cost_of(workload(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
+        cost_of(step_work(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
         for steps in (1, 4)
     )
     assert one.exposed_s["dp"] > 0.1 * one.compute_s
     assert four.exposed_s["dp"] == pytest.approx(4 * one.exposed_s["dp"])
     copies_once, copies = (
-        cost_of(workload(layout=Layout(dp_replicate=64), seq_len=512, accumulation_steps=steps), H100, 8)
+        cost_of(step_work(layout=Layout(dp_replicate=64), seq_len=512, accumulation_steps=steps), H100, 8)
         for steps in (1, 4)
     )
     assert copies.exposed_s["dp"] == pytest.approx(copies_once.exposed_s["dp"])
 
 
 def test_hybrid_sharding_sends_little_between_its_copies() -> None:
-    gather, scatter, reduce = traffic(workload(layout=Layout(dp_replicate=4, dp_shard=8)))
+    gather, scatter, reduce = traffic(step_work(layout=Layout(dp_replicate=4, dp_shard=8)))
     assert (gather.crosses_nodes(8), scatter.crosses_nodes(8), reduce.crosses_nodes(8)) == (
         False,
         False,
@@ -76,7 +76,7 @@ def test_hybrid_sharding_sends_little_between_its_copies() -> None:
 @pytest.mark.parametrize(("mode", "reductions"), [("none", 4), ("selective", 5), ("full", 5.5)])
 def test_tensor_parallelism_reduces_four_times_a_block(mode: str, reductions: float) -> None:
     """Megatron (arXiv 1909.08053): two all-reduces forward, two backward; recomputation repeats gathers."""
-    work = workload(layout=Layout(tp=8), activation_checkpointing=mode)
+    work = step_work(layout=Layout(tp=8), activation_checkpointing=mode)
     [tp] = [flow for flow in traffic(work) if flow.kind == "tp"]
     all_reduce = 2 * 7 / 8 * 4096 * 4096 * 2
     assert tp.num_bytes == reductions * 32 * all_reduce
@@ -84,16 +84,18 @@ def test_tensor_parallelism_reduces_four_times_a_block(mode: str, reductions: fl
 
 
 def test_a_pipeline_sends_one_activation_a_microbatch_each_way() -> None:
-    work = workload(layout=Layout(pp=4), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
+    work = step_work(layout=Layout(pp=4), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
     [pp] = traffic(work)
     assert pp.num_bytes == 2 * 8 * (2 * 4096 * 4096 * 2)
-    shared = workload(layout=Layout(pp=4, tp=2), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
+    shared = step_work(
+        layout=Layout(pp=4, tp=2), device_batch_size=8, pp_microbatches=4, accumulation_steps=2
+    )
     assert sent_by_kind(traffic(shared))["pp"] == pp.num_bytes / 2
 
 
 def test_context_parallelism_sends_keys_and_values() -> None:
     """Llama 3 (arXiv 2407.21783): gathered before attention, and their gradients scattered after it."""
-    [cp] = [flow for flow in traffic(workload(layout=Layout(cp=4), seq_len=16_384)) if flow.kind == "cp"]
+    [cp] = [flow for flow in traffic(step_work(layout=Layout(cp=4), seq_len=16_384)) if flow.kind == "cp"]
     assert cp.num_bytes == 2 * 32 * 3 * (4096 * 2 * 4096 * 2)
 
 
@@ -107,7 +109,7 @@ def test_who_is_on_one_node(ranks: int, stride: int, crosses: bool, neighbours: 
 
 
 def test_flops_are_those_of_the_whole_model() -> None:
-    work = workload(layout=Layout(pp=4, tp=2), device_batch_size=4)
+    work = step_work(layout=Layout(pp=4, tp=2), device_batch_size=4)
     ranks = 2 * sum(rank_flops(work, rank) for rank in range(4))
     tokens = 4 * 4096
     # The shape counts norms too.
@@ -115,19 +117,19 @@ def test_flops_are_those_of_the_whole_model() -> None:
 
 
 def test_what_is_computed_again() -> None:
-    assert recompute_share(workload()) == 0
-    assert recompute_share(workload(activation_checkpointing="full")) == pytest.approx(1 / 3)
-    selective = recompute_share(workload(activation_checkpointing="selective"))
+    assert recompute_share(step_work()) == 0
+    assert recompute_share(step_work(activation_checkpointing="full")) == pytest.approx(1 / 3)
+    selective = recompute_share(step_work(activation_checkpointing="selective"))
     products = 4 * 4096 + 3 * 11_008
     assert selective == pytest.approx((2 * 4096 + 11_008) / products / 3)
-    zbv = workload(layout=Layout(pp=2), activation_checkpointing="full", pp_schedule="zbv")
+    zbv = step_work(layout=Layout(pp=2), activation_checkpointing="full", pp_schedule="zbv")
     # The trainer's attention runs 11 times forward for a block, once of them the first time.
     assert recompute_share(zbv) == pytest.approx(10 / 3)
 
 
 def test_a_bubble_lengthens_the_step() -> None:
     assert H100 is not None
-    work = workload(layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4)
+    work = step_work(layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4)
     cost = cost_of(work, H100, 8)
     assert cost.bubble == 3 / 7
     assert cost.step_s == pytest.approx(
@@ -137,7 +139,7 @@ def test_a_bubble_lengthens_the_step() -> None:
 
 def test_the_network_is_slower_than_a_node() -> None:
     assert H100 is not None
-    work = workload(layout=Layout(tp=8))
+    work = step_work(layout=Layout(tp=8))
     near, far = cost_of(work, H100, 8), cost_of(work, H100, 4)
     assert near.crossing(8) == ()
     assert far.crossing(4) == ("tp",)
@@ -157,7 +159,7 @@ LAYOUTS = st.builds(
 @given(LAYOUTS, st.sampled_from(["none", "selective", "full"]), st.sampled_from([2, 3]))
 def test_every_step_takes_time(layout: Layout, mode: str, zero: int) -> None:
     assert H100 is not None
-    work = workload(layout=layout, device_batch_size=4, activation_checkpointing=mode, zero=zero)
+    work = step_work(layout=layout, device_batch_size=4, activation_checkpointing=mode, zero=zero)
     cost = cost_of(work, H100, 8)
     assert cost.step_s >= cost.compute_s + cost.recompute_s > 0
     assert all(seconds >= 0 for seconds in cost.exposed_s.values())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import llama, workload
+from step_works import llama, step_work
 
 from trainkit.cluster.units import GIB
 from trainkit.config.training import OptimizerConfig, Preset
@@ -17,7 +17,7 @@ from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes
 from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers
 from trainkit.plan.memory.weights import stage_params
 from trainkit.plan.model_shape import ModelShape, num_params
-from trainkit.plan.workload import Workload, optimizer_bytes
+from trainkit.plan.step_work import StepWork, optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
 """Width 8, 2 layers, one key and value head of width 4, 12 hidden units: sizes to count by hand."""
@@ -26,7 +26,7 @@ SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
 @pytest.mark.parametrize("shards", [1, 8, 64])
 def test_sixteen_bytes_a_parameter(shards: int) -> None:
     """ZeRO (arXiv 1910.02054), section 3: 16 bytes a parameter with Adam, over N ranks with all stages."""
-    work = workload(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
+    work = step_work(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
     update = memory_of(work).phases["update"]
     params = num_params(work.shape)
     assert update.total == pytest.approx(16 * params / shards, rel=1e-3)
@@ -48,14 +48,14 @@ def test_sixteen_bytes_a_parameter(shards: int) -> None:
 def test_bytes_of_the_averages(preset: Preset, options: dict[str, Any], expected: float) -> None:
     shape = llama(preset)
     assert optimizer_bytes(OptimizerConfig(**options), shape) == pytest.approx(expected)
-    work = replace(workload(shape), optimizer_bytes=expected)
-    update, in_float32 = (memory_of(each).phases["update"] for each in (work, workload(shape)))
+    work = replace(step_work(shape), optimizer_bytes=expected)
+    update, in_float32 = (memory_of(each).phases["update"] for each in (work, step_work(shape)))
     assert in_float32.optimizer * expected == pytest.approx(8 * update.optimizer)
     assert (update.params, update.gradients) == (in_float32.params, in_float32.gradients)
 
 
 def test_every_way_of_splitting_splits_the_state() -> None:
-    work = workload("70b", layout=Layout(dp_shard=4, tp=8, pp=4, cp=2), device_batch_size=4)
+    work = step_work("70b", layout=Layout(dp_shard=4, tp=8, pp=4, cp=2), device_batch_size=4)
     share = num_params(work.shape) / 256
     [small, large] = sorted(rank_memory(work, rank).phases["update"].params for rank in (0, 1))
     # The ends of the pipeline have the embedding or the head besides.
@@ -70,13 +70,13 @@ def test_a_block_by_hand() -> None:
     silu(gate) and their product (4 x 12). In float32: a factor of each norm and a logarithm of each head.
     """
     numbers, in_float32 = 16 + 16 + 16 + 8 + 48, 2 + 2
-    work = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, device_batch_size=3)
+    work = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, device_batch_size=3)
     assert block_bytes(work) == 30 * (2 * numbers + 4 * in_float32)
     assert kept_bytes(work) == block_bytes(work)
     # Full: the input. Selective: also queries, values, output of attention with its logarithms, gate, down.
-    full = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="full")
+    full = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="full")
     assert kept_bytes(full) == 10 * 2 * 8
-    selective = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="selective")
+    selective = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="selective")
     assert kept_bytes(selective) == 10 * (2 * (8 + 8 + 4 + 8 + 12 + 8) + 4 * 2)
 
 
@@ -84,7 +84,7 @@ def test_a_block_under_tensor_parallelism() -> None:
     """Section 4.2: sequence parallelism splits the inputs of the norms; gathered inputs stay whole here."""
     kept = {"attention": 16 + 8, "feed-forward": 48}
     for sequence_parallel, ranks in ((True, 2), (False, 1)):
-        work = workload(
+        work = step_work(
             SMALL, layout=Layout(tp=2, dp_shard=1), seq_len=10, sequence_parallel=sequence_parallel
         )
         numbers = 16 / ranks + 16 + sum(kept.values()) / 2
@@ -93,28 +93,28 @@ def test_a_block_under_tensor_parallelism() -> None:
 
 def test_a_single_process_keeps_every_weight_twice() -> None:
     """Once in float32 and once in bf16; its activations are those of a shard."""
-    work = workload(SMALL, layout=Layout(), seq_len=10)
-    assert block_bytes(work) == block_bytes(workload(SMALL, layout=Layout(dp_shard=2), seq_len=10))
+    work = step_work(SMALL, layout=Layout(), seq_len=10)
+    assert block_bytes(work) == block_bytes(step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10))
     params = num_params(SMALL)
     assert memory_of(work).phases["update"].params == 6 * params
-    in_float32 = workload(SMALL, layout=Layout(), seq_len=10, dtype="fp32")
+    in_float32 = step_work(SMALL, layout=Layout(), seq_len=10, dtype="fp32")
     assert memory_of(in_float32).phases["update"].params == 4 * params
-    on_a_mesh = workload(SMALL, layout=Layout(), seq_len=10, mesh_of_one=True)
+    on_a_mesh = step_work(SMALL, layout=Layout(), seq_len=10, mesh_of_one=True)
     assert memory_of(on_a_mesh).phases["update"].params == 4 * params
 
 
 def test_the_loss_by_hand() -> None:
     """Logarithms of probabilities and two gradients in float32; a fourth number where it is split."""
-    assert loss_bytes(workload(SMALL, seq_len=10)) == 10 * 64 * 12
-    split = workload(SMALL, layout=Layout(tp=2), seq_len=10)
+    assert loss_bytes(step_work(SMALL, seq_len=10)) == 10 * 64 * 12
+    split = step_work(SMALL, layout=Layout(tp=2), seq_len=10)
     assert loss_bytes(split) == 10 * 32 * 16
     assert loss_bytes(split.with_parallel(loss_parallel=False)) == 10 * 64 * 12
-    assert head_bytes(workload(SMALL, seq_len=10)) == 10 * (2 * 8 + 4 + 2 * 8)
+    assert head_bytes(step_work(SMALL, seq_len=10)) == 10 * (2 * 8 + 4 + 2 * 8)
 
 
 def test_pipeline_ranks_hold_what_is_in_flight() -> None:
     """arXiv 2205.05198, section 4.2.3: the first of p stages keeps p microbatches, the last one 1."""
-    work = workload("13b", layout=Layout(pp=4), device_batch_size=8, pp_microbatches=8)
+    work = step_work("13b", layout=Layout(pp=4), device_batch_size=8, pp_microbatches=8)
     kept = [rank_memory(work, rank).phases["backward"].activations for rank in range(4)]
     assert kept == [10 * kept_bytes(work) * passes for passes in (4, 3, 2, 1)]
     gpipe = work.with_parallel(pp_schedule="gpipe")
@@ -125,7 +125,7 @@ def test_pipeline_ranks_hold_what_is_in_flight() -> None:
 
 def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
     copies, zero_2, zero_3 = (
-        memory_of(workload(layout=layout, activation_checkpointing="full", zero=zero))
+        memory_of(step_work(layout=layout, activation_checkpointing="full", zero=zero))
         for layout, zero in ((Layout(dp_replicate=8), 3), (Layout(dp_shard=8), 2), (Layout(dp_shard=8), 3))
     )
     params = num_params(llama("7b"))
@@ -136,7 +136,7 @@ def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
 
 
 def test_offload_leaves_only_what_is_computed_with() -> None:
-    found = memory_of(workload(offload=True, activation_checkpointing="full"))
+    found = memory_of(step_work(offload=True, activation_checkpointing="full"))
     assert (found.largest.params, found.largest.optimizer) == (0, 0)
     assert found.phases["update"].total == 0
 
@@ -146,7 +146,7 @@ def test_offload_leaves_only_what_is_computed_with() -> None:
     [(Layout(dp_replicate=8), 1), (Layout(dp_shard=8), 8), (Layout(2, 4), 4), (Layout(dp_shard=2, cp=2), 4)],
 )
 def test_gradients_of_earlier_passes_wait_whole_only_in_copies(layout: Layout, shards: int) -> None:
-    once, twice = (memory_of(workload(layout=layout, accumulation_steps=steps)) for steps in (1, 2))
+    once, twice = (memory_of(step_work(layout=layout, accumulation_steps=steps)) for steps in (1, 2))
     assert once.phases["loss"].gradients == 0
     assert twice.phases["loss"].gradients == 4 * num_params(llama("7b")) / shards
     assert twice.phases["update"] == once.phases["update"]
@@ -154,7 +154,7 @@ def test_gradients_of_earlier_passes_wait_whole_only_in_copies(layout: Layout, s
 
 def test_one_process_offloads_the_gradients_of_every_pass() -> None:
     offloaded, alone = (
-        memory_of(workload(layout=Layout(), offload=offload, accumulation_steps=2))
+        memory_of(step_work(layout=Layout(), offload=offload, accumulation_steps=2))
         for offload in (True, False)
     )
     assert (offloaded.largest.params, offloaded.largest.optimizer) == (0, 0)
@@ -165,7 +165,7 @@ def test_one_process_offloads_the_gradients_of_every_pass() -> None:
 def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
     """torch keeps what was scattered and not yet summed over copies on the device."""
     waiting = [
-        memory_of(workload(layout=layout, offload=True, accumulation_steps=2)).phases["loss"].gradients
+        memory_of(step_work(layout=layout, offload=True, accumulation_steps=2)).phases["loss"].gradients
         for layout in (Layout(dp_shard=8), Layout(2, 4))
     ]
     assert waiting == [0, num_params(llama("7b"))]
@@ -175,12 +175,12 @@ def test_document_mask() -> None:
     """0.88 and 0.91 GiB, tracked on the CPU as below: 2 bytes x 4 samples x 2048 x 2048 for all layers."""
     shape, layout = llama("mini", 257), Layout(dp_shard=2)
     options: dict[str, Any] = {"layout": layout, "seq_len": 2048, "device_batch_size": 4}
-    plain = workload(shape, device="cpu", **options)
+    plain = step_work(shape, device="cpu", **options)
     masked = replace(plain, document_mask=True)
     assert memory_of(masked).peak - memory_of(plain).peak == 2 * 4 * 2048**2
     assert memory_of(plain).peak / GIB == pytest.approx(0.88, rel=0.02)
     assert memory_of(masked).peak / GIB == pytest.approx(0.91, rel=0.02)
-    on_gpu = workload(shape, **options)
+    on_gpu = step_work(shape, **options)
     repeated = block_bytes(replace(on_gpu, document_mask=True)) - block_bytes(on_gpu)
     assert repeated == 2 * 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * 4 * 2048
 
@@ -227,7 +227,7 @@ TRACKED: list[tuple[float, dict[str, Any]]] = [
 def test_as_torch_tracked_it(tracked_gib: float, what: dict[str, Any]) -> None:
     rest = dict(what)
     shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers", 4))
-    peak = memory_of(workload(shape, device="cpu", **rest)).peak
+    peak = memory_of(step_work(shape, device="cpu", **rest)).peak
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
 
 
@@ -288,13 +288,13 @@ PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
 def test_pipelines_as_torch_tracked_them(tracked_gib: float, pp_rank: int, what: dict[str, Any]) -> None:
     rest = {"device_batch_size": 4, "seq_len": 2048, "pp_microbatches": 4, **what}
     shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers"))
-    peak = rank_memory(workload(shape, device="cpu", **rest), pp_rank).peak
+    peak = rank_memory(step_work(shape, device="cpu", **rest), pp_rank).peak
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.03)
 
 
 def test_stages_receive_into_buffers_of_their_own() -> None:
     """One a microbatch of the step, of activations but for the first stage, of gradients but for the last."""
-    work = workload("7b", layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4, accumulation_steps=2)
+    work = step_work("7b", layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4, accumulation_steps=2)
     received = [receive_buffers(work, stage_params(rank, 4, "1f1b", 32)) for rank in range(4)]
     stream = 4096 * 4096 * 2
     assert received == [8 * stream * ends for ends in (1, 2, 2, 1)]
@@ -304,7 +304,7 @@ def test_stages_receive_into_buffers_of_their_own() -> None:
         24 * stream,
         48 * stream,
     ]
-    assert receive_buffers(workload(), stage_params(0, 1, "1f1b", 32)) == 0
+    assert receive_buffers(step_work(), stage_params(0, 1, "1f1b", 32)) == 0
 
 
 LAYOUTS = st.builds(
@@ -316,7 +316,7 @@ LAYOUTS = st.builds(
     cp=st.sampled_from([1, 2]),
 )
 WORKLOADS = st.builds(
-    lambda layout, **others: workload("7b", layout=layout, device_batch_size=8, pp_microbatches=8, **others),
+    lambda layout, **others: step_work("7b", layout=layout, device_batch_size=8, pp_microbatches=8, **others),
     LAYOUTS,
     activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
     pp_schedule=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zbv"]),
@@ -329,7 +329,7 @@ WORKLOADS = st.builds(
 
 @settings(deadline=None)
 @given(WORKLOADS)
-def test_the_peak_is_the_worst_moment(work: Workload) -> None:
+def test_the_peak_is_the_worst_moment(work: StepWork) -> None:
     found = memory_of(work)
     assert found.peak == max(parts.total for parts in found.phases.values()) == found.at_peak.total
     assert found.largest.total >= found.peak
@@ -338,7 +338,7 @@ def test_the_peak_is_the_worst_moment(work: Workload) -> None:
 
 @settings(deadline=None)
 @given(WORKLOADS, st.sampled_from(["dp_shard", "tp", "pp"]))
-def test_splitting_further_never_takes_more(work: Workload, degree: str) -> None:
+def test_splitting_further_never_takes_more(work: StepWork, degree: str) -> None:
     """From 2 on: the first split of a kind has its price, such as inputs that are gathered."""
     if degree == "pp":
         # With others as many microbatches more are in flight as a stage has fewer layers.
@@ -352,7 +352,7 @@ def test_splitting_further_never_takes_more(work: Workload, degree: str) -> None
 
 @settings(deadline=None)
 @given(WORKLOADS)
-def test_checkpointing_keeps_less_and_less(work: Workload) -> None:
+def test_checkpointing_keeps_less_and_less(work: StepWork) -> None:
     modes = [work.with_parallel(activation_checkpointing=mode) for mode in ("none", "selective", "full")]
     kept = [kept_bytes(mode) for mode in modes]
     assert kept == sorted(kept, reverse=True)
@@ -362,7 +362,7 @@ def test_checkpointing_keeps_less_and_less(work: Workload) -> None:
 
 def test_full_recomputation_does_not_save_where_weights_have_their_gradients_apart() -> None:
     """The tracker's 14.0 and 12.1 GiB, see PIPELINES."""
-    zbv = workload("7b", layout=Layout(dp_shard=4, pp=2), pp_schedule="zbv", device_batch_size=4)
+    zbv = step_work("7b", layout=Layout(dp_shard=4, pp=2), pp_schedule="zbv", device_batch_size=4)
     none, full = (zbv.with_parallel(activation_checkpointing=mode) for mode in ("none", "full"))
     assert memory_of(full).worst_phase == "weights"
     assert rank_memory(full, 1).peak > rank_memory(none, 1).peak

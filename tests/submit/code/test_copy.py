@@ -15,6 +15,7 @@ from trainkit.control.resume import submission_folder
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
+from trainkit.plan.workload import Command
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -31,7 +32,7 @@ def loaded(project: Path):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
     target = Target("sbatch", "a test", Cluster("unknown"))
-    return make_plan(loaded, Machine(4, 0, (), "a login node"), target, ("python", "train.py"))
+    return make_plan(loaded, Machine(4, 0, (), "a login node"), target, Command(("python", "train.py")))
 
 
 @pytest.fixture

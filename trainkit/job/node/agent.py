@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -69,7 +69,9 @@ class Agent(ProcessGroup):
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> None:
         super().__init__()
         self.attempt = attempt
-        self.plan = plan
+        self.plan, self.workload = plan, plan.workload
+        self.has_launcher = plan.workload.has_launcher
+        """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
         """Exit codes in the order in which the workers ended."""
@@ -83,17 +85,12 @@ class Agent(ProcessGroup):
         """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
         self._ranks = LaunchedRanks()
         """The ranks of a launcher."""
-        self._collector = StackCollector(attempt, replies_itself=plan.command is None)
+        self._collector = StackCollector(attempt, replies_itself=plan.workload.knows_run)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
         """Monotonic time at which the first hang was seen."""
 
     poll_interval_s = POLL_S
-
-    @property
-    def has_launcher(self) -> bool:
-        """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
-        return self.plan.has_launcher
 
     @property
     def is_slurm_task(self) -> bool:
@@ -106,8 +103,8 @@ class Agent(ProcessGroup):
         if self.plan.backend != "local":
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
-        ignored = (signal.SIGUSR2,) if self._must_ignore_usr2() else ()
-        work_dir = None if self.plan.command is None else os.environ.get(WORK_DIR_VARIABLE)
+        ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
+        work_dir = os.environ.get(WORK_DIR_VARIABLE) if self.workload.is_command else None
         for local_rank in local_ranks:
             rank_env = worker_rank(
                 self.plan,
@@ -131,7 +128,7 @@ class Agent(ProcessGroup):
                     worker_argv(self.plan, rank_env, run),
                     environ=environ,
                     output=log,
-                    keeps_mask=self.plan.command is None,
+                    keeps_mask=self.workload.knows_run,
                     ignored=ignored,
                     cwd=work_dir,
                 )
@@ -146,19 +143,6 @@ class Agent(ProcessGroup):
             self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
             self.sampler.start()
 
-    def _must_ignore_usr2(self) -> bool:
-        """Whether a command must not die of a USR2 that it does not handle.
-
-        It would kill torchrun but not its ranks. With proctrack/linuxproc Slurm signals its tasks and the
-        ranks below them, so the USR2 of a requeue would kill a script that saves on SIGTERM. A shell cannot
-        trap a signal that it ignored at its start.
-        """
-        plan = self.plan
-        if plan.command is None or self.has_launcher:
-            return self.has_launcher
-        is_shell = PurePath(plan.command[0]).name in processes.SHELLS
-        return plan.command_signal == "TERM" or (plan.command_signal == "auto" and not is_shell)
-
     def forward_signal(self, received: signal.Signals) -> None:
         """Forward a notice to the ranks that Slurm has not signalled itself.
 
@@ -167,7 +151,7 @@ class Agent(ProcessGroup):
         """
         is_for_agents = received == AGENT_SIGNAL
         heard = not is_for_agents and self._listener is not None and self._listener.has_heard(received)
-        if self.plan.command is None or (received == signal.SIGINT and not self.has_launcher):
+        if self.workload.takes(received.name):
             if not heard:
                 super().forward_signal(signal.SIGUSR2 if is_for_agents else received)
             return
@@ -236,7 +220,7 @@ class Agent(ProcessGroup):
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:
             self._hang_s, self.poll_interval_s = time.monotonic(), HANG_REPORT_S / 4
-        elif time.monotonic() > self._hang_s + HANG_REPORT_S and self.plan.command is None:
+        elif time.monotonic() > self._hang_s + HANG_REPORT_S and self.workload.knows_run:
             self._hang_s = float("inf")
             for rank, pid in self._pids().items():
                 if not self.attempt.rank_hang(rank).exists():
@@ -267,7 +251,7 @@ class Agent(ProcessGroup):
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
         """The rank whose death has ended the launcher, as far as that is known; None without one."""
-        if self.plan.command is None:
+        if self.workload.knows_run:
             return None
         dead, seen = killed_rank(self.attempt, worker, code), self._ranks.first_exit
         if seen is not None and seen.code < 0 and (dead is None or dead.rank is None):

@@ -23,7 +23,7 @@ class TrackerSender:
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.trackers", str(attempt.run.path))
-        if plan.python is not None and plan.command is None:
+        if plan.python is not None and plan.workload.knows_run:
             argv = (*plan.python, *argv[argv.index("-m") :])
         # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
         kept = {"PYTHONPATH"} if plan.slurm is not None else set()

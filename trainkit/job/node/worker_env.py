@@ -62,43 +62,46 @@ def worker_environ(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
     )
     environ.setdefault("PYTHONUNBUFFERED", "1")
-    if plan.command is None and plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
-        # Sizes that change, as those of the last batch of a validation, would otherwise split the memory into
-        # pieces that nothing fits in.
-        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in network.items():
         environ.setdefault(name, value)
     if plan.backend == "local" and plan.device == "cuda" and plan.num_nodes > 1:
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, rank_env.node_rank, visible)
-    if not plan.has_launcher:
+    if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
-        if plan.command is not None:
-            # As torchrun does, so that a framework takes these ranks and not those that Slurm's variables
-            # suggest: Lightning, which would, also ignores SIGTERM then.
-            environ["TORCHELASTIC_RUN_ID"] = f"{PurePath(run_dir).name}-{attempt}"
-    else:
-        # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
-        environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
-        if plan.launcher == "accelerate" and plan.device == "cpu":
-            # Without it, accelerate on a host without GPUs runs every rank as a single process.
-            environ.setdefault("ACCELERATE_USE_CPU", "true")
     if plan.venv is not None:
         # What its bin/activate does.
         environ["VIRTUAL_ENV"] = plan.venv
         environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
-    if WORK_DIR_VARIABLE in inherited and plan.command is not None:
-        environ["PWD"] = inherited[WORK_DIR_VARIABLE]
-    if plan.command is None and rank_env.nonce:
-        environ[NONCE_VARIABLE] = rank_env.nonce
     environ[AGENT_VARIABLE] = str(os.getpid())
     environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *filter(None, [environ.get("PYTHONPATH")])])
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
-    if plan.command is not None:
-        environ[DONE_FILE_VARIABLE] = str(RunDir(run_dir).attempt(attempt).done_file)
-    return environ
+    if plan.workload.is_command:
+        _add_for_command(environ, plan, RunDir(run_dir), attempt)
+        if WORK_DIR_VARIABLE in inherited:
+            environ["PWD"] = inherited[WORK_DIR_VARIABLE]
+        return environ
+    if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
+        # Sizes that change, as those of the last batch of a validation, would otherwise split the memory into
+        # pieces that nothing fits in.
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return {**environ, NONCE_VARIABLE: rank_env.nonce} if rank_env.nonce else environ
+
+
+def _add_for_command(environ: dict[str, str], plan: LaunchPlan, run: RunDir, attempt: int) -> None:
+    environ[DONE_FILE_VARIABLE] = str(run.attempt(attempt).done_file)
+    if not plan.workload.has_launcher:
+        # As torchrun does, so that a framework takes these ranks and not those that Slurm's variables
+        # suggest: Lightning, which would, also ignores SIGTERM then.
+        environ["TORCHELASTIC_RUN_ID"] = f"{run.path.name}-{attempt}"
+        return
+    # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
+    environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
+    if plan.launcher == "accelerate" and plan.device == "cpu":
+        # Without it, accelerate on a host without GPUs runs every rank as a single process.
+        environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
@@ -123,7 +126,7 @@ def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
 
 def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
     """The argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
-    if plan.command is None:
+    if not plan.workload.is_command:
         trainer = module_argv("trainkit.trainer", str(run.path))
         return trainer if plan.python is None else (*plan.python, *trainer[trainer.index("-m") :])
     command = _filled_in(plan, run)

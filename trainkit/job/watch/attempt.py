@@ -60,7 +60,7 @@ class AttemptWatch(ProcessGroup):
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
-        is_watched = plan.command is not None and plan.requeue.look_s is not None
+        is_watched = plan.workload.is_command and plan.requeue.look_s is not None
         self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
         self.progress: ProgressWatch | None = None
@@ -282,7 +282,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _notify_ranks(self) -> None:
         """Have the ranks save and exit; a command's get the signal that they handle from their agents."""
-        if self.plan.command is None or not self._signal_step(AGENT_SIGNAL):
+        if self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL):
             os.kill(self.running[SRUN].pid, signal.SIGUSR2)
 
     def _requested_signal(self) -> str | None:

@@ -31,7 +31,7 @@ class ProgressWatch:
         self._notifier = notifier
         self._limit_s = plan.notify.stalled_after_s
         # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
-        self._output = OutputWatch(attempt, self._limit_s, with_logs=plan.command is not None)
+        self._output = OutputWatch(attempt, self._limit_s, with_logs=not plan.workload.knows_run)
         self._events = JsonlTail(attempt.run.events_file, WATCHED_EVENTS)
         self._failed_saves: list[dict[str, Any]] = []
         self._silent_s = self._longest_s = 0.0

@@ -17,7 +17,7 @@ from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.layouts.cost import Cost, cost_of
 from trainkit.plan.memory.peaks import Memory, memory_of
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.workload import Workload, parallel_with, workload_of
+from trainkit.plan.step_work import StepWork, parallel_with, work_of
 
 LONG_SEQUENCE = 16_384
 """From this many tokens on, context parallelism is tried although parallel.cp is 1."""
@@ -30,7 +30,7 @@ COMPLEXITY = 0.01
 class Choice:
     """A layout with its memory and cost."""
 
-    work: Workload
+    work: StepWork
     hardware: Hardware
 
     @cached_property
@@ -62,7 +62,7 @@ class Choice:
         return int(self.fit == "tight"), per_token_s * (1 + COMPLEXITY * kinds)
 
 
-def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
+def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
     """Return the best choice for every layout that the model and the batch allow, best first.
 
     `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
@@ -76,7 +76,7 @@ def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) ->
     return sorted(found, key=lambda choice: choice.rank)
 
 
-def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
+def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
     """Yield the layouts of all GPUs, with tp within a node and at most one pipeline rank per layer."""
     gpus, shape = hardware.num_gpus, base.shape
     splits_sequence = base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
@@ -92,7 +92,7 @@ def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
 
 
 def best_on_layout(
-    base: Workload, layout: Layout, hardware: Hardware, global_batch_size: int | None
+    base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
     """Return the fastest choice for a layout that fits, else the one with the lowest memory.
 
@@ -115,7 +115,7 @@ def best_on_layout(
     return best if best is None or best.fit != "fits" else _with_zero_2(best)
 
 
-def candidate_batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
+def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
     """Yield the possible device batches on a layout, largest first, none larger than requested.
 
     They have no activation checkpointing, because not every schedule supports it.
@@ -134,8 +134,8 @@ def candidate_batches(work: Workload, global_batch_size: int | None) -> Iterator
                 yield made
 
 
-def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
-    """Return the workload with `samples` per pass and `passes` per step; None if it violates a rule."""
+def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
+    """Return the work with `samples` per pass and `passes` per step; None if it violates a rule."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if violates_rules(made) else made
@@ -152,8 +152,8 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
     return None
 
 
-def violates_rules(work: Workload) -> bool:
-    """Whether a workload violates a layout rule."""
+def violates_rules(work: StepWork) -> bool:
+    """Whether work violates a layout rule."""
     found = layout_problems(
         work.layout,
         work.parallel,
@@ -190,16 +190,16 @@ def configured_layout(
         parallel = parallel_with(config.parallel, batch)
         found = list(layout_problems(layout, parallel, shape, size, seq_len, steps))
         if not found:
-            return Choice(workload_of(config, shape, layout, batch), hardware), []
+            return Choice(work_of(config, shape, layout, batch), hardware), []
     return None, [loaded.problem(problem.key, problem.message, problem.hint) for problem in found]
 
 
-def base_workload(config: RunConfig, shape: ModelShape, configured: Choice | None) -> Workload:
-    """Return the workload to derive other layouts from, with the config's samples per pass as the maximum."""
+def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
+    """Return the work to derive other layouts from, with the config's samples per pass as the maximum."""
     if configured is not None:
         work = configured.work
     else:
         train, parallel = config.train, config.parallel
         layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
-        work = workload_of(config, shape, layout, Batch(train.device_batch_size, 1, 0, 0))
+        work = work_of(config, shape, layout, Batch(train.device_batch_size, 1, 0, 0))
     return work.one_microbatch()

@@ -17,7 +17,7 @@ from trainkit.plan.memory.weights import (
     unit_blocks,
 )
 from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
-from trainkit.plan.workload import Workload
+from trainkit.plan.step_work import StepWork
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
@@ -48,7 +48,7 @@ class Flow:
         return min(self.ranks, max(1, node_size // self.stride))
 
 
-def traffic(work: Workload) -> list[Flow]:
+def traffic(work: StepWork) -> list[Flow]:
     """Return all data that a GPU sends in one step."""
     flows = [*_parameters(work), *_gradients(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
@@ -62,7 +62,7 @@ def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
     return sums
 
 
-def _parameters(work: Workload) -> Iterator[Flow]:
+def _parameters(work: StepWork) -> Iterator[Flow]:
     """All-gathers of parameters: ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once.
 
     The head and what is gathered with the whole model stay gathered in between.
@@ -78,7 +78,7 @@ def _parameters(work: Workload) -> Iterator[Flow]:
     yield Flow("gather", sent // shards, calls, shards, layout.tp)
 
 
-def _gradients(work: Workload) -> Iterator[Flow]:
+def _gradients(work: StepWork) -> Iterator[Flow]:
     """Reduce-scatter of gradients over shards per pass (once in a pipeline), all-reduce over replicas."""
     params, counts, units = _weights(work)
     layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
@@ -90,7 +90,7 @@ def _gradients(work: Workload) -> Iterator[Flow]:
     yield Flow("reduce", sent, calls, copies, layout.tp * layout.cp * layout.dp_shard)
 
 
-def _activations(work: Workload) -> Iterator[Flow]:
+def _activations(work: StepWork) -> Iterator[Flow]:
     layout, shape = work.layout, work.shape
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
     block_passes = params.num_layers * work.passes_per_step
@@ -111,7 +111,7 @@ def _activations(work: Workload) -> Iterator[Flow]:
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
 
 
-def _weights(work: Workload) -> tuple[StageParams, ParamCounts, int]:
+def _weights(work: StepWork) -> tuple[StageParams, ParamCounts, int]:
     """Return what the first rank has of the model, and the number of FSDP units of its blocks."""
     layout = work.layout
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
@@ -171,7 +171,7 @@ class Cost:
         return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
 
 
-def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
+def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
     """Estimate the cost of a step on nodes of `node_size` GPUs."""
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
@@ -199,7 +199,7 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
     return max(seconds - hidden_by_s, INTERFERENCE * seconds)
 
 
-def recompute_share(work: Workload) -> float:
+def recompute_share(work: StepWork) -> float:
     """Return the time of recomputation as a fraction of the compute time of a step.
 
     A forward pass is a third of a step. ``selective`` recomputes every second matrix product: wk, wo and up.
@@ -217,7 +217,7 @@ def recompute_share(work: Workload) -> float:
     return again / (2 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim) / 3
 
 
-def rank_flops(work: Workload, pp_rank: int) -> float:
+def rank_flops(work: StepWork, pp_rank: int) -> float:
     """Return the FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
     params = stage_params(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
@@ -229,7 +229,7 @@ def rank_flops(work: Workload, pp_rank: int) -> float:
     return tokens * (block * params.num_layers + head) / layout.tp
 
 
-def _compute_s(work: Workload, gpu: Gpu) -> float:
+def _compute_s(work: StepWork, gpu: Gpu) -> float:
     peak = peak_flops(gpu.name, "bf16") or peak_flops(gpu.name, "fp16") or UNKNOWN_PEAK
     if work.dtype == "fp32":
         peak *= FLOAT32_SHARE

@@ -15,7 +15,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
 from trainkit.plan.layouts.table import set_flags, settings
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.workload import workload_of
+from trainkit.plan.step_work import work_of
 
 MAX_NODES = 512
 """Larger clusters are not tried."""
@@ -104,7 +104,7 @@ def check_memory(
     If a name has variants, the one with the most memory counts.
     """
     hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
-    choice = Choice(workload_of(loaded.config, shape, plan.layout, plan.batch), hardware)
+    choice = Choice(work_of(loaded.config, shape, plan.layout, plan.batch), hardware)
     if choice.memory.peak <= gpu.most_memory:
         return _memory_text(choice, gpu), None
     return None, _problem(loaded, choice, gpu)

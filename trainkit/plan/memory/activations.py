@@ -11,12 +11,12 @@ token keeps this many elements of the compute type::
 
 from __future__ import annotations
 
-from trainkit.plan.workload import Workload
+from trainkit.plan.step_work import StepWork
 
 FLOAT32 = 4
 
 
-def block_bytes(work: Workload) -> int:
+def block_bytes(work: StepWork) -> int:
     """Return the activation bytes that one block keeps per pass without recomputation."""
     shape, tp, item = work.shape, work.layout.tp, work.itemsize
     # The GPU kernel that takes a mask needs as many key and value heads as query heads.
@@ -34,7 +34,7 @@ def block_bytes(work: Workload) -> int:
     return round(work.tokens_per_pass * a_token) + _mask_bytes(work)
 
 
-def kept_bytes(work: Workload) -> int:
+def kept_bytes(work: StepWork) -> int:
     """Return the activation bytes that one block keeps per pass until its backward pass."""
     mode = work.parallel.activation_checkpointing
     if mode == "none":
@@ -51,17 +51,17 @@ def kept_bytes(work: Workload) -> int:
     return round(work.tokens_per_pass * a_token)
 
 
-def recomputed_bytes(work: Workload) -> int:
+def recomputed_bytes(work: StepWork) -> int:
     """Return the additional activation bytes of the block that is being recomputed."""
     return max(0, block_bytes(work) - kept_bytes(work))
 
 
-def document_mask_bytes(work: Workload) -> int:
+def document_mask_bytes(work: StepWork) -> int:
     """Return the bytes of the mask of a pass, which all blocks share until the end of its backward pass."""
     return work.itemsize * work.samples_per_pass * work.seq_len**2 if work.document_mask else 0
 
 
-def split_gradient_bytes(work: Workload) -> int:
+def split_gradient_bytes(work: StepWork) -> int:
     """Return the bytes of output gradients that one block keeps per pass for deferred weight gradients."""
     shape, tp = work.shape, work.layout.tp
     kv_dim = shape.num_kv_heads * shape.head_dim
@@ -69,24 +69,24 @@ def split_gradient_bytes(work: Workload) -> int:
     return round(work.tokens_per_pass * (work.itemsize * numbers + 2 * _norm_gradient_bytes(work)))
 
 
-def gradient_bytes(work: Workload) -> int:
+def gradient_bytes(work: StepWork) -> int:
     """Return the peak bytes of activation gradients in the backward pass of a block, inside the SwiGLU."""
     shape, tp = work.shape, work.layout.tp
     stream = shape.dim * (2 if tp > 1 else 1)
     return round(work.tokens_per_pass * work.itemsize * (stream + 3 * shape.ffn_dim / tp))
 
 
-def stream_bytes(work: Workload) -> int:
+def stream_bytes(work: StepWork) -> int:
     """Return the bytes per token of the residual stream on one rank."""
     return work.itemsize * work.shape.dim // _stream_ranks(work)
 
 
-def head_bytes(work: Workload) -> int:
+def head_bytes(work: StepWork) -> int:
     """Return the activation bytes of the final norm and the head's input per pass."""
     return round(work.tokens_per_pass * (_norm_bytes(work) + FLOAT32 + work.itemsize * work.shape.dim))
 
 
-def loss_bytes(work: Workload) -> int:
+def loss_bytes(work: StepWork) -> int:
     """Return the bytes of the loss of one pass at the start of its backward pass.
 
     These are log-probabilities and the gradients of log-probabilities and logits, in float32. torch's loss
@@ -101,12 +101,12 @@ def loss_bytes(work: Workload) -> int:
     return round(_logits(work) * (FLOAT32 * numbers + _pipeline_logits_bytes(work)))
 
 
-def kept_loss_bytes(work: Workload) -> int:
+def kept_loss_bytes(work: StepWork) -> int:
     """Return the bytes of the loss that one pass keeps until its backward pass."""
     return round(_logits(work) * (FLOAT32 + _pipeline_logits_bytes(work)))
 
 
-def split_loss_bytes(work: Workload) -> int:
+def split_loss_bytes(work: StepWork) -> int:
     """Return the bytes of gradients of the logits and the final norm's output per pass.
 
     They are kept for deferred weight gradients.
@@ -115,38 +115,38 @@ def split_loss_bytes(work: Workload) -> int:
     return round(_logits(work) * work.itemsize + stream)
 
 
-def _logits(work: Workload) -> float:
+def _logits(work: StepWork) -> float:
     ranks = work.layout.tp if work.parallel.loss_parallel else 1
     return work.tokens_per_pass * work.shape.vocab_size / ranks
 
 
-def _pipeline_logits_bytes(work: Workload) -> int:
+def _pipeline_logits_bytes(work: StepWork) -> int:
     return 0 if work.layout.pp == 1 else work.itemsize
 
 
-def _stream_ranks(work: Workload) -> int:
+def _stream_ranks(work: StepWork) -> int:
     return work.layout.tp if work.shards_stream else 1
 
 
-def _norm_bytes(work: Workload) -> int:
+def _norm_bytes(work: StepWork) -> int:
     """Return the bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
     if work.device == "cpu":
         return 2 * FLOAT32 * work.shape.dim // _stream_ranks(work)
     return stream_bytes(work)
 
 
-def _norm_gradient_bytes(work: Workload) -> int:
+def _norm_gradient_bytes(work: StepWork) -> int:
     """Return the bytes per token of the gradient of a norm's output."""
     item = FLOAT32 if work.device == "cpu" else work.itemsize
     return item * work.shape.dim // _stream_ranks(work)
 
 
-def _dropout_bytes(work: Workload) -> float:
+def _dropout_bytes(work: StepWork) -> float:
     """Return the bytes per token of the dropout masks of both residual branches."""
     return 2 * work.itemsize * work.shape.dim / _stream_ranks(work) if work.shape.dropout else 0.0
 
 
-def _mask_bytes(work: Workload) -> int:
+def _mask_bytes(work: StepWork) -> int:
     """Return the bytes of the attention masks of both chunks of a context-parallel rank.
 
     Its chunks, one from the start and one from the end of the sequence, attend to 2 x cp + 1 chunks in total.

@@ -32,7 +32,7 @@ from trainkit.plan.memory.weights import (
     unit_blocks,
 )
 from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, InFlight, losses_in_flight, worst_in_flight
-from trainkit.plan.workload import Workload
+from trainkit.plan.step_work import StepWork
 
 RECOMPUTED_COPIES = 6
 """Copies of a block's activations during deferred weight gradients with recomputation: torch recomputes them
@@ -68,7 +68,7 @@ class Parts:
         )
 
 
-def receive_buffers(work: Workload, params: StageParams) -> int:
+def receive_buffers(work: StepWork, params: StageParams) -> int:
     """Return the bytes of a pipeline's receive buffers: one input and one gradient per microbatch."""
     if work.layout.pp == 1:
         return 0
@@ -82,7 +82,7 @@ def receive_buffers(work: Workload, params: StageParams) -> int:
 class MemoryPeaks:
     """Computes the memory of one rank in each phase of a step."""
 
-    work: Workload
+    work: StepWork
     stage_params: StageParams
     counts: ParamCounts
     in_flight: InFlight
@@ -332,19 +332,19 @@ class Memory:
         return Parts(*(max(values) for values in each))
 
 
-def memory_of(work: Workload) -> Memory:
+def memory_of(work: StepWork) -> Memory:
     """Return the memory of the rank that needs the most."""
     return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
 
 
-def extreme_ranks(work: Workload) -> list[int]:
+def extreme_ranks(work: StepWork) -> list[int]:
     """Return the pipeline ranks that may need the most: both ends, and the first one with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [stage_params(rank, pp, schedule, work.shape.num_layers).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
-def rank_memory(work: Workload, pp_rank: int) -> Memory:
+def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     """Return the memory of one pipeline rank; all ranks with the same stages need the same."""
     params = stage_params(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     counts = rank_param_counts(work.shape, params, work.layout)
@@ -363,7 +363,7 @@ def rank_memory(work: Workload, pp_rank: int) -> Memory:
     return Memory(pp_rank, found)
 
 
-def _in_flight(work: Workload, pp_rank: int) -> list[InFlight]:
+def _in_flight(work: StepWork, pp_rank: int) -> list[InFlight]:
     """Return the passes in flight at each possible memory peak of a rank."""
     pp = work.layout.pp
     if pp == 1:

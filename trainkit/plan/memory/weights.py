@@ -14,7 +14,7 @@ from trainkit.errors import Problem
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.schedules import num_stages, stage_layers, stages_of
-from trainkit.plan.workload import optimizer_bytes
+from trainkit.plan.step_work import optimizer_bytes
 
 FLOAT32 = 4
 MIN_UNIT_BYTES = 25 * 2**20

@@ -82,14 +82,14 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 
     A command also runs in a copy on this machine, so that what it writes is in the same place everywhere.
     """
-    return config.launch.snapshot and (plan.slurm is not None or plan.command is not None)
+    return config.launch.snapshot and (plan.slurm is not None or plan.workload.is_command)
 
 
 def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
     """The description that `copy_code` would return now; writes nothing."""
     if not wants_copy(config, plan):
         return None
-    return _describe(plan_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
+    return _describe(plan_snapshot(cwd, run, links=plan.workload.is_command), plan)
 
 
 def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> dict[str, Any]:
 
     Raises UsageError when the code is too large or cannot be read, or the disk is full.
     """
-    return _describe(take_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
+    return _describe(take_snapshot(cwd, run, links=plan.workload.is_command), plan)
 
 
 @contextmanager
@@ -133,22 +133,16 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         raise
 
 
-def _runs_in_copy(plan: LaunchPlan) -> bool:
-    """Whether the ranks run in a copy, which then needs links to the files that git ignores."""
-    return plan.command is not None
-
-
 def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
     kept = snapshot.to_dict()
-    if plan.command is not None:
-        _refuse_outside(plan.command, snapshot)
+    _refuse_outside(plan.command or (), snapshot)
     # Python then also imports modules next to such a script from the source.
     outside_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
     return {
         **kept,
         "notes": [
             *kept["notes"],
-            *(() if plan.command is None else (WORK_FOLDER_NOTE,)),
+            *((WORK_FOLDER_NOTE,) if plan.workload.is_command else ()),
             *(
                 f"{word} is run from the source, which may change; name it relative to {kept['source']} "
                 "to run the copy"

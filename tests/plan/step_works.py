@@ -1,4 +1,4 @@
-"""Workloads for the tests of what a layout costs."""
+"""The work of a step, for the tests of what a layout costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig, Preset
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.plan.workload import Workload
+from trainkit.plan.step_work import StepWork
 
 EIGHT_GPUS = Layout(dp_shard=8)
 
@@ -18,7 +18,7 @@ def llama(preset: Preset, vocab_size: int = 32_000, **changes: Any) -> ModelShap
     return resolve_model_shape(ModelConfig(preset=preset, vocab_size=vocab_size, **changes), vocab_size)
 
 
-def workload(
+def step_work(
     shape: ModelShape | Preset = "7b",
     *,
     layout: Layout = EIGHT_GPUS,
@@ -28,9 +28,9 @@ def workload(
     dtype: str = "bf16",
     device: str = "cuda",
     **parallel: Any,
-) -> Workload:
-    """A workload; what is not said is Llama 2 7B on 8 GPUs that share its state."""
-    return Workload(
+) -> StepWork:
+    """The work of a step; what is not said is Llama 2 7B on 8 GPUs that share its state."""
+    return StepWork(
         shape=llama(shape) if isinstance(shape, str) else shape,
         layout=layout,
         parallel=ParallelConfig(**parallel),

@@ -1,0 +1,180 @@
+"""A model on a layout: everything that the memory and time of a step depend on. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from trainkit.config.running import ParallelConfig
+from trainkit.config.schema import RunConfig
+from trainkit.config.training import OptimizerConfig
+from trainkit.config.validation import ROW_PARTS
+from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layout_rules import loss_chunks
+from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.schedules import SPLIT_BACKWARD
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The model, layout and batch of a step."""
+
+    shape: ModelShape
+    layout: Layout
+    parallel: ParallelConfig
+    """Its degrees are ignored; those of `layout` apply."""
+    seq_len: int
+    device_batch_size: int
+    accumulation_steps: int
+    dtype: str = "bf16"
+    optimizer_bytes: float = 8
+    """Bytes of optimizer state per parameter."""
+    device: str = "cuda"
+    """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
+    document_mask: bool = False
+    """Whether attention has a mask, which rules out context and pipeline parallelism."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of the compute type."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that shard parameters, gradients and optimizer state, apart from tp and pp."""
+        return self.layout.dp_shard * self.layout.cp
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether `fully_shard` or `replicate` casts the parameters of each unit when it needs them."""
+        return self.layout.world_size > 1 or self.parallel.wraps_one
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered from the forward to the backward pass.
+
+        Replicas without shards have nothing to gather, and a pipeline needs the parameters for every
+        microbatch.
+        """
+        copies = self.shards == 1 and self.layout.dp_replicate > 1 and not self.parallel.offload
+        return copies or self.parallel.zero == 2 or self.layout.pp > 1
+
+    @property
+    def shards_stream(self) -> bool:
+        """Whether tensor-parallel ranks shard the residual stream along the sequence."""
+        return self.parallel.sequence_parallel and self.layout.tp > 1
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples per pass through a stage."""
+        if self.layout.pp == 1:
+            return self.device_batch_size
+        return self.device_batch_size // self.parallel.pp_microbatches
+
+    @property
+    def passes_per_step(self) -> int:
+        """Passes (microbatches) of a rank per optimizer step."""
+        if self.layout.pp == 1:
+            return self.accumulation_steps
+        return self.parallel.pp_microbatches * self.accumulation_steps
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether unsharded gradients accumulate over passes before they are reduced."""
+        if self.layout.pp > 1:
+            return True
+        return self.accumulation_steps > 1 and self.shards == 1 and not self.offloads_alone
+
+    @property
+    def accumulates_shards(self) -> bool:
+        """Whether every pass reduces its gradients and adds them to the shards of earlier passes."""
+        is_reduced = self.shards > 1 or self.offloads_alone
+        return self.layout.pp == 1 and is_reduced and self.accumulation_steps > 1
+
+    @property
+    def offloads_alone(self) -> bool:
+        """Whether a single process moves the gradients of every pass to the host."""
+        return self.parallel.offload and self.layout.world_size == 1
+
+    @property
+    def recomputes_for_weights(self) -> bool:
+        """Whether activations are recomputed separately for weight gradients and for input gradients."""
+        parallel = self.parallel
+        goes_back_twice = self.layout.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
+        return goes_back_twice and parallel.activation_checkpointing == "full"
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens per pass on a rank."""
+        return self.samples_per_pass * self.seq_len // self.layout.cp
+
+    @property
+    def loss_chunks(self) -> int:
+        """Number of parts in which the loss of a pass is computed."""
+        return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step over all ranks."""
+        return self.samples_per_step * self.seq_len
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step over all ranks: the global batch size."""
+        return self.device_batch_size * self.accumulation_steps * self.layout.dp
+
+    def one_microbatch(self) -> StepWork:
+        """Return the work with one microbatch as the device batch."""
+        return replace(self, device_batch_size=max(1, self.samples_per_pass))
+
+    def with_parallel(self, **changes: object) -> StepWork:
+        """Return the work with changed values in `parallel`."""
+        return replace(self, parallel=self.parallel.model_copy(update=changes))
+
+
+MAX_BLOCK = 256
+"""Most elements that share a scale in 8 bits."""
+
+
+def row_blocks(row_size: int) -> tuple[int, int]:
+    """Return the elements of each part of a matrix row and the number of blocks per part, for adamw_8bit.
+
+    They depend on nothing but the row, so that a checkpoint does not depend on the layout.
+    """
+    part = row_size // math.gcd(row_size, ROW_PARTS)
+    return part, -(-part // MAX_BLOCK)
+
+
+def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
+    """Return the bytes of optimizer state per parameter."""
+    if optimizer.name == "adamw_8bit":
+        # For both averages a code per element and a float32 scale per block. Vectors and small matrices,
+        # whose averages are in float32, do not count.
+        blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
+        return 2 * (1 + 4 * max(blocks))
+    return 4 if optimizer.state_dtype == "bf16" else 8
+
+
+def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
+    """Return the section with the number of microbatches that a plan derived."""
+    if batch.pp_microbatches is None:
+        return parallel
+    return parallel.model_copy(update={"pp_microbatches": batch.pp_microbatches})
+
+
+def work_of(
+    config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
+) -> StepWork:
+    """Return the work of a config on a layout with a batch."""
+    return StepWork(
+        shape=shape,
+        layout=layout,
+        parallel=parallel_with(config.parallel, batch),
+        seq_len=config.data.seq_len,
+        device_batch_size=batch.device_batch_size,
+        accumulation_steps=batch.accumulation_steps,
+        dtype=config.precision.dtype,
+        optimizer_bytes=optimizer_bytes(config.optimizer, shape),
+        device=device,
+        document_mask=config.data.document_mask,
+    )
