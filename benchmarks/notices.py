@@ -183,7 +183,8 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
     end = read_json(run.attempt(attempt).end_file)
     signals, senders = heard(run, attempt)
     status = login.status(run)
-    diagnosed = login.trainkit("diagnose", str(run.path)).stdout.strip().splitlines()
+    which = ("--attempt", str(attempt))
+    diagnosed = login.trainkit("diagnose", str(run.path), *which).stdout.strip().splitlines()
     lines = [
         senders,
         f"end: {end['state']}, {end['action']}, {end['cause']}: {end['reason']}",
