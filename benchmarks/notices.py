@@ -1,11 +1,13 @@
 """What each kind of workload loses when Slurm or trainkit asks it to stop, and how often its ranks hear it.
 
-    python -m benchmarks.notices [--slurm 24.11] [--cases bash counter ...] [--asks preempted ...] [--keep]
+    python -m benchmarks.notices [--slurm 24.11] [--cgroups] [--cases bash ...] [--asks cancel ...] [--keep]
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits each workload on
-two of them, up to eight at once. Every ask comes when all have passed step 20 of their attempt, for all at
-once; the next ask disturbs the attempt that follows. A library that is preloaded (`notice_cases/heard.c`, so
-it takes gcc) notes each signal that a handler of a rank is called for, with the name of its sender.
+two of them, up to eight at once; with cgroups, as many as there are CPUs for. The Python that runs this has
+torch, transformers, lightning, accelerate and deepspeed. Every ask comes when all have passed step 20 of
+their attempt, for all at once; the next ask disturbs the attempt that follows. A library that is preloaded
+(`notice_cases/heard.c`, so it takes gcc) notes each signal that a handler of a rank is called for, with the
+name of its sender.
 
 Prints what `status` and `diagnose` said of each attempt, and a table of "signals of a rank / steps lost". A
 step is lost if the next attempt computes it again. The exit code is 0 if none is lost.
@@ -30,7 +32,7 @@ from pathlib import Path
 
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.survival import newest_attempt, preempt, steps_of
-from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.cluster import NUM_HOSTS, up
 from tools.slurm_cluster.processes import Pid
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
@@ -89,6 +91,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "loop": ("train: {steps: 20000}\n", (), (PYTHON, "attached.py")),
     "HF Trainer": ("", (), (PYTHON, "hf_trainer.py")),
     "Lightning": ("", ("--launcher", "lightning"), (PYTHON, "lightning_fit.py", *LIGHTNING)),
+    "DeepSpeed": ("", ("--launcher", "deepspeed"), (PYTHON, "deepspeed_loop.py")),
 }
 """Workload -> its config, its options, its command."""
 
@@ -114,6 +117,7 @@ def submit(login: Login, name: str, options: Iterable[str]) -> RunDir:
     config.write_text(CONFIG + more)
     return login.submit(
         *("--nodes", str(NUM_RANKS), "--gpus-per-node", "1", "--partition", "low", "--no-snapshot"),
+        *settings("resources.cpus_per_gpu=1", "resources.mem=6G"),
         *settings(f"launch.env.LD_PRELOAD={login.folder / 'heard.so'}"),
         *(*own, *options, *(("--", *command) if command else ())),
         config=config,
@@ -179,7 +183,8 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
     end = read_json(run.attempt(attempt).end_file)
     signals, senders = heard(run, attempt)
     status = login.status(run)
-    diagnosed = login.trainkit("diagnose", str(run.path)).stdout.strip().splitlines()
+    which = ("--attempt", str(attempt))
+    diagnosed = login.trainkit("diagnose", str(run.path), *which).stdout.strip().splitlines()
     lines = [
         senders,
         f"end: {end['state']}, {end['action']}, {end['cause']}: {end['reason']}",
@@ -239,6 +244,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
+    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--asks", nargs="+", choices=ASKS, default=list(ASKS))
     parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
@@ -247,14 +253,16 @@ def main() -> int:
     prepare(folder)
     began_s = time.monotonic()
     found: dict[tuple[str, str], Cell] = {}
-    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm)
+    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
+    at_once = NUM_HOSTS // NUM_RANKS * (os.cpu_count() or 1) if args.cgroups else AT_ONCE
     try:
         login = Login(cluster, folder)
-        for first in range(0, len(args.cases), AT_ONCE):
-            found |= disturb(login, args.cases[first : first + AT_ONCE], args.asks)
+        for first in range(0, len(args.cases), at_once):
+            found |= disturb(login, args.cases[first : first + at_once], args.asks)
     finally:
         cluster.down()
-    print(f"\nSlurm {args.slurm or 'as installed'}, {time.monotonic() - began_s:.0f} s:\n")
+    how = f"Slurm {args.slurm or 'as installed'}{', cgroups' if args.cgroups else ''}"
+    print(f"\n{how}, {time.monotonic() - began_s:.0f} s:\n")
     print(f"| workload | {' | '.join(args.asks)} |\n|---|{'---|' * len(args.asks)}")
     for name in args.cases:
         cells = [found.get((name, what)) for what in args.asks]
