@@ -50,7 +50,7 @@ from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.run.files import append_jsonl, read_json, utc_now
+from trainkit.run.files import append_jsonl, utc_now
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.__main__ import record_failure
@@ -89,7 +89,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     if RUN_DIR_VARIABLE in os.environ:
         run = RunDir(os.environ[RUN_DIR_VARIABLE])
         attempt = run.attempt(int(os.environ[ATTEMPT_VARIABLE]))
-        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+        plan = LaunchPlan.read(attempt.plan_file)
     is_task = plan is not None and plan.per == "gpu"
     wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
     device = select_device(wanted, env.local_rank, is_task=is_task)

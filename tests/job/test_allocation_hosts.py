@@ -16,7 +16,7 @@ from trainkit.job.allocation import choose_hosts, lost_hosts, step_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
-from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.files import append_jsonl
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
@@ -107,12 +107,11 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
 def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path, policy: str) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
-    write_json(attempt.plan_file, plan(f"requeue.slow_hosts={policy}").to_dict())
     for rank, host in enumerate(("h18", "h1", "elsewhere")):
         event = {"event": "slow_rank", "attempt": 1, "rank": rank, "host": host, "ratio": 1.7}
         append_jsonl(attempt.run.events_file, event)
     append_jsonl(attempt.run.events_file, {"event": "slow_rank_over", "attempt": 1, "rank": 0, "host": "h18"})
     of_job = allocation.SlurmAllocation.__new__(allocation.SlurmAllocation)
     of_job.hosts, of_job.bad = list(HOSTS), {}
-    of_job.record_suspect(attempt, None)
+    of_job.record_suspect(attempt, plan(f"requeue.slow_hosts={policy}"), None)
     assert of_job.bad == ({} if policy == "ignore" else {"h1": "slow"})

@@ -128,6 +128,5 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
 
 def _plan(attempt: AttemptDir) -> LaunchPlan:
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.files import read_json
 
-    return LaunchPlan.from_dict(read_json(attempt.plan_file))
+    return LaunchPlan.read(attempt.plan_file)

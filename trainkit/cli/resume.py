@@ -85,7 +85,6 @@ def command(
     )
     from trainkit.control.run_registry import find_run
     from trainkit.plan.launch import LaunchPlan, describe_plan
-    from trainkit.run.files import read_json
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
     from trainkit.submit.create import create_run
@@ -106,7 +105,7 @@ def command(
         note_dead_job(source, lambda text: click.echo(f"warning: {text}", err=True))
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
-    before = LaunchPlan.from_dict(read_json(source.plan_file))
+    before = LaunchPlan.read(source.plan_file)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.

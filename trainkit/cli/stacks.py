@@ -39,11 +39,10 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     from trainkit.job.failure.stacks import gather, group_replies
     from trainkit.job.watch.silence import explain_silence
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.files import read_json
 
     run = find_run(run_name)
     attempt = _running_attempt(run)
-    world_size = LaunchPlan.from_dict(read_json(attempt.plan_file)).world_size
+    world_size = LaunchPlan.read(attempt.plan_file).world_size
     if rank is not None and rank >= world_size:
         raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
     try:

@@ -29,7 +29,7 @@ from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.end import KILLED
-from trainkit.run.files import read_json, utc_now
+from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.lock import run_lock
 from trainkit.run.record import mark_cancelled, read_job
@@ -81,7 +81,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"killed {job_id}")
     if outcome == "cancelled":
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
-    grace_s = LaunchPlan.from_dict(read_json(run.plan_file)).grace_s
+    grace_s = LaunchPlan.read(run.plan_file).grace_s
     if not wait:
         return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
     if wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):

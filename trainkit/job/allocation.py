@@ -47,7 +47,6 @@ from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAtt
 from trainkit.job.watch.slow_hosts import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -117,7 +116,7 @@ class Allocation:
     def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Complete the outcome of an attempt from the state of the job and its hosts."""
 
-    def record_suspect(self, attempt: AttemptDir, failure: dict[str, Any] | None) -> None:
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: dict[str, Any] | None) -> None:
         """Record the host that a failure implicates."""
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
@@ -224,7 +223,7 @@ class SlurmAllocation(Allocation):
 
     def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
         with contextlib.suppress(OSError):
-            policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).requeue
+            policy = LaunchPlan.read(attempt.plan_file).requeue
             return close_dead_attempts(attempt, policy, self.is_down)
         return None
 
@@ -315,12 +314,12 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot query the state of {host}: {error.message}")
             return False
 
-    def record_suspect(self, attempt: AttemptDir, failure: dict[str, Any] | None) -> None:
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: dict[str, Any] | None) -> None:
         """Stop using the host that a failure implicates, and record it for later jobs.
 
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
-        self.bad |= slow_hosts(attempt, self.hosts)
+        self.bad |= slow_hosts(attempt, plan, self.hosts)
         if failure is None or (suspect := suspect_host(failure)) is None:
             return
         host, kind = suspect
@@ -373,7 +372,7 @@ class SlurmAllocation(Allocation):
         outcome.had_failed = outcome.first_failed_node is not None
         outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
         self.inspect(attempt, plan, outcome)
-        return judge(attempt, outcome, self.restart_options(plan))
+        return judge(attempt, plan, outcome, self.restart_options(plan))
 
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         try:

@@ -29,7 +29,6 @@ from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, read_end
 from trainkit.run.events import best_result, log_event
 from trainkit.run.files import (
     parse_time,
-    read_json,
     read_jsonl,
     read_jsonl_reversed,
     seconds_between,
@@ -47,9 +46,8 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "Checkpoin
 """Failures that can happen twice with the same message by chance."""
 
 
-def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Decision:
+def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: RestartOptions) -> Decision:
     """Decide what follows an ended attempt, and set `outcome.failure` if it is unset."""
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
     if is_cancelled(attempt):
         # scancel sends SIGTERM before SIGKILL, so a stop signal may have been recorded as well.

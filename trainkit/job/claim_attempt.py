@@ -11,7 +11,7 @@ from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import is_over
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, refresh_listing, wait_for_json
+from trainkit.run.files import refresh_listing, wait_for_json
 from trainkit.run.lock import is_supervised, run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -123,7 +123,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
 
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
     """Record that this process of a Slurm job runs an attempt; call with the lock held."""
-    backend = LaunchPlan.from_dict(read_json(attempt.plan_file)).backend
+    backend = LaunchPlan.read(attempt.plan_file).backend
     add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend)
     claim_entry(attempt.run, attempt.number, os.getpid())
 

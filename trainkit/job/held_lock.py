@@ -24,7 +24,6 @@ from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import Action
-from trainkit.run.files import read_json
 from trainkit.run.lock import RunLocked
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import requeue
@@ -39,7 +38,7 @@ def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
     if not isinstance(allocation, SlurmAllocation):
         return EXIT_STOPPED if locked.stopped else EXIT_FAILED
     try:
-        plan = LaunchPlan.from_dict(read_json(allocation.run.plan_file))
+        plan = LaunchPlan.read(allocation.run.plan_file)
         allocation.job = query_job(allocation.job_id)
         if locked.stopped and _stop_cause(allocation, plan) not in plan.requeue.on:
             return EXIT_STOPPED

@@ -324,7 +324,7 @@ def run_first_host(
     try:
         watch.run()
         watch.collect_outcome()
-        decision = judge(attempt, watch.outcome, NO_RESTART)
+        decision = judge(attempt, plan, watch.outcome, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     finally:

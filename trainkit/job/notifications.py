@@ -154,7 +154,7 @@ class Notifier:
     def _send(self, attempt: AttemptDir, notification: Notification) -> None:
         with self._one_at_a_time:
             try:
-                policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).notify
+                policy = LaunchPlan.read(attempt.plan_file).notify
                 if self.is_for(policy, notification.event):
                     url = self._environ[policy.webhook or ""]
                     _send_limited(url, attempt, notification, policy.min_interval_s)
@@ -249,7 +249,7 @@ def send_test(url: str, name: str) -> int:
 
 def _total_steps(attempt: AttemptDir) -> int | None:
     """`train.steps` of the config; None for a COMMAND, which ignores it, and with `train.epochs`."""
-    if not LaunchPlan.from_dict(read_json(attempt.plan_file)).workload.knows_run:
+    if not LaunchPlan.read(attempt.plan_file).workload.knows_run:
         return None
     # Imported where something is sent, because it is slow.
     from trainkit.config import read_effective

@@ -17,7 +17,7 @@ from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, write_atomic
+from trainkit.run.files import write_atomic
 from trainkit.run.group import group_of
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
@@ -83,7 +83,7 @@ def resubmit(
         if is_cancelled(newest):
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
-        plan = LaunchPlan.from_dict(read_json(newest.plan_file))
+        plan = LaunchPlan.read(newest.plan_file)
         following = retry_on_disk_error(lambda: reopen_attempt(newest))
         try:
             write_atomic(following.script_file, script)

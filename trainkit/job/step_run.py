@@ -24,6 +24,7 @@ from trainkit.job.node.agent import run_slurm_task
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import notify_end
 from trainkit.job.rank_env import ATTEMPT_VARIABLE
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_jsonl, wait_for_json, write_json_in_place
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -100,7 +101,7 @@ def run_first_task(found: Announcement, show: Callable[[AttemptDir, threading.Ev
         outcome.exits.append((0, code))
         outcome.hangs = read_hangs(attempt)
         outcome.stop_signal = _stop_signal(attempt)
-        decision = judge(attempt, outcome, NO_RESTART)
+        decision = judge(attempt, LaunchPlan.read(attempt.plan_file), outcome, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()

@@ -103,6 +103,13 @@ class Supervisor:
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
         self.notifier = Notifier()
+        self._plans: dict[int, LaunchPlan] = {}
+
+    def plan(self, attempt: AttemptDir) -> LaunchPlan:
+        """The plan of an attempt, which is read once. Raises OSError, ValueError and UsageError."""
+        if attempt.number not in self._plans:
+            self._plans[attempt.number] = LaunchPlan.read(attempt.plan_file)
+        return self._plans[attempt.number]
 
     def run(self, attempt: AttemptDir) -> int:
         """Run attempts until the run ends or leaves the allocation; returns the exit code of this start."""
@@ -149,7 +156,7 @@ class Supervisor:
 
     def _decide_locked(self, attempt: AttemptDir, locked: RunLocked) -> tuple[Outcome, Decision]:
         try:
-            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            plan = self.plan(attempt)
             if locked.stopped:
                 return after_stop(self.allocation, attempt, plan)
             return Outcome(), retry_elsewhere(self.allocation, attempt, plan, locked)
@@ -162,7 +169,7 @@ class Supervisor:
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         outcome = Outcome()
         try:
-            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            plan = self.plan(attempt)
             _enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             if self.notifier.is_for(plan.notify, "stalled", "slow"):
@@ -191,18 +198,18 @@ class Supervisor:
         self.allocation.inspect(attempt, plan, outcome)
         outcome.failure = find_first_failure(attempt, plan, outcome)
         if not is_cancelled_now(attempt):
-            self.allocation.record_suspect(attempt, outcome.failure)
-        return judge(attempt, outcome, self.allocation.restart_options(plan))
+            self.allocation.record_suspect(attempt, plan, outcome.failure)
+        return judge(attempt, plan, outcome, self.allocation.restart_options(plan))
 
     def _restart(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:
         """Open the next attempt in this allocation; a Decision if a signal or an error prevents that."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
-            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            plan = self.plan(attempt)
             if received is not None:
                 return self.allocation.after_notice(attempt, plan, outcome, received)
             if not self.allocation.has_time(plan):
-                return judge(attempt, outcome, self.allocation.restart_options(plan))
+                return judge(attempt, plan, outcome, self.allocation.restart_options(plan))
             try:
                 following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
             except RunLocked as locked:
@@ -221,7 +228,7 @@ class Supervisor:
         """Leave the allocation, so that the run continues in another; returns the exit code of this start."""
         self.conclude(attempt, outcome, decision)
         try:
-            plan = retry_on_disk_error(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)))
+            plan = retry_on_disk_error(lambda: self.plan(attempt))
             problem = self.allocation.release(plan, decision)
         except OSError as error:
             problem = str(error)

@@ -7,11 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
 from trainkit.plan.workload import Workload, workload_of
+from trainkit.run.files import read_json
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
@@ -215,6 +217,11 @@ class LaunchPlan:
     def to_text(self) -> str:
         """Return the text of plan.json."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def read(cls, file: Path) -> LaunchPlan:
+        """Return the plan in a plan.json; raises OSError, ValueError, and UsageError as `from_dict`."""
+        return cls.from_dict(read_json(file))
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:

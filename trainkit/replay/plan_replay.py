@@ -19,7 +19,7 @@ from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.run.events import read_metrics
-from trainkit.run.files import parse_time, read_json
+from trainkit.run.files import parse_time
 from trainkit.run.manifest import find_plain_damage, published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -184,7 +184,7 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
 
 def read_plan(attempt: AttemptDir) -> LaunchPlan:
     """The launch plan of an attempt."""
-    return LaunchPlan.from_dict(read_json(attempt.plan_file))
+    return LaunchPlan.read(attempt.plan_file)
 
 
 def changed_values(before: AttemptDir, after: AttemptDir) -> list[str]:

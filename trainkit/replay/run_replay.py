@@ -109,7 +109,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
     if not run.exists():
         raise UsageError(f"the replayed run {run.path} is gone", hint="`--collect` compares with its files")
     attempt = copy.attempt(copy.attempt_numbers()[-1])
-    plan, config = LaunchPlan.from_dict(read_json(attempt.plan_file)), read_effective(attempt.config_file)
+    plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
     start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
     first, last = record["first"], record["last"]
     done = max((record["step"] for record in read_metrics(copy)), default=start)

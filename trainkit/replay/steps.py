@@ -17,7 +17,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_metrics
-from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
             hint="a run copied from another has no earlier ones",
         )
     attempt = run.attempt(number)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    plan = LaunchPlan.read(attempt.plan_file)
     known = [(started[number]["step"], started[number]["samples_seen"])]
     known += [(r["step"], r["samples_seen"]) for r in records if r["attempt"] == number and r["step"] < step]
     at, samples_seen = max(known)
@@ -119,7 +119,7 @@ def _refuse_other_runs(run: RunDir) -> None:
     refuse_replay(run)
     numbers = run.attempt_numbers()
     file = run.attempt(numbers[-1]).plan_file if numbers else run.plan_file
-    if file.is_file() and (command := LaunchPlan.from_dict(read_json(file)).command) is not None:
+    if file.is_file() and (command := LaunchPlan.read(file).command) is not None:
         raise UsageError(
             f"{run.path} runs a command, {join(command)!r}, whose steps trainkit does not know",
             hint="only runs of the built-in trainer, also with your own task, can be replayed",

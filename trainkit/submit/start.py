@@ -32,7 +32,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import with_excluded
 from trainkit.run.end import read_end
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, write_atomic
+from trainkit.run.files import write_atomic
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AttemptRecord,
@@ -180,7 +180,7 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
         hint = f"`trainkit resume {quote(str(run.path))}` starts it"
         raise UsageError(f"{run.path} was never started", hint=hint)
     attempt = run.attempt(newest.attempt)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    plan = LaunchPlan.read(attempt.plan_file)
     hosts = note_dead_job(run, _print)
     if hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, _print))

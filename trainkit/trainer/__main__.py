@@ -14,7 +14,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageEr
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_release import release_problem
-from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.progress import CurrentPhase, Progress
@@ -36,7 +36,7 @@ def main() -> None:
     stacks = RankStacks(attempt, rank, progress)
     set_up_logging(rank)
     try:
-        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+        plan = LaunchPlan.read(attempt.plan_file)
         stacks.listen(stop)
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_json
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts
 from trainkit.trainer.distributed import World, build_mesh, context_group
@@ -155,7 +154,7 @@ def main() -> int:
     """Simulate the rank given on the command line, and print the result."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file))
-    plan = LaunchPlan.from_dict(read_json(Path(plan_file)))
+    plan = LaunchPlan.read(Path(plan_file))
     print(json.dumps(simulate(config, plan, int(rank))))
     return 0
 

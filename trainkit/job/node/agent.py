@@ -54,7 +54,6 @@ from trainkit.job.signals import (
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -295,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.node_rank is None:
         return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt = RunDir(args.run_dir).attempt(args.attempt)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
     rendezvous = local_rendezvous(plan, args.node_rank, args.master_port, nonce)
     if args.master_addr is None:

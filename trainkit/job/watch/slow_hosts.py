@@ -13,15 +13,15 @@ from trainkit.job.processes import log_line
 from trainkit.job.requeue import excludable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import SLOWDOWN_EVENTS, open_slowdowns
-from trainkit.run.files import JsonlTail, read_json
+from trainkit.run.files import JsonlTail
 from trainkit.run.rundir import AttemptDir
 
 POLL_S = 2.0
 
 
-def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> dict[str, str]:
+def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> dict[str, str]:
     """Those of `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
-    if LaunchPlan.from_dict(read_json(attempt.plan_file)).requeue.slow_hosts == "ignore":
+    if plan.requeue.slow_hosts == "ignore":
         return {}
     found = {}
     for event in open_slowdowns(attempt.run, attempt.number):
