@@ -36,12 +36,14 @@ LENGTH = 80
 DIGITS = 14
 """How exact numbers are: `sum` of Python 3.12 rounds otherwise than that of 3.11."""
 RUNS = {
+    "array": (),
     "bench": (),
     "cancelled": ("diagnose", "ckpt", "logs"),
     "command": ("diagnose", "logs"),
     "command-crashed": ("diagnose",),
     "crashed": ("diagnose", "ckpt"),
     "finished": ("diagnose", "ckpt", "data"),
+    "own-loop": ("diagnose", "ckpt"),
     "preempted": ("diagnose", "ckpt"),
     "restarted": ("diagnose", "ckpt", "logs"),
     "sbatch": ("diagnose", "logs"),
@@ -59,6 +61,7 @@ COMMANDS = {
     "logs": ("logs {run} --all",),
 }
 MORE = {
+    "array": ("status {run}/1 --json", "status {run}/2 --json", "logs {run}/1"),
     "restarted": ("diagnose {run} --attempt 1 --json",),
     "sbatch": ("diagnose {run} --attempt 1 --json",),
     "sweep": ("status {run}/1 --json", "diagnose {run}/1 --json", "ckpt ls {run}/0"),
