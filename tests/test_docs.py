@@ -53,13 +53,13 @@ INTERACTIVE = ("trainkit shell", "trainkit attach")
 def blocks(page: Path, kind: str) -> list[str]:
     """The fenced blocks of one kind; every second fence closes one."""
     parts = FENCE.split(page.read_text(encoding="utf-8"))
-    return [text for fence, text in zip(parts[1::4], parts[2::4], strict=True) if fence == kind]
+    return [text for found, text in zip(parts[1::4], parts[2::4], strict=True) if found == kind]
 
 
 def commands(page: Path, *kinds: str) -> list[str]:
     """The commands of a page's blocks of these kinds, in the order of the text, without comments."""
     parts = FENCE.split(page.read_text(encoding="utf-8"))
-    found = [text for fence, text in zip(parts[1::4], parts[2::4], strict=True) if fence in kinds]
+    found = [text for kind, text in zip(parts[1::4], parts[2::4], strict=True) if kind in kinds]
     lines = [line[2:] for text in found for line in text.splitlines() if line.startswith("$ ")]
     return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
 

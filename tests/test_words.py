@@ -1,8 +1,8 @@
-"""One vocabulary: names that were given up, and phrases that read translated, are nowhere in what ships.
+"""One vocabulary: names that were given up, and phrases that read translated, are nowhere in code and docs.
 
 Names are checked where they are defined (files, classes, functions, parameters, variables); phrases in the
-whole text of the package, README, docs, templates, configs and Makefile. Data that old run folders contain
-(the reason "comeback" in job.json) is left alone.
+whole text of the package, its tests, README, docs, templates, configs and Makefile. Data that old run folders
+contain (the reason "comeback" in job.json) is left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "trainkit"
+PACKAGE, TESTS = ROOT / "trainkit", ROOT / "tests"
 
 GIVEN_UP_MODULES = (
     *("station", "slurm_place", "take", "mark", "fence", "points", "space", "comeback", "crew", "why"),
@@ -93,10 +93,10 @@ def names_of(path: Path) -> Iterator[tuple[str, int]]:
 
 @cache
 def definitions() -> tuple[tuple[str, str], ...]:
-    """Every defined name of the package with its place."""
+    """Every defined name of the package and its tests with its place."""
     return tuple(
         (name, f"{path.relative_to(ROOT)}:{line}")
-        for path in sorted(PACKAGE.rglob("*.py"))
+        for path in sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
         for name, line in names_of(path)
     )
 
@@ -108,15 +108,17 @@ def words_of(name: str) -> list[str]:
 
 @cache
 def texts() -> tuple[tuple[str, str], ...]:
-    """Every text that ships, by its path."""
+    """Every text but this one, by its path."""
     paths = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "templates").rglob("*.j2")]
-    paths += [*(ROOT / "configs").rglob("*.yaml"), ROOT / "README.md", ROOT / "Makefile"]
+    paths += [*(ROOT / "configs").rglob("*.yaml"), ROOT / "README.md", ROOT / "Makefile", TESTS / "README.md"]
+    paths += {*TESTS.rglob("*.py")} - {Path(__file__)}
     return tuple((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in sorted(paths))
 
 
 @pytest.mark.parametrize("name", GIVEN_UP_MODULES)
 def test_no_module_has_a_name_that_was_given_up(name: str) -> None:
-    found = [str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.stem == name]
+    paths = [*PACKAGE.rglob("*"), *TESTS.rglob("*")]
+    found = [str(path.relative_to(ROOT)) for path in paths if path.stem in (name, f"test_{name}")]
     assert found == []
 
 

@@ -204,7 +204,7 @@ class Attached:
         keep_last: int = 3,
         seed: int | None = 0,
     ) -> Iterator[int]:
-        """Yield the numbers of the steps from 1, or after a resume from the newest checkpoint, to `total`.
+        """The numbers of the steps from 1, or after a resume from the newest checkpoint, to `total`.
 
         After a step it writes what was logged, every `log_every` steps, which waits for the device; saves the
         tracked objects, every `save_every` steps and after the last; and ends the process with exit code 75
@@ -271,7 +271,7 @@ class Attached:
     def sample_indices(
         self, step: int, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True
     ) -> list[int]:
-        """Return the indices of this rank's samples in a step, of which each rank has `batch_size`.
+        """The indices of this rank's samples in a step, of which each rank has `batch_size`.
 
         Every sample is used once per epoch, in another order in each. The samples of a step are a function of
         its number, so there is no position to save; they are the same on any number of ranks if

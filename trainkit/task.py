@@ -113,7 +113,7 @@ class Task(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """Return the model, in float32 on the CPU.
+        """The model, in float32 on the CPU.
 
         It must be the same on every rank: `random`, `numpy.random` and `torch` are seeded with ``seed``.
         Parameters with ``requires_grad = False`` are frozen. Persistent buffers are saved; all ranks have the
@@ -124,7 +124,7 @@ class Task(ABC):
         """
 
     def read_weight(self, name: str, rows: slice) -> Tensor:
-        """Return some rows of the initial value of a parameter that `build_model` left on the meta device.
+        """Some rows of the initial value of a parameter that `build_model` left on the meta device.
 
         Each rank asks for the rows of its own shard. A frozen parameter is not in the checkpoints: it is read
         again whenever the run starts, so its file must not change.
@@ -141,12 +141,13 @@ class Task(ABC):
 
     @abstractmethod
     def train_dataset(self) -> Samples | Stream:
-        """Return the training samples; their division among the ranks is trainkit's, and their order too,
-        except that of a `Stream`.
+        """The training samples.
+
+        trainkit divides them among the ranks, and orders them unless they are a `Stream`.
         """
 
     def val_dataset(self) -> Samples | None:
-        """Return the validation samples; None to train without validation."""
+        """The validation samples; None to train without validation."""
         return None
 
     def collate(self, items: list[Any]) -> Any:
@@ -162,14 +163,14 @@ class Task(ABC):
         """
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
-        """Return the units of sharding, recomputation and compilation, in the order of the forward pass.
+        """The units of sharding, recomputation and compilation, in the order of the forward pass.
 
         The default finds the modules of every `nn.ModuleList` and `nn.Sequential` that repeats one class.
         """
         return repeated_layers(model)
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str | ParallelStyle]:
-        """Return how ``parallel.tp`` splits the model: names of modules, and the style of each.
+        """How ``parallel.tp`` splits the model: names of modules, and the style of each.
 
         ``*`` in a name matches one component of it, as in ``layers.*.mlp.up``; the first name that matches
         counts. Styles of `nn.Linear` and `nn.Embedding`:
@@ -186,7 +187,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not say how its model is split")
 
     def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
-        """Return how the optimizer treats a parameter of the model."""
+        """How the optimizer treats a parameter of the model."""
         return ParameterOptions()
 
     def export(self, model: nn.Module, folder: Path) -> None:
@@ -261,7 +262,7 @@ class TokenSamples:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of every outermost `nn.ModuleList` or `nn.Sequential` that repeats one class.
+    """The modules of every outermost `nn.ModuleList` or `nn.Sequential` that repeats one class.
 
     Modules without submodules, such as `nn.Linear`, are too small to be a layer.
     """

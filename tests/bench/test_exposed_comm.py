@@ -48,7 +48,7 @@ def test_two_kernels_of_nccl_at_a_time_are_counted_once() -> None:
     assert trace_exposed_comm_s(found, "cuda") == pytest.approx(4.0)
 
 
-def test_on_a_cpu_gloo_beside_an_operation_is_hidden() -> None:
+def test_on_a_cpu_gloo_during_an_operation_is_hidden() -> None:
     found = trace(
         event("aten::mm", 0.0, 3.0),
         event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO),

@@ -25,7 +25,7 @@ from trainkit.plan.layouts.choices import LONG_SEQUENCE
 
 
 def site(world_size: int = 4, **changes: Any) -> LayoutConstraints:
-    """Processes on one node, and the nano model with so many layers and heads that they can be split."""
+    """Processes on one node, and the nano model with enough layers and heads to be split."""
     values = {
         "world_size": world_size,
         "node_size": world_size,

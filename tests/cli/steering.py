@@ -47,7 +47,9 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """The first true value of a condition."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        is_last = time.monotonic() >= deadline_s  # before the look: who stood still itself looks once more
+        is_last = (
+            time.monotonic() >= deadline_s
+        )  # before it is asked: a test that stood still itself asks once more
         value = condition()
         if value:
             return value
@@ -97,7 +99,7 @@ class Desk:
         )
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """`trainkit` that goes on while the test does."""
+        """`trainkit` that runs while the test does."""
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         return subprocess.Popen(
             self.argv(*args), cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, **given

@@ -1,4 +1,4 @@
-"""`trainkit check`: stdout is data, stderr is words, exit 2 with every problem."""
+"""`trainkit check`: stdout is data, stderr is for people, exit 2 with every problem."""
 
 from __future__ import annotations
 
@@ -164,9 +164,7 @@ def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.rstrip().endswith("--set train.steps=100 --json")
 
 
-def test_what_slurm_alone_could_tell_is_not_asked_here(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_slurm_knows_is_not_asked_here(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--estimate"]) == 2
     assert capsys.readouterr().err.startswith("error: --estimate requires Slurm, but this run starts here\n")
 

@@ -81,7 +81,7 @@ def test_a_controller_that_is_away(
     assert "sbatch" not in [call[0] for call in away.calls if "--version" not in call]
 
 
-def test_the_state_of_a_run_is_shown_as_far_as_its_files_tell(
+def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(
     away: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "run"]) == 0

@@ -169,7 +169,7 @@ def num_records(folder):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_finished(tmp_path):
+def test_killed_at_random_times_and_finished(tmp_path):
     (tmp_path / "small_units.py").write_text(PREPARE_IN_SMALL_UNITS)
     (tmp_path / "texts").mkdir()
     write_rows(tmp_path / "texts" / "a.jsonl", 60_000)

@@ -47,7 +47,7 @@ def test_packages_without_a_cluster(fake: FakeSlurm) -> None:
         "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1",
     ],
 )
-def test_what_cannot_be_told_is_not_guessed(
+def test_what_is_not_known_is_not_guessed(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     monkeypatch.setattr(conf_file, "_has_network", lambda: True)

@@ -128,7 +128,7 @@ def test_a_named_one_that_is_not_there(place: Place) -> None:
     assert "no such cluster profile" in place.refused("launch.cluster=../east")
 
 
-def test_a_broken_one_is_told_only_where_it_is_taken(place: Place) -> None:
+def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
     place.profile("east", "name: [")
     place.profile("north", "nmae: north\n")
     assert place.find() is None

@@ -1,4 +1,4 @@
-"""The effective config of a run folder comes back equal, whatever is in it."""
+"""The effective config of a run folder is read back equal, whatever is in it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_missing(tmp_path: Path) -> None:
     )
 
 
-def test_a_typo_beside_the_file(tmp_path: Path) -> None:
+def test_a_typo_next_to_the_file(tmp_path: Path) -> None:
     text = message(tmp_path, {"run.yaml": "extends: sub/bsae.yaml\n", "sub/base.yaml": "seed: 1\n"})
     assert text.endswith("hint: did you mean sub/base.yaml?")
 

@@ -85,6 +85,6 @@ def test_a_damaged_manifest_is_left_to_the_trainer(run: RunDir, tmp_path: Path) 
     refuse_incompatible(run, load(tmp_path, "seed=7"))
 
 
-def test_changes_are_told_key_by_key(tmp_path: Path) -> None:
+def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:
     before, after = load(tmp_path).config, load(tmp_path, "optimizer.lr=0.1", "seed=7").config
     assert list(changes(before, after)) == ["optimizer.lr: 0.0003 -> 0.1", "seed: 0 -> 7"]

@@ -1,4 +1,4 @@
-"""What is read from a tokenizer.json without the library, held against the library."""
+"""What is read from a tokenizer.json without the library, compared with the library."""
 
 import json
 import shutil

@@ -23,7 +23,7 @@ RUNNING = JobDetails(
 
 @dataclass
 class Slurm:
-    """What Slurm says and was told."""
+    """What Slurm says, and what it was asked to do."""
 
     job: JobDetails | None = RUNNING
     lost: tuple[str, ...] | None = ()

@@ -87,7 +87,7 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.Monke
     # While a job ends, its hosts leave it one by one.
     assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
     assert lost_hosts("7", [], is_running=True) == ()
-    # It ended between the look at the job and the question which hosts it has.
+    # It ended between the query of the job and the query of its hosts.
     monkeypatch.setattr(allocation, "hosts_of_job", lambda job_id: [])
     assert lost_hosts("7", hosts, is_running=True) is None
 

@@ -104,7 +104,7 @@ def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
 
 
 @pytest.mark.parametrize("job", [None, replace(RUNNING, state=JobState.UNKNOWN, slurm_state="REVOKED")])
-def test_where_slurm_cannot_tell_the_lock_of_the_supervisor_does(
+def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
 ) -> None:
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")

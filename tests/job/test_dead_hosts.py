@@ -113,7 +113,7 @@ def test_a_run_that_takes_its_hosts_down_stops(
 
 
 def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
-    """The next start goes on, and dies itself: it only leaves the end of the one before."""
+    """The next start continues, and dies itself: it only leaves the end of the one before."""
     from trainkit.job.allocation import SlurmAllocation
     from trainkit.job.attempt_end import close_dead_attempts
     from trainkit.plan.launch import LaunchPlan
@@ -139,7 +139,7 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
 
 
 def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
-    """Slurm had started it, so that its steps were told, and there was none."""
+    """Slurm had started it, so that its steps were signalled, and there was none."""
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     set_follow_ups(run, ["7"])
     write_end(run.attempt(1), Outcome(), Decision("follow_up", "saved after SIGUSR2", 75, "timeout"))

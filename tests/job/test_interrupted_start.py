@@ -1,4 +1,4 @@
-"""Ctrl-C while a drill or a bench starts a run: none is left that goes on."""
+"""Ctrl-C while a drill or a bench starts a run: none is left that still runs."""
 
 import os
 import signal

@@ -110,7 +110,7 @@ def test_second_ctrl_c_reaches_the_workers_too(start_job):
     assert job.end()["reason"] == "ended by SIGINT, and no worker reported a save"
 
 
-def test_comeback_and_its_cap(start_job):
+def test_requeue_and_its_cap(start_job):
     job = start_job(SAVES, nodes=2, requeue={"max": 1})
     for attempt in (1, 2):
         job.worker_pids(attempt)
@@ -126,7 +126,7 @@ def test_comeback_and_its_cap(start_job):
     assert decisions == ["restart", "stopped"]
 
 
-def test_being_told_to_end_beats_being_told_to_come_back(start_job):
+def test_a_request_to_end_beats_a_request_to_restart(start_job):
     job = start_job(WAITS_TO_END + "sys.exit(75)")
     job.worker_pids()
     os.kill(job.entry.pid, signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""A run that goes on as a new job: the same bytes, one attempt further."""
+"""A run that continues as a new job: the same bytes, one attempt further."""
 
 from __future__ import annotations
 

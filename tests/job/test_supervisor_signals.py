@@ -144,7 +144,7 @@ def test_a_notice_that_a_full_disk_did_not_take(
     cause: str | None,
 ) -> None:
     monkeypatch.setattr(allocation, "await_eviction", lambda: None)
-    monkeypatch.setattr(requeue, "cancel_waiting", lambda job_ids: pytest.fail("it is to come back"))
+    monkeypatch.setattr(requeue, "cancel_waiting", lambda job_ids: pytest.fail("it is to be requeued"))
     slurm.job = job
     end = step(run, "raise SystemExit(75)")[1]
     assert (end["action"], end["cause"]) == (action, cause)

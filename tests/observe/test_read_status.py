@@ -209,7 +209,7 @@ def test_a_command_has_no_steps_of_the_config(run):
     assert "step        2, last metrics" in run_details(read_status(run, True, NOW))
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folder(run, tmp_path):
+def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
     status = read_status(run, True, NOW)
     below, elsewhere = (runs_table([status], cwd).splitlines()[1] for cwd in (tmp_path.parent, Path("/x")))
     assert below.split() == [tmp_path.name, "starting", "1", "2", "x", "4", "-/50", "-", "-", "10m00s"]

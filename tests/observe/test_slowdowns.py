@@ -12,7 +12,7 @@ from trainkit.run.rundir import RunDir
 SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}
 
 
-def test_slow_ranks_are_told_of_until_they_are_no_longer_slow(tmp_path: Path) -> None:
+def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for event in (
         {"event": "slow_rank", "attempt": 1, "rank": 1, "host": "a", "since_step": 11, **SLOW},

@@ -43,11 +43,11 @@ def job_of(folder: Path, *ends: dict[str, Any]) -> RunDir:
         if end:
             write_json(attempt.end_file, end)
             if end is not NOT_RECORDED:
-                say(run, number, end_line(number, "restart", end["reason"]))
+                append_to_log(run, number, end_line(number, "restart", end["reason"]))
     return run
 
 
-def say(run: RunDir, number: int, line: str) -> None:
+def append_to_log(run: RunDir, number: int, line: str) -> None:
     with run.attempt(number).supervisor_log.open("a") as log:
         log.write(line + "\n")
 
@@ -69,18 +69,18 @@ def found_in(run: RunDir, attempt: int) -> Diagnosis:
 @pytest.mark.parametrize("why", ["", *REASONS])
 def test_the_later_end_of_a_job_does_not_explain_an_attempt_that_had_ended(tmp_path: Path, why: str) -> None:
     run = job_of(tmp_path, CRASH, {})
-    say(run, 1, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.")
-    say(run, 1, ended_by_slurm(why, 90))
+    append_to_log(run, 1, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.")
+    append_to_log(run, 1, ended_by_slurm(why, 90))
     assert (found_in(run, 1).name, found_in(run, 1).rank) == ("killed", 1)
     assert named(run, 2) == REASONS.get(why), "it explains the one that ran"
 
 
 def test_a_requeue_in_the_second_of_the_end_is_a_consequence(tmp_path: Path) -> None:
     run = job_of(tmp_path, CRASH)
-    say(run, 1, ended_by_slurm("JOB REQUEUE", 10))
+    append_to_log(run, 1, ended_by_slurm("JOB REQUEUE", 10))
     assert named(run, 1) == "killed"
     second = job_of(tmp_path / "second", CRASH, CRASH, {})
-    say(second, 1, ended_by_slurm("JOB REQUEUE", 90))
+    append_to_log(second, 1, ended_by_slurm("JOB REQUEUE", 90))
     assert [named(second, number) for number in (1, 2)] == ["killed", "killed"]
     assert found_in(second, 3).cause.startswith("no known cause was found"), "it began later"
 
@@ -91,9 +91,9 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
 ) -> None:
     """The job is requeued twice, and each start appends to the log of attempt 1."""
     run = job_of(tmp_path, end, CRASH, end, end)
-    say(run, 1, ended_by_slurm("PREEMPTION", 50))
-    say(run, 1, ended_by_slurm("TIME LIMIT", 170))
-    say(run, 1, ended_by_slurm("NODE FAILURE", 180.5))
+    append_to_log(run, 1, ended_by_slurm("PREEMPTION", 50))
+    append_to_log(run, 1, ended_by_slurm("TIME LIMIT", 170))
+    append_to_log(run, 1, ended_by_slurm("NODE FAILURE", 180.5))
     assert [named(run, number) for number in range(1, 5)] == [
         *("preempted", "killed", "time-limit", "node-failure")
     ]
@@ -106,8 +106,8 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
 
 def test_a_message_about_the_step_is_in_the_log_of_its_own_attempt(tmp_path: Path) -> None:
     run = job_of(tmp_path, {}, {})
-    say(run, 1, ended_by_slurm("NODE FAILURE", 30, kind="STEP 7.0"))
-    say(run, 2, ended_by_slurm("TIME LIMIT", 90, kind="STEP 7.1"))
+    append_to_log(run, 1, ended_by_slurm("NODE FAILURE", 30, kind="STEP 7.0"))
+    append_to_log(run, 2, ended_by_slurm("TIME LIMIT", 90, kind="STEP 7.1"))
     assert [named(run, number) for number in (1, 2)] == ["node-failure", "time-limit"]
 
 

@@ -143,7 +143,7 @@ class Login:
         return self.run([*TRAINKIT, *args], **more)
 
     def start(self, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-        """A command that goes on while the test does."""
+        """A command that runs while the test does."""
         given: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,

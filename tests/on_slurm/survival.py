@@ -107,12 +107,12 @@ def newest_attempt(run: RunDir) -> int:
 
 
 def wait_for_steps(run: RunDir, attempt: int, count: int, timeout_s: float = RESTART_S) -> None:
-    """Wait until an attempt has computed so many steps."""
+    """Wait until an attempt has computed this many steps."""
     wait_for(lambda: len(steps_of(run, attempt)) >= count, f"{count} steps of attempt {attempt}", timeout_s)
 
 
 def last_end(run: RunDir) -> dict[str, Any] | None:
-    """How the newest attempt ended, unless the run goes on by itself."""
+    """How the newest attempt ended, unless the run resumes by itself."""
     file = run.attempt(newest_attempt(run)).end_file
     end: dict[str, Any] | None = read_json(file) if file.exists() else None
     return None if end is None or end["action"] in RESUME_ACTIONS else end
@@ -166,7 +166,7 @@ def pause(pids: Iterable[int]) -> None:
 
 
 def go_on(pids: Iterable[int]) -> None:
-    """Let processes go on."""
+    """Continue stopped processes."""
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
 
@@ -186,7 +186,7 @@ def preemption(cluster: Cluster) -> Iterator[None]:
 
 
 def set_preemption(cluster: Cluster, mode: str, grace_s: int) -> None:
-    """What becomes of a job in `low` that `high` preempts: REQUEUE or CANCEL, after so many seconds."""
+    """What becomes of a job in `low` that `high` preempts: REQUEUE or CANCEL, after this many seconds."""
     change = ["partition=low", f"PreemptMode={mode}", f"GraceTime={grace_s}"]
     cluster.run(["scontrol", "update", *change], timeout_s=30, check=True)
 

@@ -99,7 +99,7 @@ def test_a_command_that_fails_is_the_verdict(login: Login) -> None:
 
 
 def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> None:
-    """torchrun itself dies of SIGUSR2, and kills its ranks when it is told twice to end."""
+    """torchrun itself dies of SIGUSR2, and kills its ranks when it is asked twice to end."""
     script = login.script(SAVES_SLOWLY)
     run = login.submit(*SHAPE, "--launcher", "torchrun", "--", script)
     for attempt, command, received in ((1, "requeue", {"SIGUSR2", "SIGTERM"}), (2, "cancel", {"SIGTERM"})):

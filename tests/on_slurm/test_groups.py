@@ -120,7 +120,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert "2 runs ended" in done.stderr
     assert status(login, group)["states"] == {"cancelled": 3}
     assert "asked by" in (runs[5].attempt(1).rank_log(0)).read_text()
-    # A point goes on as a job of its own, and the group knows.
+    # A point continues as a job of its own, and the group knows.
     again = login.trainkit("requeue", "small/5", "--json")
     assert again.returncode == 0, again.stderr
     own_job = json.loads(again.stdout)["job_id"]

@@ -92,7 +92,7 @@ def test_job_names_are_letters_and_digits(login: Login, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_slurm_is_told_arrives_as_it_is(login: Login, backend: str) -> None:
+def test_what_slurm_gets_arrives_as_it_is(login: Login, backend: str) -> None:
     comment = f'it\'s 100% "mine" {SHELL} ; 1#2 模型'
     asked = ["--qos", "short", "--constraint", "rack1", "--account", "research", "--time", "5"]
     given = settings(f"resources.comment={comment}", "resources.extra.hold=true")

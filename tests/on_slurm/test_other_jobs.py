@@ -1,4 +1,4 @@
-"""Runs that go on as another job: resubmitted by the one that ends, or by one that waited in the queue."""
+"""Runs that continue as another job: resubmitted by the one that ends, or by one that waited in the queue."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
     assert waits_for(login, second) == f"afternotok:{first}(unfulfilled)"
     assert waits_for(login, third) == f"afternotok:{first}(unfulfilled),afternotok:{second}(unfulfilled)"
     login.wait_for_log(run, "attempt 1 rank 0")
-    # Its supervisor is gone without a word: nobody is left who could bring the job back.
+    # Its supervisor is killed: nobody is left who could requeue the job.
     supervisor = str(read_job(run).attempts[0].pid)
-    beside = ["srun", f"--jobid={first}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"]
-    login.run([*beside, "kill", "-KILL", supervisor])
+    overlapping = ["srun", f"--jobid={first}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"]
+    login.run([*overlapping, "kill", "-KILL", supervisor])
     return first, second, third
 
 
@@ -86,8 +86,8 @@ def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) ->
         assert login.trainkit("requeue", str(run.path)).returncode == 0
     for run, first in zip(runs, before, strict=True):
         login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
-        (_, submitted), (second, comeback) = carried(run)
-        assert (submitted, comeback) == ("submit", "comeback")
+        (_, submitted), (second, trigger) = carried(run)
+        assert (submitted, trigger) == ("submit", "comeback")
         assert second != first
         assert second.partition("_")[2] == first.partition("_")[2]
         assert login.wait_for_end(run)["action"] == "resubmit"

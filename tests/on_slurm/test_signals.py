@@ -1,4 +1,4 @@
-"""Jobs that are told to end: they save, and come back where that is asked for. No step is done twice."""
+"""Jobs that are asked to end: they save, and are requeued where that is asked for. No step is done twice."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
     usr2 = settings("requeue.signal=USR2")
     killed = login.submit(*low, "--backend", "submitit", "--", "python", dies)
     trained = train(login, "--partition", "low")
-    told = login.submit(*low, *usr2, "--", "python", "saves_on_usr2.py")
-    runs = [(1, trained), (2, killed), (1, told)]
+    waiting = login.submit(*low, *usr2, "--", "python", "saves_on_usr2.py")
+    runs = [(1, trained), (2, killed), (1, waiting)]
     for attempt, run in runs[1:]:
         for rank in range(2):
             login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)

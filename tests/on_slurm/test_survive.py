@@ -1,4 +1,4 @@
-"""A training goes on by itself after what happens on clusters, with the curve that it would have had.
+"""A training resumes by itself after what happens on clusters, with the curve that it would have had.
 
 `python -m benchmarks.survival` does all of this for every backend and mode.
 """

@@ -81,7 +81,7 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
 @pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
 def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
-    """With gradients of a stage's weights so many times as large as what a pass keeps, in float32."""
+    """With gradients of a stage's weights this many times as large as what a pass keeps, in float32."""
     for pp, microbatches in SIZES:
         table = table_of(schedule, pp, microbatches)
         for rank in range(pp if table is not None else 0):
@@ -130,7 +130,7 @@ def most_at_once(actions: list[Any], gradients: float) -> float:
 
 
 def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int, list[Any]] | None:
-    """What torch lets every rank do, pass by pass; None where it does not take so many microbatches."""
+    """What torch lets every rank do, pass by pass; None where it does not take this many microbatches."""
     import torch
     from torch.distributed.pipelining import schedules
 

@@ -134,7 +134,7 @@ def test_problems_of_cluster_and_config_together() -> None:
     ]
 
 
-def test_cuda_where_there_is_no_gpu_is_told_once() -> None:
+def test_cuda_without_a_gpu_is_reported_once() -> None:
     assert problems("device=cuda", "resources.partition=cpu") == [
         "resources.gpus_per_node: is auto, but the nodes of partition cpu have no GPU\n"
         "  hint: choose another partition, or set device: cpu"

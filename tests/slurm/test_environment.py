@@ -57,7 +57,7 @@ def test_on_a_login_node_the_choice_of_gpus_is_the_users_own() -> None:
     assert scrubbed(OWN) == OWN
 
 
-def test_the_cluster_that_sbatch_was_told_holds_for_every_command() -> None:
+def test_the_cluster_that_sbatch_was_given_is_that_of_every_command() -> None:
     assert scrubbed({"SBATCH_CLUSTERS": "east"}) == {"SLURM_CLUSTERS": "east"}
     assert scrubbed({"SBATCH_CLUSTERS": "east", "SLURM_CLUSTERS": "west"}) == {"SLURM_CLUSTERS": "west"}
 

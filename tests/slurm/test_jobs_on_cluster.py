@@ -113,7 +113,7 @@ def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobS
 
 
 def quickest(ask: Callable[[], dict[str, JobInfo]], below_s: float) -> tuple[dict[str, JobInfo], float]:
-    """The answer, and the shortest time that it took of up to five: other tests run beside this one."""
+    """The answer, and the shortest time that it took of up to five: other tests run at the same time."""
     times_s = []
     while True:
         begin = time.monotonic()

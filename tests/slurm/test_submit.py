@@ -1,4 +1,4 @@
-"""A script is submitted once: fake commands that lose answers, refuse and come back."""
+"""A script is submitted once: fake commands that lose answers, refuse and answer again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LISTING = r"printf '%s\037%s\037%s\037%s\036\n'"
 
 
 class Clock:
-    """In the place of the module `time`: it goes on only where somebody sleeps."""
+    """In the place of the module `time`: it advances only where somebody sleeps."""
 
     time = staticmethod(time.time)
 

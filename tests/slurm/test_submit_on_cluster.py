@@ -49,7 +49,7 @@ def test_submitting_costs_little_more_than_sbatch(cluster: Cluster, tmp_path: Pa
 
 @pytest.mark.parametrize("away_s", [3, 14])
 def test_a_controller_that_hangs_gets_the_job_once(cluster: Cluster, tmp_path: Path, away_s: float) -> None:
-    """sbatch gives up after 10 s; its request is carried out when the controller goes on."""
+    """sbatch gives up after 10 s; its request is carried out when the controller resumes."""
     token = f"trainkit:hang{away_s}"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
     timer = threading.Timer(away_s, os.kill, (slurmctld_pid(cluster), signal.SIGCONT))

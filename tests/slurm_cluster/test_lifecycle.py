@@ -1,4 +1,4 @@
-"""Clusters come up beside each other and leave nothing behind, however they end."""
+"""Clusters come up next to each other and leave nothing behind, however they end."""
 
 from __future__ import annotations
 

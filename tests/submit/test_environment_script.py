@@ -26,14 +26,14 @@ HOSTILE = (
 def script(project: Path, interpreter: Interpreter | None = None, **launch: Any) -> str:
     """The rendered part; keys of `launch` and of `make_job_environment`."""
     given = {key: launch.pop(key) for key in ("python_path", "slurm_version") if key in launch}
-    surroundings = make_job_environment(
+    environment = make_job_environment(
         LaunchConfig(**launch),
         interpreter or Interpreter(("python3",), ("python3",)),
         run_dir="/run dir",
         workdir="/work dir",
         **given,
     )
-    return render(PARTIAL, surroundings.context, project).text
+    return render(PARTIAL, environment.context, project).text
 
 
 def bash(cwd: Path, text: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:

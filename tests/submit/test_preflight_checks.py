@@ -1,4 +1,4 @@
-"""Commands that cannot start, as far as can be told before."""
+"""Commands that cannot start, as far as can be known before."""
 
 from __future__ import annotations
 

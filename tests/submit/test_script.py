@@ -94,7 +94,7 @@ def test_the_mark_is_one_word_and_the_comment_goes_with_it(tmp_path: Path) -> No
     assert mark != submission_token(RunDir(tmp_path / "runs/mine"), 2)
 
 
-def test_a_short_job_is_told_early_enough_but_not_from_its_start(tmp_path: Path) -> None:
+def test_a_short_job_is_signalled_early_enough_but_not_from_its_start(tmp_path: Path) -> None:
     assert option(script(tmp_path, "resources.time='00:02:00'").text, "signal") == "USR2@30"
     assert option(script(tmp_path, "requeue.grace_s=30.5").text, "signal") == "USR2@31"
 

@@ -34,7 +34,7 @@ LLAMA3_ROPE = {
 
 
 def need(*modules: str) -> None:
-    """Skip the test if a library is missing; in CI it has to be there."""
+    """Skip the test if a library is missing; CI requires it."""
     for module in modules:
         if not os.environ.get("CI"):
             pytest.importorskip(module)

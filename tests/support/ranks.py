@@ -29,7 +29,7 @@ def preload(module: str) -> None:
 
 
 def start_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> list[ForkServerProcess]:
-    """Begin `function(rank, *args)` in so many processes; one that raises ends with exit code 1."""
+    """Begin `function(rank, *args)` in this many processes; one that raises ends with exit code 1."""
     return [_start(_as_rank, function, rank, args) for rank in range(num_procs)]
 
 

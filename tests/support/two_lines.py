@@ -58,5 +58,5 @@ while step < STEPS:
 
 
 def two_lines(steps: int = 80, saves: bool = True, writes: bool = True) -> str:
-    """The code of a trainer of so many steps of 0.02 s or more; the first rank saves and writes them down."""
+    """The code of a trainer of `steps` steps of 0.02 s or more; the first rank saves and writes them down."""
     return _CODE.replace("STEPS", str(steps)).replace("SAVES", str(saves)).replace("WRITES", str(writes))

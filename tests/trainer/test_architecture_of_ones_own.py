@@ -138,7 +138,7 @@ def test_a_run_has_the_code_that_it_was_submitted_with(
     (project / "gpt.py").write_text("")  # edited since
     assert load_architecture("../gpt.py:Gpt", run).__name__ == "Gpt"
     assert load_architecture(f"{tmp_path}/project/gpt.py:Gpt", run).__name__ == "Gpt"
-    assert load_architecture("../../elsewhere.py:Gpt", run).__name__ == "Gpt", "the copy does not hold it"
+    assert load_architecture("../../elsewhere.py:Gpt", run).__name__ == "Gpt", "the copy does not contain it"
     with pytest.raises(TrainkitError, match="has no class Gpt"):
         load_architecture("../gpt.py:Gpt")
 

@@ -178,7 +178,7 @@ class TestFullDisk:
 
     @pytest.mark.parametrize("num_procs", [1, 2])
     def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path, num_procs: int) -> None:
-        """Metrics, events, TensorBoard and checkpoints are on it: the training goes on to its end."""
+        """Metrics, events, TensorBoard and checkpoints are on it: the training continues to its end."""
         options = [*OPTIONS, "checkpoint.every_steps=1", "logging.tensorboard=true"]
         options += ["train.eval_every=2", "train.eval_batches=1"]
         with small_disk(tmp_path / "disk", "64m") as disk:
@@ -203,7 +203,7 @@ class TestFullDisk:
             assert losses(disk / "run") == pytest.approx(losses(whole), abs=1e-5)
 
     def test_space_that_comes_back_is_used(self, whole: Path, tmp_path: Path) -> None:
-        """Room for one more checkpoint beside those kept, but not for three."""
+        """Room for one more checkpoint than those kept, but not for three."""
         size = sum(p.stat().st_size for p in (checkpoints(whole) / "step-00000006").iterdir())
         with small_disk(tmp_path / "disk", f"{(3 * size + 700_000) // 1024}k") as disk:
             attempt = train(disk / "run", [*OPTIONS, "checkpoint.every_steps=1", "checkpoint.keep_last=1"])

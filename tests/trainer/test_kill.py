@@ -12,7 +12,7 @@ CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
 
 
 @pytest.mark.slow(seconds=20)
-def test_killed_at_random_moments_the_curve_stays_the_same(tmp_path: Path) -> None:
+def test_killed_at_random_times_the_curve_stays_the_same(tmp_path: Path) -> None:
     # This seed kills one rank.
     argv = [sys.executable, str(CAMPAIGN), "--rounds", "1", "--seed", "54", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=1800)

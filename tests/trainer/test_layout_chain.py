@@ -1,4 +1,4 @@
-"""A run moves from layout to layout and goes on as if it had never stopped."""
+"""A run moves from layout to layout and continues as if it had never stopped."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "manifest a list": lambda f: (f / MANIFEST).write_text("[1, 2]"),
     "manifest without files": lambda f: rewrite(f / MANIFEST, files={}),
     "manifest with nonsense for files": lambda f: rewrite(f / MANIFEST, files={SHARD: "yes"}),
-    "manifest with a word for a size": lambda f: rewrite(f / MANIFEST, files={SHARD: {"bytes": "many"}}),
-    "manifest with a word for a version": lambda f: rewrite(f / MANIFEST, version="one"),
+    "manifest with text for a size": lambda f: rewrite(f / MANIFEST, files={SHARD: {"bytes": "many"}}),
+    "manifest with text for a version": lambda f: rewrite(f / MANIFEST, version="one"),
     "manifest with other progress": lambda f: rewrite(f / MANIFEST, progress={"samples_seen": 64}),
 }
 

@@ -162,7 +162,7 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
 
 
 def test_the_metrics_of_a_users_task(tmp_path: Path) -> None:
-    """Beside the promised keys; what is not finite is left out, since it cannot be written."""
+    """In addition to the promised keys; what is not finite is left out, since it cannot be written."""
     metrics = metrics_of(tmp_path)
     metrics.count(report(), 16)
     state = TrainingState(step=7)

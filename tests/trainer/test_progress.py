@@ -154,7 +154,7 @@ class TestProgressWatch:
 
 
 def test_what_a_step_pays():
-    """The calls of a step: a few microseconds, whatever the machine does beside."""
+    """The calls of a step: a few microseconds, whatever else the machine does."""
     progress = Progress()
     rounds = []
     for _ in range(20):

@@ -27,7 +27,7 @@ from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, StepClock, 
 STEP_S = 0.2
 
 
-def play(
+def add_steps(
     ranks: SlowRanks, steps: range, size: int, slow: dict[int, tuple[float, float]], *, seed: int = 0
 ) -> list[Slowdown]:
     """Add steps in which each rank waits 1 ms for data and computes 20 ms; `slow` adds to both, by rank."""
@@ -59,12 +59,12 @@ def add(ranks: SlowRanks, steps: Sequence[tuple[int, list[Times], float]]) -> li
 @pytest.mark.parametrize("size", [2, 3, 4, 64, 1024])
 def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> None:
     ranks, slow = SlowRanks(Layout(dp_shard=size), on_gpu=True), size - 1
-    assert play(ranks, range(1, 51), size, {}) == []
-    [found] = play(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
+    assert add_steps(ranks, range(1, 51), size, {}) == []
+    [found] = add_steps(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
     assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
     assert 1.5 < found.ratio < 2.0
-    assert play(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # said once
-    [over] = play(ranks, range(121, 151), size, {})
+    assert add_steps(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # said once
+    [over] = add_steps(ranks, range(121, 151), size, {})
     assert (over.rank, over.is_over) == (slow, True)
 
 
@@ -99,20 +99,20 @@ def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
     """The first steps of an attempt compile and read what is not in memory yet."""
     ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
     slow_at_first = {1: (0.0, 5.0)}
-    assert play(ranks, range(39, 41), 4, slow_at_first) == []
-    assert play(ranks, range(41, 51), 4, slow_at_first) == []
-    assert play(ranks, range(51, 101), 4, {}) == []
+    assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []
+    assert add_steps(ranks, range(41, 51), 4, slow_at_first) == []
+    assert add_steps(ranks, range(51, 101), 4, {}) == []
 
 
-def test_data_and_computation_are_told_apart() -> None:
+def test_data_and_computation_are_distinguished() -> None:
     ranks = SlowRanks(Layout(dp_replicate=4), on_gpu=True)
-    [found] = play(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
+    [found] = add_steps(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
     assert (found.rank, found.phase) == (2, "data")
 
 
 def test_two_slow_ranks() -> None:
     ranks = SlowRanks(Layout(dp_shard=8), on_gpu=True)
-    found = play(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
+    found = add_steps(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
     assert [item.rank for item in found] == [1, 5]
 
 
@@ -128,23 +128,23 @@ def test_one_long_step_is_not_a_slow_rank() -> None:
 
 def test_a_single_slow_window_is_not_a_slow_rank() -> None:
     ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
-    play(ranks, range(1, 11), 4, {})
+    add_steps(ranks, range(1, 11), 4, {})
     for start in range(11, 200, 2 * WINDOW):
-        assert play(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
-        assert play(ranks, range(start + WINDOW, start + 2 * WINDOW), 4, {}) == []
+        assert add_steps(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
+        assert add_steps(ranks, range(start + WINDOW, start + 2 * WINDOW), 4, {}) == []
 
 
 def test_stages_of_a_pipeline_are_not_compared() -> None:
     ranks = SlowRanks(Layout(pp=2, dp_shard=2), on_gpu=True)
     last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
-    assert play(ranks, range(1, 101), 4, last) == []
-    [found] = play(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
+    assert add_steps(ranks, range(1, 101), 4, last) == []
+    [found] = add_steps(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
     assert found.rank == 2
 
 
 def test_the_slowest_rank_is_known_without_being_slow() -> None:
     ranks = SlowRanks(Layout(pp=2, dp_shard=3), on_gpu=True)
-    play(ranks, range(1, 11), 6, {})
+    add_steps(ranks, range(1, 11), 6, {})
     assert ranks.slowest is None, "the first window starts up"
     times = [(0.001, 0.020), (0.001, 0.022), (0.001, 0.021), (0.0, 0.1), (0.003, 0.1), (0.0, 0.1)]
     assert add(ranks, [(step, times, STEP_S) for step in range(11, 41)]) == []
@@ -162,7 +162,7 @@ def test_the_slowest_rank_is_known_without_being_slow() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
     ranks = SlowRanks(Layout(dp_shard=16), on_gpu=True)
-    assert play(ranks, range(1, 1001), 16, {}, seed=seed) == []
+    assert add_steps(ranks, range(1, 1001), 16, {}, seed=seed) == []
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
 )
 def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute_s: float) -> None:
     ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
-    assert play(ranks, range(1, 101), 4, {}) == []
+    assert add_steps(ranks, range(1, 101), 4, {}) == []
     times = [(0.001 + data_s, 0.02 + compute_s)] * 4
     [slow] = add(ranks, [(step, times, 0.5) for step in range(101, 141)])
     assert (slow.rank, slow.phase, slow.is_over, slow.since_step) == (None, phase, False, 101)
     assert slow.own_s == pytest.approx(0.5)
     assert slow.usual_s == pytest.approx(STEP_S)
-    [over] = play(ranks, range(141, 201), 4, {})
+    [over] = add_steps(ranks, range(141, 201), 4, {})
     assert (over.rank, over.is_over) == (None, True)
 
 
@@ -190,8 +190,8 @@ def test_short_steps_are_not_judged_by_a_moment() -> None:
 
 
 def test_on_cpus_sharded_ranks_are_not_compared() -> None:
-    assert play(SlowRanks(Layout(dp_shard=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
-    found = play(SlowRanks(Layout(dp_replicate=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)})
+    assert add_steps(SlowRanks(Layout(dp_shard=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
+    found = add_steps(SlowRanks(Layout(dp_replicate=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)})
     assert [item.rank for item in found] == [1]
 
 

@@ -25,7 +25,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 class TestGoldenValues:
-    """Other values here mean that every resumed run goes on with another noise than it began with."""
+    """Other values here mean that every resumed run continues with another noise than it began with."""
 
     def test_keys(self) -> None:
         assert [stable_key("a"), stable_key("dropout", 3), stable_key(0, "sample")] == [
@@ -131,7 +131,7 @@ class TestDropout:
 
 
 class TestNormal:
-    def test_moments(self) -> None:
+    def test_mean_and_variance(self) -> None:
         values = normal((400, 1000), std=0.02).double() / 0.02
         assert values.mean().item() == pytest.approx(0, abs=0.01)
         assert values.std().item() == pytest.approx(1, abs=0.01)
@@ -171,7 +171,7 @@ class TestNormal:
                 assert torch.equal(shard, whole[window])
 
     def test_beyond_two_to_the_32_elements(self) -> None:
-        """Rows whose elements share the low 32 bits of their index are told apart by the high ones."""
+        """Rows whose elements share the low 32 bits of their index differ by the high ones."""
         shape = (3, 2**32)
         rows = []
         for row in range(3):

@@ -50,7 +50,7 @@ def newest_step(attempt: AttemptDir) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
-def test_in_a_step_even_when_one_rank_only_is_told(tmp_path: Path, number: signal.Signals) -> None:
+def test_in_a_step_even_when_only_one_rank_is_signalled(tmp_path: Path, number: signal.Signals) -> None:
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = fork_workers(attempt, 2)
     wait_until(lambda: len(losses(attempt.run.path)) >= 3)
@@ -61,7 +61,7 @@ def test_in_a_step_even_when_one_rank_only_is_told(tmp_path: Path, number: signa
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.8, 2.2])
 def test_during_start_up(tmp_path: Path, delay_s: float) -> None:
-    """Python itself needs a moment before it can be told anything: the log shows that it is there."""
+    """Python itself needs a moment before it takes a signal: the log shows that it is there."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = start_workers(attempt, 2)
     wait_until(lambda: all(handles_sigterm(proc.pid) for proc in procs))
@@ -71,7 +71,7 @@ def test_during_start_up(tmp_path: Path, delay_s: float) -> None:
     assert wait_for(procs) == [75, 75], log_text(attempt)
 
 
-def test_during_start_up_when_one_rank_only_is_told(tmp_path: Path) -> None:
+def test_during_start_up_when_only_one_rank_is_signalled(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = start_workers(attempt, 2)
     wait_until(lambda: handles_sigterm(procs[1].pid))
@@ -214,7 +214,7 @@ def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
 
 
 def leave_preparation(run_dir: Path, texts: Path) -> float:
-    """The seconds that a rank takes to leave when it is told while it prepares its data."""
+    """The seconds that a rank takes to leave when it is signalled while it prepares its data."""
     cache = run_dir.with_name(f"{run_dir.name}-cache")
     attempt = make_attempt(run_dir, [*LONG, f"data.source={texts}", f"data.cache_dir={cache}"])
     procs = fork_workers(attempt)
@@ -228,7 +228,7 @@ def leave_preparation(run_dir: Path, texts: Path) -> float:
 
 
 def test_missing_peer_is_named(tmp_path: Path) -> None:
-    """A rank that dies before the meeting leaves the other one waiting, which then can still be told."""
+    """A rank that dies before the barrier leaves the other one waiting, which a signal still reaches."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = start_workers(attempt, 2)
     procs[1].kill()

@@ -59,7 +59,7 @@ class BenchLength:
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """Return all ranks of a small job; of a larger one the first, the last and some in between."""
+    """All ranks of a small job; of a larger one the first, the last and some in between."""
     count = min(world_size, PROFILED_RANKS)
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
@@ -68,7 +68,7 @@ Kind = Literal["layouts", "settings"]
 
 
 def bench_changes(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> list[Change]:
-    """Return the values that a bench sets in the config of all its runs, changed or not.
+    """The values that a bench sets in the config of all its runs, changed or not.
 
     Model, data and optimizer are not among them.
     """
@@ -80,7 +80,7 @@ def bench_changes(config: RunConfig, kind: Kind, length: BenchLength, keep_name:
 
 
 def effective(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes that change something."""
+    """The changes that change something."""
     return [change for change in changes if change.value != change.before]
 
 
@@ -89,7 +89,7 @@ def _named(config: RunConfig, kind: Kind) -> Iterator[Change]:
 
 
 def _bare(config: RunConfig) -> Iterator[Change]:
-    """Yield the changes so that runs save nothing, log less and are not restarted."""
+    """The changes so that runs save nothing, log less and are not restarted."""
     checkpoint, requeue, logging = config.checkpoint, config.requeue, config.logging
     reason = "a bench saves nothing"
     yield Change("checkpoint.every_steps", None, checkpoint.every_steps, reason)
@@ -105,7 +105,7 @@ def _bare(config: RunConfig) -> Iterator[Change]:
 
 
 def profiler_changes(config: RunConfig, length: BenchLength, world_size: int) -> list[Change]:
-    """Return the values that a bench sets in the section `profiler`, changed or not."""
+    """The values that a bench sets in the section `profiler`, changed or not."""
     profiler, reason = config.profiler, "measures exposed communication"
     ranks = list(profiled_ranks(world_size))
     return [
@@ -145,7 +145,7 @@ class BenchRun:
 
 
 def point_name(values: Mapping[str, Any]) -> str:
-    """Return the name of a point: the layout, else its values."""
+    """The name of a point: the layout, else its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 

@@ -45,7 +45,7 @@ class FittedBatch:
 def fit_batch(
     layout: Layout, parallel: ParallelConfig, constraints: LayoutConstraints, microbatches: int | None
 ) -> FittedBatch:
-    """Return the batch per process that divides the global batch and that the layout allows.
+    """The batch per process that divides the global batch and that the layout allows.
 
     `microbatches` fixes their number. Raises ConfigError if there is no such batch.
     """
@@ -73,13 +73,13 @@ def _sizes(constraints: LayoutConstraints, layout: Layout) -> str:
 
 
 def _nearest(share: int, wanted: int) -> list[int]:
-    """Return the divisors of `share`, nearest to `wanted` first; smaller ones first, to save memory."""
+    """The divisors of `share`, nearest to `wanted` first; smaller ones first, to save memory."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return sorted(sizes, key=lambda size: (size > wanted, abs(size - wanted)))
 
 
 def _microbatches(layout: Layout, size: int, wanted: int, fixed: int | None) -> Iterator[int]:
-    """Yield the possible numbers of microbatches: the fixed one, else those nearest to `wanted` first."""
+    """The possible numbers of microbatches: the fixed one, else those nearest to `wanted` first."""
     if fixed is not None or layout.pp == 1:
         yield wanted if fixed is None else fixed
         return
@@ -165,7 +165,7 @@ def parse_layout(text: str) -> dict[str, Any]:
 
 
 def fill_degrees(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a typed layout with the defaults of the degrees that it omits."""
+    """A typed layout with the defaults of the degrees that it omits."""
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
         missing["dp_shard"] = -1  # derived
@@ -173,7 +173,7 @@ def fill_degrees(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def requested_layout(text: str, parallel: ParallelConfig, constraints: LayoutConstraints) -> BenchLayout:
-    """Return the layout of a ``--layout`` whose values are in `parallel`.
+    """The layout of a ``--layout`` whose values are in `parallel`.
 
     Raises ConfigError if it is impossible.
     """
@@ -191,7 +191,7 @@ def requested_layout(text: str, parallel: ParallelConfig, constraints: LayoutCon
 def all_layouts(
     parallel: ParallelConfig, constraints: LayoutConstraints
 ) -> tuple[list[BenchLayout], dict[str, str]]:
-    """Return the possible layouts, simplest first, and the reasons why others are impossible."""
+    """The possible layouts, simplest first, and the reasons why others are impossible."""
     found: list[BenchLayout] = []
     impossible: dict[str, str] = {}
     splits_sequence = parallel.cp > 1 or constraints.seq_len >= LONG_SEQUENCE
@@ -206,7 +206,7 @@ def all_layouts(
 
 
 def first_problem(error: ConfigError) -> str:
-    """Return the reason why a layout or another point is impossible, in one line."""
+    """The reason why a layout or another point is impossible, in one line."""
     return f"{error.problems[0].key} {error.problems[0].message}".strip()
 
 
@@ -216,7 +216,7 @@ def select(
     plan: Callable[[BenchLayout], Planned],
     limit: int = MAX_LAYOUTS,
 ) -> tuple[Selection, list[Planned]]:
-    """Return the first layouts that can be planned, with the plan of each.
+    """The first layouts that can be planned, with the plan of each.
 
     Raises the ConfigError of the first layout if none can.
     """
@@ -241,7 +241,7 @@ def select(
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """Yield all layouts of `world_size` processes with tensor parallelism within a node."""
+    """All layouts of `world_size` processes with tensor parallelism within a node."""
     factors = [number for number in range(1, world_size + 1) if world_size % number == 0]
     tps = [number for number in factors if number <= node_size]
     cps = factors if splits_sequence else [1]
@@ -251,7 +251,7 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Return a sort key: fewer kinds of parallelism first, then the more common ones."""
+    """A sort key: fewer kinds of parallelism first, then the more common ones."""
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
@@ -276,7 +276,7 @@ def _fitted(
 
 
 def layout_name(layout: Layout, others: Mapping[str, Any]) -> str:
-    """Return the name of a layout, in the form of ``--layout``: degrees above 1, then other keys."""
+    """The name of a layout, in the form of ``--layout``: degrees above 1, then other keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     words = [f"{key}={_yaml(value)}" for key, value in {**degrees, **others}.items()]
     return ",".join(words) or "dp_shard=1"

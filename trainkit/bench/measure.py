@@ -90,7 +90,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
-    """Yield the parts of spans that no other span covers; both arguments as `union` returns them."""
+    """The parts of spans that no other span covers; both arguments as `union` returns them."""
     index = 0
     for begin, end in spans:
         start = begin
@@ -117,7 +117,7 @@ FINISHED = "finished"
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
-    """Return the row of a run, and why its exposed communication is unknown (empty if it is known)."""
+    """The row of a run, and why its exposed communication is unknown (empty if it is known)."""
     records = read_metrics(bench.run_dir(item))
     exposed, missing = exposed_comm_s(bench, item, records)
     row: Row = {
@@ -136,7 +136,7 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
 
 
 def point_row(rows: Sequence[Row]) -> Row:
-    """Return the row of a point: medians and range over the rows of its runs.
+    """The row of a point: medians and range over the rows of its runs.
 
     Its state is that of a run that did not finish, if any.
     """
@@ -161,7 +161,7 @@ def point_row(rows: Sequence[Row]) -> Row:
 
 
 def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
-    """Return the medians of the metrics over `steps`, and the peak memory at the last of them."""
+    """The medians of the metrics over `steps`, and the peak memory at the last of them."""
     counted = [record for record in records if record["step"] in steps]
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
@@ -190,7 +190,7 @@ def _median_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the value below which this share of sorted values lies, interpolated between two of them."""
+    """The value below which this share of sorted values lies, interpolated between two of them."""
     if not ordered:
         return None
     position = share * (len(ordered) - 1)
@@ -202,7 +202,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float | None:
 def exposed_comm_s(
     bench: Bench, item: BenchRun, records: Sequence[Mapping[str, Any]]
 ) -> tuple[float | None, str]:
-    """Return exposed communication in seconds per step, mean over profiled ranks; or why it is unknown."""
+    """Exposed communication in seconds per step, mean over profiled ranks; or why it is unknown."""
     ends = {record["step"]: parse_time(record.get("time")) for record in records}
     # The ranks start the first profiled step together, once each has started its profiler.
     begin = ends.get(bench.length.first_profiled)
@@ -235,7 +235,7 @@ def _read_trace(file: Path) -> dict[str, Any] | str:
 
 
 def speed(row: Row) -> float | None:
-    """Return tokens per second, or samples per second of a task that counts no tokens."""
+    """Tokens per second, or samples per second of a task that counts no tokens."""
     value: float | None = row["samples_per_s"] if row["tokens_per_s"] is None else row["tokens_per_s"]
     return value
 

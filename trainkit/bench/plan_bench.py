@@ -70,7 +70,7 @@ class BenchPoint:
         return point_name(self.values)
 
     def run(self, folder: str, repeat: int) -> BenchRun:
-        """Return one of its runs."""
+        """One of its runs."""
         layout, batch = self.plan.layout, self.plan.batch
         return BenchRun(
             run=folder,
@@ -121,8 +121,10 @@ class PlannedBench:
 
     @property
     def runs(self) -> list[PlannedPoint]:
-        """All points once, then all of them again for each further repeat: what disturbs the machine for a
-        while disturbs several points, not one."""
+        """All points once, then all of them again for each further repeat.
+
+        What disturbs the machine for a while thus disturbs several points, not one.
+        """
         repeats = range(1, self.request.repeats + 1)
         order = [(repeat, point) for repeat in repeats for point in self.points]
         return [
@@ -155,7 +157,7 @@ class PlannedBench:
         return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the points that would run, and those that would not, as a JSON object."""
+        """The points that would run, and those that would not, as a JSON object."""
         points = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
@@ -324,7 +326,7 @@ def _select(
     typed: Sequence[str],
     plan: Callable[[BenchLayout], Planned],
 ) -> tuple[Selection, list[Planned]]:
-    """Return the typed layouts, which must all be possible, else all possible ones; with their plans."""
+    """The typed layouts, which must all be possible, else all possible ones; with their plans."""
     if not typed:
         return select(*all_layouts(short.config.parallel, constraints), plan)
     layouts = []
@@ -337,7 +339,7 @@ def _select(
 
 
 def _find_constraints(loaded: LoadedConfig, target: Target, data: DataFacts) -> LayoutConstraints:
-    """Return the sizes of the config and the number of processes, from a plan without layout and batch."""
+    """The sizes of the config and the number of processes, from a plan without layout and batch."""
     degrees = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "pp": 1, "cp": 1}
     values = {f"parallel.{key}": value for key, value in degrees.items()}
     neutral = with_values(

@@ -75,7 +75,7 @@ class Lines:
 
 
 def lines_of(keys: Sequence[str], rows: Sequence[Row]) -> Lines | None:
-    """Return the lines over the numeric key with most values; None where bars are clearer."""
+    """The lines over the numeric key with most values; None where bars are clearer."""
     values = {key: {row[key] for row in rows} for key in keys if all(_is_number(row[key]) for row in rows)}
     if not values:
         return None

@@ -81,19 +81,19 @@ def _kill(run: RunDir) -> None:
 
 
 def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:
-    """Return the state of each run and, unless it finished, the reason."""
+    """The state of each run and, unless it finished, the reason."""
     return [(point.state, point.reason or "") for point in query_bench_status(bench, warn).points]
 
 
 def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
-    """Return the status of a bench; looks up its arrays that Slurm has not acknowledged."""
+    """The status of a bench; looks up its arrays that Slurm has not acknowledged."""
     for group in bench.groups:
         recover_group_job_id(group)
     return bench_status(bench, lambda ids: query_known_jobs(ids, warn))
 
 
 def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
-    """Return the status of the runs of a bench, as if they were one group.
+    """The status of the runs of a bench, as if they were one group.
 
     With several repeats their number is one of the values of a run.
     """
@@ -124,7 +124,7 @@ def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
 
 
 def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
-    """Return the state of a run on this machine and, unless it finished, the reason."""
+    """The state of a run on this machine and, unless it finished, the reason."""
     run = bench.run_dir(item)
     if not run.exists():
         return NOT_STARTED, ""
@@ -137,14 +137,14 @@ def _with_failure(run: RunDir, state: str, reason: str | None) -> tuple[str, str
 
 
 def _failure(run: RunDir) -> str:
-    """Return the first failure of a run; empty if none is recorded."""
+    """The first failure of a run; empty if none is recorded."""
     numbers = run.attempt_numbers()
     end = read_end(run.attempt(numbers[-1])) if numbers else None
     return failure_line(end.verdict) if end is not None and end.verdict else ""
 
 
 def end_line(bench: Bench, item: BenchRun) -> str:
-    """Return one line about a run on this machine that has just ended."""
+    """One line about a run on this machine that has just ended."""
     state, failure = run_state(bench, item)
     row = measured(read_metrics(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name

@@ -81,7 +81,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
 
 
 def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
-    """Return the runs of a bench for `trainkit report`, which compares them by their measured speed."""
+    """The runs of a bench for `trainkit report`, which compares them by their measured speed."""
     speeds, sizes = {}, {}
     for index, item in enumerate(bench.runs):
         records = read_metrics(bench.run_dir(item))
@@ -104,7 +104,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
 
 
 def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """Return the first of sorted points, compared with the second."""
+    """The first of sorted points, compared with the second."""
     finished = [(row, runs) for row, runs in points if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None
@@ -118,7 +118,7 @@ def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """Return the name of the point of a row."""
+    """The name of the point of a row."""
     return point_name({key: row[key] for key in keys})
 
 

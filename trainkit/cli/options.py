@@ -301,7 +301,7 @@ def slurm_options(function: Function) -> Function:
 
 
 def job_options(function: Function) -> Function:
-    """Those of `slurm_options` for a job whose code is given."""
+    """The options of `slurm_options` for a job whose code is given."""
     function = click.option(
         "--per", type=click.Choice(["gpu", "node"]), help="One Slurm task per GPU, or one per node."
     )(function)

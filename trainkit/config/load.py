@@ -43,7 +43,7 @@ MULTIMODAL_PATHS: dict[tuple[str, ...], str | None] = {
     ("task_args", "train"): "demo",
     ("task_args", "val"): "demo",
 }
-"""Those of the task `multimodal_lm`."""
+"""Keys of the task `multimodal_lm` whose values are paths, each with the value that is a name instead."""
 
 
 def load_config(

@@ -24,7 +24,7 @@ class TableError(ValueError):
 def read_column(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield each row's number, counted from 1, and its value in the column `key`, None if it is null.
+    """Each row's number, counted from 1, and its value in the column `key`, None if it is null.
 
     Covers the row groups (Parquet) or record batches (Arrow) that begin within the bytes `start` to `end` of
     the file, so that adjacent ranges together yield every row once, and keeps a few rows in memory. Raises

@@ -30,7 +30,7 @@ PREFIX, CHUNK_CHARS = "trainkit-doctor", 700
 
 
 def check_node(request: Request) -> Iterator[Check]:
-    """Yield the checks of this host, the cheap ones first."""
+    """The checks of this host, the cheap ones first."""
     yield check_python(request)
     yield check_cpus()
     yield from check_gpus()

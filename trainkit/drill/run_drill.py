@@ -48,7 +48,7 @@ class Drill:
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """Yield the result of each scenario as soon as it is known; no run outlives this generator.
+        """The result of each scenario as soon as it is known; no run outlives this generator.
 
         Raises TrainkitError when the uninterrupted run does not finish.
         """

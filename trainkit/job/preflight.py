@@ -115,7 +115,7 @@ def gpu_problem(nvml: Any, index: int) -> str | None:
 
 
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
-    """Yield the problems of a GPU; counters that its model lacks are skipped."""
+    """The problems of a GPU; counters that its model lacks are skipped."""
     unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)

@@ -90,7 +90,6 @@ def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
     """A `preexec_fn` that has the kernel send `number` to the child when its parent dies."""
-
     # Loaded before the fork: after it, another thread may hold the import lock.
     libc = _libc()
 

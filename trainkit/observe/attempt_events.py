@@ -26,9 +26,9 @@ class AttemptEvents:
         """`failed_at` is the time of the first failure: what happened later is not its cause."""
         self._attempt, self._failed_at = attempt, failed_at
         self._numbered: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
-        """The last ones, with the numbers of their lines."""
+        """The last events, with the numbers of their lines."""
         self._slowdowns: list[dict[str, Any]] = []
-        """Those of slow ranks, however long ago."""
+        """The events of slow ranks, however long ago."""
         self._silence: dict[str, Any] | None = None
         """The event of a silence that lasts."""
         with contextlib.suppress(OSError):  # missing, or on a disk that fails

@@ -82,7 +82,7 @@ class Slowdown:
     own_s: float | None
     """Its seconds of a step; of a rank, before it first waits for others."""
     usual_s: float | None
-    """Those of the other ranks, or of the run before."""
+    """Seconds of a step of the other ranks, or of the run before."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Report:
     spent: dict[str, float]
     """Category of `CATEGORIES` -> seconds; they add up to `allocated_s`."""
     percent: dict[str, float]
-    """The same in percent, which add up to 100.0; empty when nothing was allocated."""
+    """Category -> percent of `allocated_s`; they add up to 100.0. Empty when nothing was allocated."""
     goodput: float | None
     """Productive and kept step time over allocated time; None when it was not measured."""
     world_size: int | None

@@ -75,7 +75,7 @@ class SlowestRank:
     own_s: float
     """Its time of a step before the first collective, in seconds."""
     usual_s: float
-    """That of the others."""
+    """The time of the other ranks, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ class BatchRequest:
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:
-        """Return the batch sizes of a config."""
+        """The batch sizes of a config."""
         train, parallel = loaded.config.train, loaded.config.parallel
         fixed = frozenset(key for key in (GLOBAL, DEVICE, MICROBATCHES) if loaded.set_by_user(key))
         return cls(train.device_batch_size, train.global_batch_size, parallel, fixed)
 
 
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
-    """Return the batch of one optimizer step on a layout: the requested one if possible, else the closest.
+    """The batch of one optimizer step on a layout: the requested one if possible, else the closest.
 
     Keeps the global batch size if it divides evenly, and never changes a size that the user set. Raises
     ConfigError, with sizes that work, if the samples of a step cannot be divided.
@@ -69,13 +69,13 @@ def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: in
 
 
 def _device_sizes(request: BatchRequest) -> range:
-    """Return the device batch sizes to try; larger ones than configured might not fit in memory."""
+    """The device batch sizes to try; larger ones than configured might not fit in memory."""
     size = request.device_batch_size
     return range(size if DEVICE in request.fixed else 1, size + 1)
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
-    """Yield a device batch size with each number of accumulation steps to try, the exact one first."""
+    """A device batch size with each number of accumulation steps to try, the exact one first."""
     total, at_once = request.global_batch_size or 1, size * layout.dp
     if total % at_once == 0:
         yield size, total // at_once
@@ -86,7 +86,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """Return a sort key: the requested global batch first, then close ones; larger device batches first."""
+    """A sort key: the requested global batch first, then close ones; larger device batches first."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:
@@ -102,7 +102,7 @@ def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]
 
 
 def _problem(request: BatchRequest, dp: int) -> Problem:
-    """Return the problem of a global batch that cannot be divided among the processes."""
+    """The problem of a global batch that cannot be divided among the processes."""
     total, size = request.global_batch_size or 1, request.device_batch_size
     processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
     if DEVICE not in request.fixed:
@@ -136,14 +136,14 @@ def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
 
 
 def fitting_global_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
-    """Return the closest valid global batch sizes, one below and one above."""
+    """The closest valid global batch sizes, one below and one above."""
     at_once = device_batch_size * dp
     below = global_batch_size // at_once * at_once
     return [size for size in (below, below + at_once) if size > 0]
 
 
 def fitting_device_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
-    """Return the closest device batch sizes that divide the global batch, one smaller and one larger."""
+    """The closest device batch sizes that divide the global batch, one smaller and one larger."""
     if global_batch_size % dp:
         return []
     sizes = divisors_of(global_batch_size // dp)

@@ -29,7 +29,7 @@ class Binding:
 def gpu_binding_problems(
     config: RunConfig, per: str, workers_per_node: int
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, message, hint) for each extra option with which a rank would have no GPU of its own.
+    """(key, message, hint) for each extra option with which a rank would have no GPU of its own.
 
     `per` is the unit of a task. Bindings that depend on the node, such as ``closest``, are left to the job.
     """
@@ -58,7 +58,7 @@ def gpu_binding_problems(
 
 
 def gpu_binding_warnings(config: RunConfig, per: str, workers_per_node: int) -> Iterator[str]:
-    """Yield a warning for each extra option that binds one GPU to each of several ranks of a node."""
+    """A warning for each extra option that binds one GPU to each of several ranks of a node."""
     options = list(_extra_options(config))
     is_unbound = any(_binding_type(option, value)[0] == "none" for _, option, value in options)
     for key, option, value in options if per == "gpu" and workers_per_node > 1 and not is_unbound else ():
@@ -67,7 +67,7 @@ def gpu_binding_warnings(config: RunConfig, per: str, workers_per_node: int) -> 
 
 
 def find_binding(option: str, value: str, num_tasks: int) -> Binding | None:
-    """Return the binding that an option makes for the tasks of a node; None if none, or if it is unknown."""
+    """The binding that an option makes for the tasks of a node; None if none, or if it is unknown."""
     kind, argument = _binding_type(option, value)
     if kind == "per_task":
         return Binding(_last_count(argument))
@@ -79,7 +79,7 @@ def find_binding(option: str, value: str, num_tasks: int) -> Binding | None:
 
 
 def _extra_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, option, value) for the extra options of sbatch, which srun inherits, and of srun."""
+    """(key, option, value) for the extra options of sbatch, which srun inherits, and of srun."""
     for section, options in (
         ("resources.extra", config.resources.extra),
         ("launch.srun_extra", config.launch.srun_extra),
@@ -89,7 +89,7 @@ def _extra_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _gpus_per_node(option: str, value: str, num_nodes: int) -> int | None:
-    """Return the GPUs per node that an option requests for the step; None for an option about others."""
+    """The GPUs per node that an option requests for the step; None for an option about others."""
     if option == "gpus":
         return _last_count(value) // num_nodes
     if option == "gpus-per-node":
@@ -101,7 +101,7 @@ def _gpus_per_node(option: str, value: str, num_nodes: int) -> int | None:
 
 
 def _binding_type(option: str, value: str) -> tuple[str, str]:
-    """Return the (type, argument) of ``--gpu-bind`` that an option amounts to; empty for other options."""
+    """The (type, argument) of ``--gpu-bind`` that an option amounts to; empty for other options."""
     if option == "gpus-per-task":
         return "per_task", value
     if option == "tres-per-task":
@@ -116,7 +116,7 @@ def _binding_type(option: str, value: str) -> tuple[str, str]:
 
 
 def _listed_binding(listed: str, num_tasks: int, *, is_mask: bool) -> Binding | None:
-    """Return the binding to a list of GPUs such as ``0,1*2``, repeated for the tasks after its end."""
+    """The binding to a list of GPUs such as ``0,1*2``, repeated for the tasks after its end."""
     entries: list[frozenset[int]] = []
     for item in listed.split(","):
         text, _, times = item.partition("*")
@@ -139,7 +139,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _last_count(text: str) -> int:
-    """Return the number at the end of ``4``, ``h100:4`` or ``gres/gpu=4``; 1 if there is none."""
+    """The number at the end of ``4``, ``h100:4`` or ``gres/gpu=4``; 1 if there is none."""
     last = re.split(r"[:=]", text)[-1]
     return int(last) if last.isdigit() else 1
 

@@ -94,7 +94,7 @@ _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU type for a name from the driver (``NVIDIA A100-SXM4-40GB``) or the cluster (``a100``).
+    """The GPU type for a name from the driver (``NVIDIA A100-SXM4-40GB``) or the cluster (``a100``).
 
     None for an unknown name, and for a MIG device.
     """
@@ -108,7 +108,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Return the names that `find_gpu` knows, newer GPUs first."""
+    """The names that `find_gpu` knows, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, _, _ in _ROWS)
 
 
@@ -119,7 +119,7 @@ def _is_called(words: list[str], row: str) -> bool:
 
 
 def _gigabytes(words: list[str]) -> list[int]:
-    """Return the numbers in a name that may be memory sizes in GB."""
+    """The numbers in a name that may be memory sizes in GB."""
     found = [_GIGABYTES.fullmatch(word) or re.fullmatch(r"(\d+)", word) for word in words]
     return [int(match[1]) for match in found if match]
 
@@ -166,7 +166,7 @@ _FP16_ONLY_PEAKS: tuple[tuple[str, float], ...] = (("V100", 125e12), ("T4", 65e1
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
+    """The peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
     if dtype not in ("bf16", "fp16"):
         return None
     if "MIG" in device_name.split():
@@ -180,7 +180,7 @@ CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 
 
 def cuda_torch_hint(python: str) -> str:
-    """Return how to replace a torch that was built without CUDA, in the environment of an interpreter."""
+    """How to replace a torch that was built without CUDA, in the environment of an interpreter."""
     return (
         f"`{quote(python)} -m pip install --force-reinstall torch --index-url {CUDA_INDEX}` installs a build "
         "for CUDA 13.0; `nvidia-smi` on a GPU node shows the newest version that its driver supports"

@@ -33,7 +33,7 @@ class Hardware:
 
 
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
-    """Return the names of the GPU types that a job may get; empty if unknown."""
+    """The names of the GPU types that a job may get; empty if unknown."""
     if config.resources.gpu_type is not None:
         return [config.resources.gpu_type]
     if target.cluster is None:
@@ -42,7 +42,7 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
 
 
 def known_gpu(names: list[str]) -> Gpu | None:
-    """Return the GPU type with the most memory among `names`; None if any of them is unknown."""
+    """The GPU type with the most memory among `names`; None if any of them is unknown."""
     found = [find_gpu(name) for name in names]
     known = [gpu for gpu in found if gpu is not None]
     return max(known, key=lambda gpu: gpu.most_memory) if known and len(known) == len(found) else None
@@ -51,7 +51,7 @@ def known_gpu(names: list[str]) -> Gpu | None:
 def find_hardware(
     config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
 ) -> Hardware:
-    """Return the hardware to plan for: that of the command line, else that of the config's target.
+    """The hardware to plan for: that of the command line, else that of the config's target.
 
     Raises UsageError if it is unknown.
     """
@@ -72,7 +72,7 @@ def find_hardware(
 
 
 def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
-    """Return the kinds of GPU nodes that a job may get."""
+    """The kinds of GPU nodes that a job may get."""
     if target.cluster is None:
         return ()
     # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
@@ -114,7 +114,7 @@ def _shown(names: list[str]) -> str:
 
 
 def unchecked_memory(config: RunConfig, names: list[str]) -> str:
-    """Return the warning for GPUs of unknown memory; `names` are those of `gpu_names`."""
+    """The warning for GPUs of unknown memory; `names` are those of `gpu_names`."""
     hint = f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
     if config.resources.gpu_type is not None:
         reason = f"resources.gpu_type is {config.resources.gpu_type}, a type of unknown memory"

@@ -64,7 +64,7 @@ class Layout:
         return self.tp * self.pp * self.cp > 1
 
     def place(self, rank: int) -> Place:
-        """Return the coordinates of a rank."""
+        """The coordinates of a rank."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         rank, dp_shard = divmod(rank, self.dp_shard)
@@ -72,7 +72,7 @@ class Layout:
         return Place(pp, dp_replicate, dp_shard, cp, tp)
 
     def dp_rank(self, rank: int) -> int:
-        """Return the data-parallel index of a rank, from 0 to `dp` - 1."""
+        """The data-parallel index of a rank, from 0 to `dp` - 1."""
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
@@ -202,11 +202,11 @@ class LaunchPlan:
         return self.num_nodes * self.workers_per_node
 
     def workers_of(self, node_rank: int) -> int:
-        """Return the number of workers of a node."""
+        """The number of workers of a node."""
         return self.workers_per_node if self.node_sizes is None else self.node_sizes[node_rank]
 
     def first_rank_of(self, node_rank: int) -> int:
-        """Return the lowest rank of a node."""
+        """The lowest rank of a node."""
         if self.node_sizes is not None:
             return sum(self.node_sizes[:node_rank])
         return node_rank * self.workers_per_node
@@ -215,7 +215,7 @@ class LaunchPlan:
         return {**asdict(self), "world_size": self.world_size}
 
     def to_text(self) -> str:
-        """Return the text of plan.json."""
+        """The text of plan.json."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -225,7 +225,7 @@ class LaunchPlan:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """Return the plan that `to_dict` wrote.
+        """The plan that `to_dict` wrote.
 
         Raises UsageError if a newer trainkit wrote it.
         """
@@ -283,7 +283,7 @@ class Dependency:
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
-    """Return the ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
+    """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
 
     Empty if all have finished. `array` is the job id of a group. Raises UsageError if a run has failed, is
     unknown, or runs on this machine.
@@ -321,7 +321,7 @@ def _hint(wrong: Dependency) -> str:
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:
-    """Return the plan with a dependency on `job_ids`; `texts` are the runs of --after as typed.
+    """The plan with a dependency on `job_ids`; `texts` are the runs of --after as typed.
 
     Raises UsageError for a plan without Slurm.
     """

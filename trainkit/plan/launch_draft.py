@@ -125,17 +125,17 @@ class LaunchDraft:
         return threads
 
     def lead_s(self) -> int:
-        """Return how many seconds before its end the run gets the notice; here, as many as it asks for."""
+        """How many seconds before its end the run gets the notice; here, as many as it asks for."""
         return math.ceil(self.loaded.config.requeue.grace_s)
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return the unit of a task."""
+        """The unit of a task."""
         return "node"
 
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest | None:
-        """Return the Slurm options; None if no job is submitted."""
+        """The Slurm options; None if no job is submitted."""
         return None
 
     def problem(self, key: str, message: str, hint: str = "") -> None:

@@ -77,7 +77,7 @@ def keys_set_by_user(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
-    """Return what a launcher's tool gets for a command.
+    """What a launcher's tool gets for a command.
 
     Raises ConfigError for values that the tool has no counterpart for.
     """

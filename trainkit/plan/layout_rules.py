@@ -19,7 +19,7 @@ def layout_problems(
     seq_len: int,
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
-    """Yield all problems that rule out a layout for a model and a batch."""
+    """All problems that rule out a layout for a model and a batch."""
     yield from _tensor_problems(layout, parallel, shape, seq_len)
     stages = num_stages(layout.pp, parallel.pp_schedule)
     if layout.pp > 1 and stages > shape.num_layers:
@@ -34,7 +34,7 @@ MAX_CHUNK_LOGITS = 2**27
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Return into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
+    """Into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
 
     A split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
     parallelism and pipelines split the logits themselves.
@@ -45,7 +45,7 @@ def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
 
 
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
-    """Return whether blocks are compiled on a device, ``cpu`` or ``cuda``.
+    """Whether blocks are compiled on a device, ``cpu`` or ``cuda``.
 
     Unless the config says so, not on CPUs, where compiling takes longer than a short run, and not with a
     schedule that splits the backward pass.
@@ -62,7 +62,7 @@ def batch_problems(
     seq_len: int,
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
-    """Yield all problems that rule out a layout for a batch, independent of the model."""
+    """All problems that rule out a layout for a batch, independent of the model."""
     yield from _context_problems(layout, seq_len)
     yield from _pipeline_problems(layout, parallel, device_batch_size, accumulation_steps)
 
@@ -116,7 +116,7 @@ def _pipeline_problems(
 def microbatch_problems(
     layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
 ) -> Iterator[Problem]:
-    """Yield the problems that rule out the number of microbatches of a pipeline."""
+    """The problems that rule out the number of microbatches of a pipeline."""
     if layout.pp == 1:
         return
     pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
@@ -140,17 +140,17 @@ def microbatch_problems(
 
 
 def divisors_of(number: int) -> list[int]:
-    """Return the divisors of a number, smallest first."""
+    """The divisors of a number, smallest first."""
     return [item for item in range(1, number + 1) if number % item == 0]
 
 
 def divisors(number: int, most: int | None = None) -> str:
-    """Return the divisors of a number up to `most` as text, for example ``1 or 2 or 4``."""
+    """The divisors of a number up to `most` as text, for example ``1 or 2 or 4``."""
     return " or ".join(str(item) for item in divisors_of(number) if item <= (most or number))
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:
-    """Return the layout of `world_size` processes and its description; a degree of -1 is derived.
+    """The layout of `world_size` processes and its description; a degree of -1 is derived.
 
     Raises ConfigError if the product of the degrees is not the number of processes.
     """

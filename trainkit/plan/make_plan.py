@@ -244,7 +244,7 @@ def check_config(
 
 
 def _init_problems(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Yield the problem of ``model.init_from``; a run that others wait for may have no checkpoint yet."""
+    """The problem of ``model.init_from``; a run that others wait for may have no checkpoint yet."""
     name = loaded.config.model.init_from
     if name is None:
         return
@@ -255,7 +255,7 @@ def _init_problems(loaded: LoadedConfig) -> Iterator[Problem]:
 
 
 def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Yield what a task of the user does not support, and its file if it does not exist."""
+    """What a task of the user does not support, and its file if it does not exist."""
     task = loaded.config.task
     file = Path(task.rpartition(":")[0])
     if file.suffix == ".py" and not file.is_file():
@@ -268,7 +268,7 @@ def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:
 
 
 def _no_stages(loaded: LoadedConfig, model: str) -> Iterator[Problem]:
-    """Yield the degrees that only a `Model` of trainkit supports, for the model of a task."""
+    """The degrees that only a `Model` of trainkit supports, for the model of a task."""
     reasons = {
         "pp": f"only models of trainkit can be cut into stages, not that of {model}",
         "cp": f"only models of trainkit can split a sequence over ranks, not that of {model}",
@@ -281,7 +281,7 @@ def _no_stages(loaded: LoadedConfig, model: str) -> Iterator[Problem]:
 
 
 def _transformers_problems(loaded: LoadedConfig, data: DataFacts) -> Iterator[Problem]:
-    """Yield what models of the transformers library do not support."""
+    """What models of the transformers library do not support."""
     model = loaded.config.model
     yield from _no_stages(loaded, "transformers")
     if loaded.config.parallel.tp > 1 and model.lora is not None:
@@ -313,7 +313,7 @@ def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem
 def _check_model(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
 ) -> tuple[LaunchPlan, list[Problem]]:
-    """Return the plan with its memory estimate, and all problems that prevent training the model with it."""
+    """The plan with its memory estimate, and all problems that prevent training the model with it."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
     seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
     if config.model.architecture != OURS:

@@ -77,7 +77,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
-    """Return a sentence if the vocabulary of a model is not that of both its preset and the tokenizer."""
+    """A sentence if the vocabulary of a model is not that of both its preset and the tokenizer."""
     preset = PRESETS[model.preset].vocab_size
     padded = _padded(tokenizer_vocab_size)
     if model.vocab_size is not None or preset is None or preset == padded:
@@ -93,7 +93,7 @@ def _padded(tokenizer_vocab_size: int) -> int:
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """Return the shape of a config: its preset with its overrides.
+    """The shape of a config: its preset with its overrides.
 
     Raises ConfigError with every size that is incompatible with another.
     """
@@ -143,13 +143,13 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
 
 
 def num_params(shape: ModelShape) -> int:
-    """Return the number of all parameters, including embeddings; tied embeddings count once."""
+    """The number of all parameters, including embeddings; tied embeddings count once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     return embeddings + num_params_between_embeddings(shape)
 
 
 def num_params_between_embeddings(shape: ModelShape) -> int:
-    """Return the number of parameters of the decoder blocks and the final norm."""
+    """The number of parameters of the decoder blocks and the final norm."""
     attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
     feed_forward = 3 * shape.dim * shape.ffn_dim
     norms = 2 * shape.dim
@@ -158,7 +158,7 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Return the FLOPs of training on one token, without recomputation.
+    """The FLOPs of training on one token, without recomputation.
 
     ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N counts the blocks and the output
     projection, even if tied, but not the embedding, which is a lookup.

@@ -28,12 +28,12 @@ SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv"
 
 
 def num_stages(pp: int, schedule: PipelineSchedule) -> int:
-    """Return the total number of stages of `pp` ranks; 1 without a pipeline."""
+    """The total number of stages of `pp` ranks; 1 without a pipeline."""
     return 1 if pp == 1 else pp * STAGES_PER_RANK[schedule]
 
 
 def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
-    """Return the stages of one rank of a pipeline, in forward order."""
+    """The stages of one rank of a pipeline, in forward order."""
     if pp == 1:
         return [0]
     if schedule in V_SHAPED:
@@ -76,7 +76,7 @@ class InFlight:
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """Return the fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """The fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)
@@ -84,7 +84,7 @@ def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) 
 
 
 def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """Return the idle time of a rank per step, in passes of a stage."""
+    """The idle time of a rank per step, in passes of a stage."""
     hops = pp - 1
     missing = max(0, pp - num_microbatches)
     if schedule == "interleaved_1f1b":
@@ -99,7 +99,7 @@ def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> 
 
 
 def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int) -> int:
-    """Return the maximum number of forward passes whose activations a rank keeps, over all of its stages."""
+    """The maximum number of forward passes whose activations a rank keeps, over all of its stages."""
     if pp == 1:
         return 1
     both = 2 * num_microbatches
@@ -121,7 +121,7 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
 def worst_in_flight(
     schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
 ) -> list[InFlight]:
-    """Return the states of a rank at the start of those backward passes at which memory may peak."""
+    """The states of a rank at the start of those backward passes at which memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
     if schedule not in DEFERRED_WEIGHT_GRADS:
@@ -142,7 +142,7 @@ def worst_in_flight(
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """Return the maximum number of microbatches whose loss the last stage keeps for the backward pass."""
+    """The maximum number of microbatches whose loss the last stage keeps for the backward pass."""
     if pp == 1:
         return 1
     if schedule == "gpipe":

@@ -94,7 +94,7 @@ class SlurmDraft(LaunchDraft):
         return count
 
     def _gpus_per_node(self) -> int:
-        """Return the most GPUs per node that enough nodes have; the overall maximum if there are too few."""
+        """The most GPUs per node that enough nodes have; the overall maximum if there are too few."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
@@ -124,7 +124,7 @@ class SlurmDraft(LaunchDraft):
         return None
 
     def _gpu_nodes(self, workers: int) -> list[NodeKind]:
-        """Return the nodes with a GPU for every worker; if there are none, all nodes with GPUs."""
+        """The nodes with a GPU for every worker; if there are none, all nodes with GPUs."""
         gpu_type = self._gpu_type
         some = [kind for kind in self.nodes if kind.num_gpus(gpu_type)]
         return [kind for kind in some if kind.num_gpus(gpu_type) >= workers] or some
@@ -135,7 +135,7 @@ class SlurmDraft(LaunchDraft):
         return device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
 
     def lead_s(self) -> int:
-        """Return how many seconds before the time limit Slurm signals the job, so that it can save."""
+        """How many seconds before the time limit Slurm signals the job, so that it can save."""
         grace_s, limit_s = super().lead_s(), self._time_limit_s()
         if limit_s is None or grace_s <= limit_s // SHARE_OF_TIME:
             return grace_s
@@ -146,7 +146,7 @@ class SlurmDraft(LaunchDraft):
         return lead_s
 
     def _time_limit_s(self) -> int | None:
-        """Return the time limit of the job in seconds; None for no limit or if unknown."""
+        """The time limit of the job in seconds; None for no limit or if unknown."""
         time, partition = self.loaded.config.resources.time, self.partition
         if time is not None:
             return time_limit_s(time)
@@ -159,7 +159,7 @@ class SlurmDraft(LaunchDraft):
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return the unit of a Slurm task."""
+        """The unit of a Slurm task."""
         if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
@@ -168,7 +168,7 @@ class SlurmDraft(LaunchDraft):
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
-        """Return the Slurm options, after checking the request against the limits of the cluster."""
+        """The Slurm options, after checking the request against the limits of the cluster."""
         config = self.loaded.config
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
@@ -203,7 +203,7 @@ class SlurmDraft(LaunchDraft):
         return replace(request, version=self.cluster.slurm_version)
 
     def _bad_nodes(self, request: ResourceRequest) -> list[str]:
-        """Return recently failed hosts to exclude, as many as the job can spare."""
+        """Recently failed hosts to exclude, as many as the job can spare."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
         named = request.named_nodes if bad else []
         excluded = [host for host in bad if host not in named][:capacity]

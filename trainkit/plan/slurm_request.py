@@ -78,7 +78,7 @@ class SlurmRequest:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
-        """Return the request that `dataclasses.asdict` wrote."""
+        """The request that `dataclasses.asdict` wrote."""
         return cls(dict(value["sbatch"]), dict(value["srun"]), tuple(value.get("version", ())))
 
 
@@ -92,7 +92,7 @@ def make_request(
     notice: str,
     expedite: bool = False,
 ) -> SlurmRequest:
-    """Return the Slurm options of a config.
+    """The Slurm options of a config.
 
     `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `notice` is
     the signal before the time limit and its number of seconds, such as ``USR2@120``. `expedite` uses the
@@ -145,14 +145,14 @@ def make_request(
 
 
 def _requeue_option(on: Collection[str], expedite: bool) -> Options:
-    """Return the option that sets whether Slurm itself may requeue the job."""
+    """The option that sets whether Slurm itself may requeue the job."""
     if not any(cause in on for cause in SLURM_REQUEUE_CAUSES):
         return {"no-requeue": True}
     return {"requeue": "expedite" if expedite else True}
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
-    """Return the request with these hosts excluded too."""
+    """The request with these hosts excluded too."""
     before = str(request.sbatch.get("exclude") or "")
     new = [host for host in hosts if host not in before.split(",")]
     exclude = ",".join([*([before] if before else []), *new])
@@ -160,7 +160,7 @@ def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
 
 
 def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, message, hint) for every extra option that another key or trainkit itself sets."""
+    """(key, message, hint) for every extra option that another key or trainkit itself sets."""
     for option in config.resources.extra:
         key = f"resources.extra.{option}"
         if option in SBATCH_KEYS:
@@ -176,7 +176,7 @@ def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def option_argv(options: Options) -> list[str]:
-    """Return options as command-line arguments, such as ``--nodes=2``; False omits an option."""
+    """Options as command-line arguments, such as ``--nodes=2``; False omits an option."""
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()

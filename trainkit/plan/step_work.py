@@ -124,11 +124,11 @@ class StepWork:
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
     def one_microbatch(self) -> StepWork:
-        """Return the work with one microbatch as the device batch."""
+        """The work with one microbatch as the device batch."""
         return replace(self, device_batch_size=max(1, self.samples_per_pass))
 
     def with_parallel(self, **changes: object) -> StepWork:
-        """Return the work with changed values in `parallel`."""
+        """The work with changed values in `parallel`."""
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
@@ -137,7 +137,7 @@ MAX_BLOCK = 256
 
 
 def row_blocks(row_size: int) -> tuple[int, int]:
-    """Return the elements of each part of a matrix row and the number of blocks per part, for adamw_8bit.
+    """The elements of each part of a matrix row and the number of blocks per part, for adamw_8bit.
 
     They depend on nothing but the row, so that a checkpoint does not depend on the layout.
     """
@@ -146,7 +146,7 @@ def row_blocks(row_size: int) -> tuple[int, int]:
 
 
 def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state per parameter."""
+    """The bytes of optimizer state per parameter."""
     if optimizer.name == "adamw_8bit":
         # For both averages a code per element and a float32 scale per block. Vectors and small matrices,
         # whose averages are in float32, do not count.
@@ -156,7 +156,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 
 
 def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
-    """Return the section with the number of microbatches that a plan derived."""
+    """The section with the number of microbatches that a plan derived."""
     if batch.pp_microbatches is None:
         return parallel
     return parallel.model_copy(update={"pp_microbatches": batch.pp_microbatches})
@@ -165,7 +165,7 @@ def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """Return the work of a config on a layout with a batch."""
+    """The work of a config on a layout with a batch."""
     return StepWork(
         shape=shape,
         layout=layout,

@@ -78,7 +78,7 @@ def names_key(command: Sequence[str], key: str) -> bool:
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the command of a point: ``{key}`` becomes the value of a swept key, anything else stays."""
+    """The command of a point: ``{key}`` becomes the value of a swept key, anything else stays."""
     words = []
     for word in command:
         for key, value in values.items():
@@ -103,7 +103,7 @@ def parse_axes(texts: Sequence[str], command: Sequence[str] = ()) -> tuple[Axis,
 
 
 def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """Return the values of every point by key; the last key varies fastest."""
+    """The values of every point by key; the last key varies fastest."""
     keys = [axis.key for axis in axes]
     return [
         dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))
@@ -111,7 +111,7 @@ def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 
 def key_without_seed(values: Mapping[str, Any]) -> str:
-    """Return the values of a point as text; points with the same text differ only in the seed."""
+    """The values of a point as text; points with the same text differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
 
 
@@ -126,13 +126,13 @@ def shown_value(value: Any) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Return the last part of every key, or the full key if another has the same last part."""
+    """The last part of every key, or the full key if another has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
 
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes that turn JSON object `base` into `other`, by dotted path.
+    """The changes that turn JSON object `base` into `other`, by dotted path.
 
     A mapping that lost a key, or has a name with a dot, is replaced as a whole.
     """
@@ -158,7 +158,7 @@ def _fits_in(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `base` with the changes that `difference` returned."""
+    """A copy of `base` with the changes that `difference` returned."""
     result = dict(base)
     for path, value in changes.items():
         head, dot, rest = path.partition(".")

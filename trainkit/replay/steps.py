@@ -50,7 +50,7 @@ class StepSample:
     index: int
     """In the dataset."""
     ranks: tuple[int, ...]
-    """Those that read it: several if they share the work on a sample."""
+    """The ranks that read it: several if they share the work on a sample."""
     microbatch: int
     documents: tuple[Document, ...] = ()
     text: str = ""

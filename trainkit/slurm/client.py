@@ -251,7 +251,7 @@ RECORD = "\x1e"
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """Yield the fields of every record; the last field may contain separators. Drops truncated records."""
+    """The fields of every record; the last field may contain separators. Drops truncated records."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
@@ -266,7 +266,7 @@ def time_of(text: str) -> datetime | None:
 
 
 def seconds_of(text: str) -> int | None:
-    """A duration (`1-02:03:04`, `02:03:04`, `03:04`) in seconds; None for `UNLIMITED`, `INVALID`, …"""
+    """A duration (`1-02:03:04`, `02:03:04`, `03:04`) in seconds; None for `UNLIMITED` and `INVALID`."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:

@@ -193,7 +193,7 @@ def move_dependents(
 
 
 def show_config(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge, …"""
+    """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge and others."""
     return parse_config(query(["scontrol", "show", "config"], environ=environ).stdout)
 
 

@@ -30,7 +30,7 @@ IGNORE_SIGNALS = (
 
 
 def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
-    """submitit's executor with the options and setup of a script.
+    """The executor of submitit with the options and setup of a script.
 
     Raises UsageError for options that submitit cannot pass.
     """

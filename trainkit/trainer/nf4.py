@@ -50,7 +50,7 @@ class NF4Linear(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the weight."""
+        """Rows and columns of the weight."""
         return self.out_features, self.in_features
 
     @torch.no_grad()

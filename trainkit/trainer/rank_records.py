@@ -101,7 +101,7 @@ class RankRecords:
         self._host = host
         self._local_gradient = local_gradient
         self.values: list[Tensor] = []
-        """Those of the current step, float64 [] each: its sum of the loss, checksum and sum of squares."""
+        """The sum of the loss, checksum and sum of squares of the current step, float64 [] each."""
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
         self._last_norm = math.inf

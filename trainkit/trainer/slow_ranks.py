@@ -168,7 +168,7 @@ class Slowdown:
     own_s: float
     """Its time of a step, in seconds, of a rank before its first collective."""
     usual_s: float
-    """That of the others, or of the run's past."""
+    """The time of the other ranks, or of the run's past."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class SlowestRank:
     own_s: float
     """Its mean time of a step, in seconds."""
     usual_s: float
-    """That of the others."""
+    """The mean time of a step of the other ranks, in seconds."""
 
     @property
     def excess_s(self) -> float:

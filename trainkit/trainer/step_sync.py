@@ -31,7 +31,7 @@ class StepReport:
     data_wait_s: float
     """Mean over the ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Those of a user's task, each divided by its count."""
+    """The metrics of a user's task, each divided by its count."""
     rank_times: tuple[float, ...] = ()
     """The terms of `StepClock.report` of all ranks; empty without any."""
 

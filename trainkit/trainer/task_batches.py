@@ -255,7 +255,7 @@ def read_in_worker(dataset: Dataset[Any], indices: Sequence[int], config: RunCon
 
 
 def unchanged(batch: Any) -> Any:
-    """Return the batch, which is collated already."""
+    """The batch, which is collated already."""
     return batch
 
 

@@ -87,7 +87,7 @@ class Smoke:
         self._name = config.task
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems of a task; ends at the first that makes further ones unknowable."""
+        """The problems of a task; ends at the first that makes further ones unknowable."""
         try:
             yield from self._problems()
         except TaskError as error:

@@ -339,7 +339,7 @@ class _NoModuleTracker:
 
 
 def memory_tracker() -> Any:
-    """torch's memory tracker without per-module statistics, for the peak memory of a simulated rank.
+    """The memory tracker of torch without per-module statistics, for the peak memory of a simulated rank.
 
     When it goes: a `DispatchMode` that adds up the storages that are alive.
     """
@@ -410,7 +410,7 @@ def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
 
 
 def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
-    """The same for torch 2.11, in which schedules of one and of several stages differ."""
+    """`set_stage_shapes` for torch 2.11, in which schedules of one and of several stages differ."""
 
     def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         for stage in stages:

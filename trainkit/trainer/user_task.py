@@ -110,7 +110,7 @@ class UserTask:
 
     @property
     def base_fingerprint(self) -> str | None:
-        """That of the files with weights on which the run is based, if it is."""
+        """The fingerprint of the files with weights on which the run is based; None for other runs."""
         return self.task.base_fingerprint
 
     @property

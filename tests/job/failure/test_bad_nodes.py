@@ -110,8 +110,8 @@ def test_many_at_once(memory: Memory) -> None:
     assert sorted(memory.excluded()) == sorted(f"h{number}" for number in range(40))
 
 
-class Told:
-    """What Slurm was asked and told."""
+class SlurmCalls:
+    """What Slurm was asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tested: list[str] = []
@@ -132,7 +132,7 @@ class Told:
 
 
 def test_a_job_that_comes_back_leaves_the_bad_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = Told(monkeypatch)
+    slurm = SlurmCalls(monkeypatch)
     assert exclude_from("7_2", ["h1", "h2"], REQUEST) == ["h1", "h2"]
     assert slurm.tested == ["--job-name=me", "--nodes=2", "--exclude=h[8-9],h1,h2"]
     assert slurm.updates == [("7_2", "h[8-9],h1,h2")]
@@ -144,7 +144,7 @@ def test_a_job_that_comes_back_leaves_the_bad_host_out(monkeypatch: pytest.Monke
 def test_a_job_that_needs_the_host_keeps_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], answer: Exception
 ) -> None:
-    slurm = Told(monkeypatch)
+    slurm = SlurmCalls(monkeypatch)
     slurm.answer = answer
     assert exclude_from("7", ["h1"], REQUEST) == []
     assert slurm.updates == []
@@ -152,7 +152,7 @@ def test_a_job_that_needs_the_host_keeps_it(
 
 
 def test_a_job_that_can_do_without_one_leaves_that_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = Told(monkeypatch)
+    slurm = SlurmCalls(monkeypatch)
     slurm.needed = ("h2",)
     assert exclude_from("7", ["h1", "h2", "h3"], REQUEST) == ["h1", "h3"]
     assert slurm.updates == [("7", "h[8-9],h1,h3")]

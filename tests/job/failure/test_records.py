@@ -84,7 +84,7 @@ ModuleNotFoundError: No module named 'fancy_attention'
     [
         (TRACEBACK, "ModuleNotFoundError", "No module named 'fancy_attention'", True),
         (TRACEBACK + "cleaning up\n", "ModuleNotFoundError", "No module named 'fancy_attention'", True),
-        (TRACEBACK + "went on without it\n" * 30, "exit", "ended with exit code 1", None),
+        (TRACEBACK + "continued without it\n" * 30, "exit", "ended with exit code 1", None),
         (
             "  File \"train.py\", line 1\n    def f(\n         ^\nSyntaxError: '(' was never closed\n",
             "SyntaxError",

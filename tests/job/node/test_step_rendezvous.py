@@ -248,7 +248,7 @@ def test_the_first_task_of_a_node_never_starts(attempt: AttemptDir) -> None:
         share_on_node(attempt, task_of(1, 1), None, timeout_s=0.2)
 
 
-def test_told_to_stop_while_waiting(attempt: AttemptDir) -> None:
+def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:
     processes.block_signals()
     try:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

@@ -1,4 +1,4 @@
-"""A COMMAND that prints nothing: what it waits for, who is told, and when it is ended."""
+"""A COMMAND that prints nothing: what it waits for, the notification, and when it is ended."""
 
 from __future__ import annotations
 

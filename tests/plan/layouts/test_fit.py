@@ -36,7 +36,7 @@ def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = 
     return found
 
 
-def test_what_fits_is_told(tmp_path: Path) -> None:
+def test_what_fits_is_reported(tmp_path: Path) -> None:
     full = "parallel.activation_checkpointing=full"
     plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
     assert plan.reasons["memory"] == "about 16.0 GiB of the 79.6 GiB of each H100 80GB (20%)"

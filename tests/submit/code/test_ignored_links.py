@@ -1,4 +1,4 @@
-"""For commands: what is beside the code can be reached from the copy."""
+"""For commands: what is next to the code can be reached from the copy."""
 
 from __future__ import annotations
 

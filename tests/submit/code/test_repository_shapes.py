@@ -28,7 +28,7 @@ def commit(root: Path) -> None:
     git(root, "-c", "user.name=u", "-c", "user.email=u@x", "commit", "-qm", "m")
 
 
-def ignored_weights_beside_text(root: Path) -> None:
+def ignored_weights_next_to_text(root: Path) -> None:
     git(root, "init")
     ignore(root, "*.pt")
     write(root, "train.py", "out/a.pt", "out/note.txt")
@@ -178,7 +178,7 @@ def no_commits_and_an_empty_folder(root: Path) -> None:
 
 SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
     # shape: (folder to submit from, copied besides train.py and .gitignore, linked)
-    ignored_weights_beside_text: ("", ["out/note.txt"], []),
+    ignored_weights_next_to_text: ("", ["out/note.txt"], []),
     only_ignored_weights: ("", [], []),
     ignored_data_by_name: ("", [], ["data"]),
     ignored_data_in_a_tracked_folder: ("", ["data/prepare.py"], ["data/a.bin", "data/deep"]),

@@ -24,7 +24,7 @@ _ABORTED = re.compile(
 
 
 def launch_error(text: str) -> str | None:
-    """srun's message in its output that Slurm could not start the step; None without one."""
+    """The message of srun in its output that Slurm could not start the step; None without one."""
     found = _NOT_STARTED.search(text)
     return None if found is None else found[0]
 

@@ -18,9 +18,9 @@ class LaunchedRanks:
 
     def __init__(self) -> None:
         self.first_exit: RankExit | None = None
-        """That of the first rank which has failed."""
+        """The exit of the first rank that failed; None as long as none has."""
         self.codes: list[int | None] = []
-        """The exit codes of those that have ended; None where it came too late to see."""
+        """The exit codes of the ranks that have ended; None where it came too late to see."""
         self._lock = threading.Lock()
         self._watched: set[int] = set()
 

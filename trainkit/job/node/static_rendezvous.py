@@ -94,7 +94,7 @@ class HostLink:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def received(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived; sets `is_closed` after the last one of all."""
+        """The messages that have arrived; sets `is_closed` after the last one of all."""
         while not self.is_closed:
             try:
                 message = self._messages.get_nowait()

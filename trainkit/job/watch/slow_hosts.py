@@ -20,7 +20,7 @@ POLL_S = 2.0
 
 
 def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> dict[str, str]:
-    """Those of `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
+    """The `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
     if plan.requeue.slow_hosts == "ignore":
         return {}
     found = {}

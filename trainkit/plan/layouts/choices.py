@@ -63,7 +63,7 @@ class Choice:
 
 
 def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """Return the best choice for every layout that the model and the batch allow, best first.
+    """The best choice for every layout that the model and the batch allow, best first.
 
     `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
     checkpointing, the device batch, the microbatches and ``zero`` are chosen; the global batch is unchanged.
@@ -77,7 +77,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield the layouts of all GPUs, with tp within a node and at most one pipeline rank per layer."""
+    """The layouts of all GPUs, with tp within a node and at most one pipeline rank per layer."""
     gpus, shape = hardware.num_gpus, base.shape
     splits_sequence = base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     tps = [tp for tp in divisors_of(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
@@ -94,7 +94,7 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
 def best_on_layout(
     base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """Return the fastest choice for a layout that fits, else the one with the lowest memory.
+    """The fastest choice for a layout that fits, else the one with the lowest memory.
 
     None if the layout cannot train the model.
     """
@@ -116,7 +116,7 @@ def best_on_layout(
 
 
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
-    """Yield the possible device batches on a layout, largest first, none larger than requested.
+    """The possible device batches on a layout, largest first, none larger than requested.
 
     They have no activation checkpointing, because not every schedule supports it.
     """
@@ -135,7 +135,7 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """Return the work with `samples` per pass and `passes` per step; None if it violates a rule."""
+    """The work with `samples` per pass and `passes` per step; None if it violates a rule."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if violates_rules(made) else made
@@ -166,7 +166,7 @@ def violates_rules(work: StepWork) -> bool:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """Return the choice with ZeRO-2, if that fits and is faster; else the same choice."""
+    """The choice with ZeRO-2, if that fits and is faster; else the same choice."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
@@ -177,7 +177,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """Return the layout of the config, or None and all problems that rule it out on this hardware."""
+    """The layout of the config, or None and all problems that rule it out on this hardware."""
     config = loaded.config
     seq_len = config.data.seq_len
     try:
@@ -195,7 +195,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the work to derive other layouts from, with the config's samples per pass as the maximum."""
+    """The work to derive other layouts from, with the config's samples per pass as the maximum."""
     if configured is not None:
         work = configured.work
     else:

@@ -44,18 +44,18 @@ class Flow:
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """Return the number of ranks of the group on one node, which share its links to other nodes."""
+        """The number of ranks of the group on one node, which share its links to other nodes."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 
 def traffic(work: StepWork) -> list[Flow]:
-    """Return all data that a GPU sends in one step."""
+    """All data that a GPU sends in one step."""
     flows = [*_parameters(work), *_gradients(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
 def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
-    """Return the bytes sent by kind of parallelism: dp, tp, cp, pp."""
+    """The bytes sent by kind of parallelism: dp, tp, cp, pp."""
     sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
     for flow in flows:
         sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
@@ -112,7 +112,7 @@ def _activations(work: StepWork) -> Iterator[Flow]:
 
 
 def _weights(work: StepWork) -> tuple[StageParams, ParamCounts, int]:
-    """Return what the first rank has of the model, and the number of FSDP units of its blocks."""
+    """What the first rank has of the model, and the number of FSDP units of its blocks."""
     layout = work.layout
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     found = rank_param_counts(work.shape, params, layout)
@@ -200,7 +200,7 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
 
 
 def recompute_share(work: StepWork) -> float:
-    """Return the time of recomputation as a fraction of the compute time of a step.
+    """The time of recomputation as a fraction of the compute time of a step.
 
     A forward pass is a third of a step. ``selective`` recomputes every second matrix product: wk, wo and up.
     If weight gradients are deferred, torch recomputes a block for the input gradients and again for each
@@ -218,7 +218,7 @@ def recompute_share(work: StepWork) -> float:
 
 
 def rank_flops(work: StepWork, pp_rank: int) -> float:
-    """Return the FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
+    """The FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
     params = stage_params(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
     kv_dim = shape.num_kv_heads * shape.head_dim
@@ -241,7 +241,7 @@ def _compute_s(work: StepWork, gpu: Gpu) -> float:
 
 
 def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
-    """Return the seconds that a flow takes on its slowest link."""
+    """The seconds that a flow takes on its slowest link."""
     if flow.kind == "pp":
         # Point-to-point: the ranks of a node do not share one transfer as in a collective.
         far = flow.crosses_nodes(node_size)

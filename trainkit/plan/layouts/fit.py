@@ -31,7 +31,7 @@ class Advice:
 
 
 def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
-    """Yield changes that make a run fit, the smallest first.
+    """Changes that make a run fit, the smallest first.
 
     They are activation checkpointing, a smaller batch, another layout, more GPUs. Offload comes last: it
     saves the most memory but is slow.
@@ -71,7 +71,7 @@ def _on_same_layout(requested: Choice, global_batch_size: int | None) -> Iterato
 
 
 def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | None:
-    """Return the best choice on the fewest GPUs that fit; None if none fits or the batch is too small."""
+    """The best choice on the fewest GPUs that fit; None if none fits or the batch is too small."""
     for hardware in _sizes(requested.hardware):
         found = choose(requested.work, hardware, global_batch_size)
         if found and found[0].fit == "fits":
@@ -80,7 +80,7 @@ def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | No
 
 
 def _sizes(hardware: Hardware) -> Iterator[Hardware]:
-    """Yield the sizes to try: parts of a node, then nodes in powers of two and the midpoints between them."""
+    """The sizes to try: parts of a node, then nodes in powers of two and the midpoints between them."""
     size = max(hardware.node_size, hardware.gpu.node_size)
     for num_gpus in range(1, size + 1):
         if size % num_gpus == 0:
@@ -99,7 +99,7 @@ MAX_ADVICE = 2
 def check_memory(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, gpu: Gpu
 ) -> tuple[str | None, Problem | None]:
-    """Return a sentence about the memory of a run, or the problem if it certainly does not fit.
+    """A sentence about the memory of a run, or the problem if it certainly does not fit.
 
     If a name has variants, the one with the most memory counts.
     """
@@ -117,7 +117,7 @@ def _memory_text(choice: Choice, gpu: Gpu) -> str:
 
 
 def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
-    """Return the problem of a run that does not fit, for the key that affects the largest part."""
+    """The problem of a run that does not fit, for the key that affects the largest part."""
     worst, work = choice.memory.at_peak, choice.work
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:

@@ -38,7 +38,7 @@ def headline(best: Choice) -> str:
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
-    """Return the config keys to change to use a choice, in reading order."""
+    """The config keys to change to use a choice, in reading order."""
     work, layout = choice.work, choice.work.layout
     wanted: dict[str, object] = {
         "train.device_batch_size": work.device_batch_size,
@@ -61,7 +61,7 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
-    """Return the ``--set`` flags for `settings`."""
+    """The ``--set`` flags for `settings`."""
     return [
         f"--set {key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in values.items()
@@ -98,7 +98,7 @@ def _splits(choice: Choice) -> str:
 
 
 def _losses(choice: Choice) -> list[str]:
-    """Return the causes of lost time in a step, the largest fraction first."""
+    """The causes of lost time in a step, the largest fraction first."""
     cost, node_size = choice.cost, choice.hardware.node_size
     far = cost.crossing(node_size)
     shares = {
@@ -151,13 +151,13 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Return the time per token relative to that of the best choice."""
+    """The time per token relative to that of the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, Any]:
-    """Return a choice as a JSON object; amounts in bytes."""
+    """A choice as a JSON object; amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

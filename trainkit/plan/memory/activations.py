@@ -17,7 +17,7 @@ FLOAT32 = 4
 
 
 def block_bytes(work: StepWork) -> int:
-    """Return the activation bytes that one block keeps per pass without recomputation."""
+    """The activation bytes that one block keeps per pass without recomputation."""
     shape, tp, item = work.shape, work.layout.tp, work.itemsize
     # The GPU kernel that takes a mask needs as many key and value heads as query heads.
     repeats = work.document_mask and work.device == "cuda"
@@ -35,7 +35,7 @@ def block_bytes(work: StepWork) -> int:
 
 
 def kept_bytes(work: StepWork) -> int:
-    """Return the activation bytes that one block keeps per pass until its backward pass."""
+    """The activation bytes that one block keeps per pass until its backward pass."""
     mode = work.parallel.activation_checkpointing
     if mode == "none":
         return block_bytes(work)
@@ -52,17 +52,17 @@ def kept_bytes(work: StepWork) -> int:
 
 
 def recomputed_bytes(work: StepWork) -> int:
-    """Return the additional activation bytes of the block that is being recomputed."""
+    """The additional activation bytes of the block that is being recomputed."""
     return max(0, block_bytes(work) - kept_bytes(work))
 
 
 def document_mask_bytes(work: StepWork) -> int:
-    """Return the bytes of the mask of a pass, which all blocks share until the end of its backward pass."""
+    """The bytes of the mask of a pass, which all blocks share until the end of its backward pass."""
     return work.itemsize * work.samples_per_pass * work.seq_len**2 if work.document_mask else 0
 
 
 def split_gradient_bytes(work: StepWork) -> int:
-    """Return the bytes of output gradients that one block keeps per pass for deferred weight gradients."""
+    """The bytes of output gradients that one block keeps per pass for deferred weight gradients."""
     shape, tp = work.shape, work.layout.tp
     kv_dim = shape.num_kv_heads * shape.head_dim
     numbers = 2 * shape.dim + (shape.dim + 2 * kv_dim + 2 * shape.ffn_dim) / tp
@@ -70,24 +70,24 @@ def split_gradient_bytes(work: StepWork) -> int:
 
 
 def gradient_bytes(work: StepWork) -> int:
-    """Return the peak bytes of activation gradients in the backward pass of a block, inside the SwiGLU."""
+    """The peak bytes of activation gradients in the backward pass of a block, inside the SwiGLU."""
     shape, tp = work.shape, work.layout.tp
     stream = shape.dim * (2 if tp > 1 else 1)
     return round(work.tokens_per_pass * work.itemsize * (stream + 3 * shape.ffn_dim / tp))
 
 
 def stream_bytes(work: StepWork) -> int:
-    """Return the bytes per token of the residual stream on one rank."""
+    """The bytes per token of the residual stream on one rank."""
     return work.itemsize * work.shape.dim // _stream_ranks(work)
 
 
 def head_bytes(work: StepWork) -> int:
-    """Return the activation bytes of the final norm and the head's input per pass."""
+    """The activation bytes of the final norm and the head's input per pass."""
     return round(work.tokens_per_pass * (_norm_bytes(work) + FLOAT32 + work.itemsize * work.shape.dim))
 
 
 def loss_bytes(work: StepWork) -> int:
-    """Return the bytes of the loss of one pass at the start of its backward pass.
+    """The bytes of the loss of one pass at the start of its backward pass.
 
     These are log-probabilities and the gradients of log-probabilities and logits, in float32. torch's loss
     parallelism has one more copy, and a pipeline also keeps the logits. A loss in parts needs these for one
@@ -102,12 +102,12 @@ def loss_bytes(work: StepWork) -> int:
 
 
 def kept_loss_bytes(work: StepWork) -> int:
-    """Return the bytes of the loss that one pass keeps until its backward pass."""
+    """The bytes of the loss that one pass keeps until its backward pass."""
     return round(_logits(work) * (FLOAT32 + _pipeline_logits_bytes(work)))
 
 
 def split_loss_bytes(work: StepWork) -> int:
-    """Return the bytes of gradients of the logits and the final norm's output per pass.
+    """The bytes of gradients of the logits and the final norm's output per pass.
 
     They are kept for deferred weight gradients.
     """
@@ -129,25 +129,25 @@ def _stream_ranks(work: StepWork) -> int:
 
 
 def _norm_bytes(work: StepWork) -> int:
-    """Return the bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
+    """The bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
     if work.device == "cpu":
         return 2 * FLOAT32 * work.shape.dim // _stream_ranks(work)
     return stream_bytes(work)
 
 
 def _norm_gradient_bytes(work: StepWork) -> int:
-    """Return the bytes per token of the gradient of a norm's output."""
+    """The bytes per token of the gradient of a norm's output."""
     item = FLOAT32 if work.device == "cpu" else work.itemsize
     return item * work.shape.dim // _stream_ranks(work)
 
 
 def _dropout_bytes(work: StepWork) -> float:
-    """Return the bytes per token of the dropout masks of both residual branches."""
+    """The bytes per token of the dropout masks of both residual branches."""
     return 2 * work.itemsize * work.shape.dim / _stream_ranks(work) if work.shape.dropout else 0.0
 
 
 def _mask_bytes(work: StepWork) -> int:
-    """Return the bytes of the attention masks of both chunks of a context-parallel rank.
+    """The bytes of the attention masks of both chunks of a context-parallel rank.
 
     Its chunks, one from the start and one from the end of the sequence, attend to 2 x cp + 1 chunks in total.
     """

@@ -57,7 +57,7 @@ class Parts:
         return self.params + self.gradients + self.optimizer + self.activations + self.loss + self.buffers
 
     def plus(self, *, gradients: int = 0, activations: int = 0, loss: int = 0, buffers: int = 0) -> Parts:
-        """Return these parts with additional bytes."""
+        """These parts with additional bytes."""
         return Parts(
             self.params,
             self.gradients + gradients,
@@ -69,7 +69,7 @@ class Parts:
 
 
 def receive_buffers(work: StepWork, params: StageParams) -> int:
-    """Return the bytes of a pipeline's receive buffers: one input and one gradient per microbatch."""
+    """The bytes of a pipeline's receive buffers: one input and one gradient per microbatch."""
     if work.layout.pp == 1:
         return 0
     inputs, outputs = (len(params.layers) - is_end for is_end in (params.has_embedding, params.has_head))
@@ -88,7 +88,7 @@ class MemoryPeaks:
     in_flight: InFlight
 
     def loss(self) -> Parts:
-        """Return the memory at the start of the loss's backward pass, with all activations allocated."""
+        """The memory at the start of the loss's backward pass, with all activations allocated."""
         blocks = self.stage_params.num_layers
         return self._static().plus(
             gradients=self._waiting(blocks) + self._reduced(0, has_head=False),
@@ -98,7 +98,7 @@ class MemoryPeaks:
         )
 
     def backward(self) -> Parts:
-        """Return the memory at the start of the backward pass of the block with the highest peak.
+        """The memory at the start of the backward pass of the block with the highest peak.
 
         Activations are freed and gradients allocated at constant rates, so the peak is near one of the ends.
         """
@@ -107,7 +107,7 @@ class MemoryPeaks:
         return max((self._backward_after(place) for place in places), key=lambda parts: parts.total)
 
     def reduce(self) -> Parts:
-        """Return the memory while the gradients outside the blocks are copied to the communication buffer."""
+        """The memory while the gradients outside the blocks are copied to the communication buffer."""
         if self.work.layout.pp > 1:
             # A pipeline reduces gradients only after the schedule ends.
             blocks = self.stage_params.num_layers
@@ -118,7 +118,7 @@ class MemoryPeaks:
         return max(found, key=lambda parts: parts.total)
 
     def _reduce_head(self) -> Parts:
-        """Return the memory while the head's gradient is copied, before the backward pass of the blocks."""
+        """The memory while the head's gradient is copied, before the backward pass of the blocks."""
         blocks, head = self.stage_params.num_layers, self.counts.head_unit
         return self._static().plus(
             gradients=self._waiting(blocks) + self._reduced(0, has_head=False) + self.work.itemsize * head,
@@ -127,7 +127,7 @@ class MemoryPeaks:
         )
 
     def _reduce_last(self) -> Parts:
-        """Return the memory while the last gradients are copied, after the backward pass of the blocks."""
+        """The memory while the last gradients are copied, after the backward pass of the blocks."""
         counts = self.counts
         last = counts.embedding_unit or counts.root
         # The unsharded gradients are freed before this rank's shard of them is allocated.
@@ -137,11 +137,11 @@ class MemoryPeaks:
         return self._static().plus(gradients=reduced + max(whole, FLOAT32 * shard), buffers=FLOAT32 * last)
 
     def update(self) -> Parts:
-        """Return the memory during the optimizer step."""
+        """The memory during the optimizer step."""
         return self._static().plus(gradients=0 if self.work.parallel.offload else self._all_reduced)
 
     def _backward_after(self, units_done: int) -> Parts:
-        """Return the memory at the start of a block's backward pass, after `units_done` units."""
+        """The memory at the start of a block's backward pass, after `units_done` units."""
         work = self.work
         done = units_done * self._unit_blocks
         left = self.stage_params.num_layers - done
@@ -157,7 +157,7 @@ class MemoryPeaks:
         return parts.plus(buffers=FLOAT32 * in_flight if work.is_wrapped and work.layout.pp == 1 else 0)
 
     def _static(self) -> Parts:
-        """Return the memory that is allocated in every phase."""
+        """The memory that is allocated in every phase."""
         sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.ends_shard
         on_device = 0 if self.work.parallel.offload else sharded
         # One process also keeps the weights in the compute type.
@@ -169,7 +169,7 @@ class MemoryPeaks:
         )
 
     def weights(self) -> Parts:
-        """Return the memory during deferred weight gradients with recomputation."""
+        """The memory during deferred weight gradients with recomputation."""
         work, blocks = self.work, self.stage_params.num_layers
         a_block = split_gradient_bytes(work) + RECOMPUTED_COPIES * block_bytes(work)
         return self._static().plus(
@@ -199,7 +199,7 @@ class MemoryPeaks:
         return FLOAT32 * (self.counts.block_shard * self.stage_params.num_layers + self.counts.ends_shard)
 
     def _waiting(self, blocks_left: int, *, has_head: bool = True) -> int:
-        """Return the bytes of unsharded gradients from earlier passes that are not reduced yet.
+        """The bytes of unsharded gradients from earlier passes that are not reduced yet.
 
         `has_head`: whether those of a head that is reduced by itself are among them.
         """
@@ -214,7 +214,7 @@ class MemoryPeaks:
         return FLOAT32 * (self.counts.block * blocks_left + self.counts.ends - head)
 
     def _waiting_stages(self) -> int:
-        """Return the bytes of unsharded gradients of the stages of a pipeline."""
+        """The bytes of unsharded gradients of the stages of a pipeline."""
         counts, params, summed = self.counts, self.stage_params, self.in_flight.summed
         blocks = sum(params.layers[-summed:])
         ends = counts.ends if summed == len(params.layers) else counts.head
@@ -227,7 +227,7 @@ class MemoryPeaks:
         return found
 
     def _reduced(self, blocks_done: int, *, has_head: bool) -> int:
-        """Return the bytes of reduced gradients, from this pass and earlier ones.
+        """The bytes of reduced gradients, from this pass and earlier ones.
 
         `has_head`: whether those of a head that is reduced by itself are among them.
         """
@@ -242,14 +242,14 @@ class MemoryPeaks:
         return FLOAT32 * (self.counts.block_shard * blocks_done + head)
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the head's gradient if it is reduced together with the embedding's."""
+        """The bytes of the head's gradient if it is reduced together with the embedding's."""
         if self.work.is_wrapped:
             is_apart = self.counts.head_unit > 0 and self.work.layout.pp == 1
             return 0 if is_apart else self.work.itemsize * self.counts.head
         return 0 if self.has_gradients else FLOAT32 * self.counts.head
 
     def _cast(self, blocks_left: int, *, has_head: bool = True) -> int:
-        """Return the bytes of parameters in the compute type that are kept until their backward pass.
+        """The bytes of parameters in the compute type that are kept until their backward pass.
 
         `has_head`: whether the backward pass of the head is still to come.
         """
@@ -262,7 +262,7 @@ class MemoryPeaks:
         return work.itemsize * (counts.root + counts.head_unit - done)
 
     def _gathered_units(self, blocks_left: int) -> int:
-        """Return the bytes of the gathered unit in use and of the next one, which is prefetched."""
+        """The bytes of the gathered unit in use and of the next one, which is prefetched."""
         work = self.work
         if not work.is_wrapped or work.keeps_gathered:
             return 0
@@ -270,7 +270,7 @@ class MemoryPeaks:
         return work.itemsize * (self._unit + (following if work.shards > 1 else 0))
 
     def _in_a_block(self) -> int:
-        """Return the bytes that the backward pass of a block needs in addition to its kept activations.
+        """The bytes that the backward pass of a block needs in addition to its kept activations.
 
         First these are gradients of activations, later gradients of all weights, after most activations are
         freed.
@@ -281,7 +281,7 @@ class MemoryPeaks:
         return max(first, later)
 
     def _activations(self, blocks_left: int) -> int:
-        """Return the activation bytes of all passes in flight."""
+        """The activation bytes of all passes in flight."""
         work = self.work
         kept = kept_bytes(work)
         if work.layout.pp == 1:
@@ -290,7 +290,7 @@ class MemoryPeaks:
         return waiting * max(self.stage_params.layers)
 
     def _other_losses(self) -> int:
-        """Return the bytes of the losses of other passes in flight."""
+        """The bytes of the losses of other passes in flight."""
         work, pp = self.work, self.work.layout.pp
         if not self.stage_params.has_head:
             return 0
@@ -333,19 +333,19 @@ class Memory:
 
 
 def memory_of(work: StepWork) -> Memory:
-    """Return the memory of the rank that needs the most."""
+    """The memory of the rank that needs the most."""
     return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
 
 
 def extreme_ranks(work: StepWork) -> list[int]:
-    """Return the pipeline ranks that may need the most: both ends, and the first one with the most layers."""
+    """The pipeline ranks that may need the most: both ends, and the first one with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [stage_params(rank, pp, schedule, work.shape.num_layers).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: StepWork, pp_rank: int) -> Memory:
-    """Return the memory of one pipeline rank; all ranks with the same stages need the same."""
+    """The memory of one pipeline rank; all ranks with the same stages need the same."""
     params = stage_params(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     counts = rank_param_counts(work.shape, params, work.layout)
     found: dict[str, Parts] = {}
@@ -364,7 +364,7 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
 
 
 def _in_flight(work: StepWork, pp_rank: int) -> list[InFlight]:
-    """Return the passes in flight at each possible memory peak of a rank."""
+    """The passes in flight at each possible memory peak of a rank."""
     pp = work.layout.pp
     if pp == 1:
         return [InFlight(summed=int(work.accumulates))]

@@ -37,7 +37,7 @@ class StageParams:
 
 @lru_cache(maxsize=4096)
 def stage_params(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> StageParams:
-    """Return the part of the model on one rank of a pipeline."""
+    """The part of the model on one rank of a pipeline."""
     count = num_stages(pp, schedule)
     layers = stage_layers(num_layers, count)
     mine = stages_of(pp_rank, pp, schedule)
@@ -55,7 +55,7 @@ class ParamCounts:
     ends: int
     """Parameters outside the blocks, unsharded: the embedding, the final norm and the head."""
     ends_shard: int
-    """Those on this rank, sharded."""
+    """Parameters outside the blocks on this rank, sharded."""
     head: int
     """Parameters of the head, unsharded; 0 if it is on another rank."""
     embedding_unit: int
@@ -63,7 +63,7 @@ class ParamCounts:
     head_unit: int
     """Parameters of the final norm and the head if they are gathered by themselves, unsharded; else 0."""
     head_unit_shard: int
-    """Those on this rank, sharded."""
+    """Parameters of that unit on this rank, sharded."""
 
     @property
     def root(self) -> int:
@@ -100,18 +100,18 @@ def param_counts(shape: ModelShape, params: StageParams, tp: int, shards: int) -
 
 @lru_cache(maxsize=4096)
 def unit_blocks(shape: ModelShape, params: StageParams) -> int:
-    """Return the number of blocks per FSDP unit."""
+    """The number of blocks per FSDP unit."""
     block_bytes = 4 * sum(rows * columns for rows, columns in _block_matrices(shape, 1))
     return min(-(-MIN_UNIT_BYTES // block_bytes), max(params.layers))
 
 
 def rank_param_counts(shape: ModelShape, params: StageParams, layout: Layout) -> ParamCounts:
-    """Return the `param_counts` of a rank of a layout."""
+    """The `param_counts` of a rank of a layout."""
     return param_counts(shape, params, layout.tp, layout.dp_shard * layout.cp)
 
 
 def _block_matrices(shape: ModelShape, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield (rows, columns) of every weight of a block on one of `tp` ranks."""
+    """(rows, columns) of every weight of a block on one of `tp` ranks."""
     dim, kv_dim, ffn_dim = shape.dim, shape.num_kv_heads * shape.head_dim, shape.ffn_dim
     yield from ((dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim), (dim, dim // tp))
     yield from ((ffn_dim // tp, dim), (ffn_dim // tp, dim), (dim, ffn_dim // tp))
@@ -129,12 +129,12 @@ def _end_matrices(shape: ModelShape, params: StageParams, tp: int) -> Iterator[t
 
 
 def _shard(rows: int, shards: int) -> int:
-    """Return the number of rows on the rank with the most."""
+    """The number of rows on the rank with the most."""
     return -(-rows // shards)
 
 
 def state_bytes(shape: ModelShape, optimizer_bytes: float) -> int:
-    """Return the unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
+    """The unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
 
     `optimizer_bytes` are those of the optimizer per parameter.
     """
@@ -142,7 +142,7 @@ def state_bytes(shape: ModelShape, optimizer_bytes: float) -> int:
 
 
 def staged_bytes(shape: ModelShape, optimizer_bytes: float, plan: LaunchPlan) -> float:
-    """Return the bytes of host memory per node for the copies of asynchronous saves."""
+    """The bytes of host memory per node for the copies of asynchronous saves."""
     layout = plan.layout
     ranks_of_a_model = layout.dp_shard * layout.cp * layout.tp * layout.pp
     whole = num_params(shape) * (FLOAT32 + optimizer_bytes)
@@ -152,7 +152,7 @@ def staged_bytes(shape: ModelShape, optimizer_bytes: float, plan: LaunchPlan) ->
 def staging_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
-    """Return the problem if a node has too little memory for asynchronous saves."""
+    """The problem if a node has too little memory for asynchronous saves."""
     config = loaded.config
     need = staged_bytes(shape, optimizer_bytes(config.optimizer, shape), plan)
     if not config.checkpoint.async_save:
@@ -174,7 +174,7 @@ def staging_problem(
 def host_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
-    """Return the problem if the processes of a run on this machine need more memory than it has.
+    """The problem if the processes of a run on this machine need more memory than it has.
 
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
     memory would also take down other processes.

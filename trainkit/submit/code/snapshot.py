@@ -69,7 +69,7 @@ class Snapshot:
         return Path(self.code, self.subfolder)
 
     def to_dict(self) -> dict[str, Any]:
-        """The snapshot as JSON; bytes of names that are not UTF-8 become ``\\xNN``."""
+        r"""The snapshot as JSON; bytes of names that are not UTF-8 become ``\xNN``."""
         value = asdict(self) | {"workdir": str(self.workdir)}
         value["num_left_out"] = len(self.left_out)
         for key in ("left_out", "links"):

@@ -139,7 +139,7 @@ def below(root: str, path: str) -> str:
 
 
 def printable(path: str) -> str:
-    """A path as text: bytes that are not UTF-8 become ``\\xNN``."""
+    r"""A path as text: bytes that are not UTF-8 become ``\xNN``."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

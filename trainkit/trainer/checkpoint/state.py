@@ -65,7 +65,7 @@ class StateBuffers:
 
     @classmethod
     def of(cls, model: nn.Module) -> StateBuffers | None:
-        """Those of a model; None if it has none."""
+        """The buffers of a model that checkpoints contain; None if it has none."""
         state = model.state_dict()
         owners = {}
         for name, _ in model.named_buffers():
