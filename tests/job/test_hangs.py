@@ -71,7 +71,7 @@ def test_records_are_read_by_rank_and_damaged_ones_passed_over(attempt):
 def test_the_one_that_is_behind(attempt, late, phase):
     records = [record(rank) for rank in range(4)]
     records[2] = replace(records[2], **late, phase=phase)
-    assert hang_failure(attempt, PLAN, records) == {
+    assert hang_failure(attempt, PLAN, records).to_dict() == {
         "rank": 2,
         "node_rank": 1,
         "host": "host1",
@@ -87,28 +87,28 @@ def test_the_one_that_is_behind(attempt, late, phase):
 def test_before_the_first_step_nothing_is_usual(attempt):
     records = [record(rank, step=None, phase="load", usual_s=None) for rank in range(4)]
     message = "no progress for 312 s, in load; no rank is behind the others"
-    assert hang_failure(attempt, PLAN, records)["message"] == message
+    assert hang_failure(attempt, PLAN, records).message == message
     plan = replace(PLAN, num_nodes=1, workers_per_node=1)
-    assert hang_failure(attempt, plan, records[:1])["message"] == "no progress for 312 s, in load"
+    assert hang_failure(attempt, plan, records[:1]).message == "no progress for 312 s, in load"
 
 
 def test_at_the_same_position_the_one_that_is_elsewhere_in_the_code(attempt):
     records = [record(rank) for rank in range(4)]
     verdict = hang_failure(attempt, PLAN, records)
-    assert (verdict["rank"], verdict["host"]) == (0, None), "nothing tells them apart"
+    assert (verdict.rank, verdict.host) == (0, None), "nothing tells them apart"
     assert suspect_host(verdict) is None
     records[3] = replace(records[3], stack=("read (disk.py:3)",))
     verdict = hang_failure(attempt, PLAN, records)
-    assert (verdict["rank"], verdict["host"]) == (3, "host1")
+    assert (verdict.rank, verdict.host) == (3, "host1")
     records[2] = replace(records[2], stack=("read (disk.py:3)",))
-    assert hang_failure(attempt, PLAN, records)["rank"] == 0, "two against two"
+    assert hang_failure(attempt, PLAN, records).rank == 0, "two against two"
 
 
 def test_a_rank_that_says_nothing_comes_before_one_that_is_behind(attempt):
     records = [record(0), record(1, beat=0, phase="data"), record(3)]
     verdict = hang_failure(attempt, PLAN, records)
-    assert (verdict["rank"], verdict["node_rank"], verdict["host"], verdict["step"]) == (2, 1, "host1", 41)
-    assert verdict["message"].startswith(
+    assert (verdict.rank, verdict.node_rank, verdict.host, verdict.step) == (2, 1, "host1", 41)
+    assert verdict.message.startswith(
         "does not respond: its process is stopped or its host is lost; rank 1 has "
     )
 
@@ -116,7 +116,7 @@ def test_a_rank_that_says_nothing_comes_before_one_that_is_behind(attempt):
 def test_the_host_of_a_node_that_says_nothing(attempt):
     write_json(attempt.rendezvous_file, {"hosts": ["host0", "far-away"]})
     verdict = hang_failure(attempt, PLAN, [record(0), record(1)])
-    assert (verdict["rank"], verdict["host"]) == (2, "far-away")
-    assert verdict["message"].startswith("does not respond (nor does 1 other rank): its process is stopped ")
+    assert (verdict.rank, verdict.host) == (2, "far-away")
+    assert verdict.message.startswith("does not respond (nor does 1 other rank): its process is stopped ")
     attempt.rendezvous_file.write_text("{}")
-    assert hang_failure(attempt, PLAN, [record(0), record(1)])["host"] is None
+    assert hang_failure(attempt, PLAN, [record(0), record(1)]).host is None

@@ -33,6 +33,7 @@ from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import log_event
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     append_jsonl,
     as_utc,
@@ -79,7 +80,7 @@ def test_what_an_end_is_reported_as(tmp_path: Path, end: dict[str, Any], event: 
 
 
 def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
-    verdict = {"rank": 5, "host": "node3", "type": "OutOfMemory", "message": "12 GiB more"}
+    verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
     attempt = RunDir(tmp_path / "a run").attempt(1)
     notification = end_notification(attempt, end_of("failed", "failed", "crash", verdict=verdict))
     assert notification is not None

@@ -24,6 +24,7 @@ from trainkit.job.watch import attempt as attempt_module
 from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, AttemptRecord, add_slurm_attempt, mark_cancelled
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -305,7 +306,7 @@ def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
         given.record_suspect(
             run.attempt(1),
             LaunchPlan.read(run.attempt(1).plan_file),
-            {"host": host, "node": True, "message": "no GPU"},
+            RankFailure(host=host, node=True, message="no GPU"),
         )
     assert (notes, given.good_hosts) == (["node1"], [])
 

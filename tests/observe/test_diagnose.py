@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -129,6 +130,8 @@ def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", ki
     attempt = run.attempt(1)
     attempt.create()
     record = {"rank": 0, "host": HOST, "time": "2026-01-01T00:00:00Z", "type": kind, "message": message}
+    killed_by = message.removeprefix("killed by ")
+    record["exit_code"] = 128 + signal.Signals[killed_by] if killed_by != message else 1
     write_json(attempt.rank_error(0), record)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": record})
     attempt.rank_log(0).write_bytes(log)

@@ -1,4 +1,5 @@
 from trainkit.observe.text import duration, event_line, failure_line
+from trainkit.run.failure import RankFailure
 
 
 def test_event_line():
@@ -23,9 +24,9 @@ def test_long_numbers_of_events_are_cut():
 
 
 def test_failure_line():
-    verdict = {"rank": 3, "host": "n1", "step": 37, "type": "ValueError", "message": "bad"}
+    verdict = RankFailure(rank=3, host="n1", step=37, type="ValueError", message="bad")
     assert failure_line(verdict) == "rank 3 failed first on n1 at step 37: ValueError: bad"
-    silent = {"rank": 3, "host": "n1", "step": None, "type": "exit", "message": "killed by SIGKILL"}
+    silent = RankFailure(rank=3, host="n1", type="exit", message="killed by SIGKILL")
     assert failure_line(silent) == "rank 3 failed first on n1: killed by SIGKILL"
 
 

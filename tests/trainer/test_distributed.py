@@ -19,6 +19,7 @@ from trainkit.job.failure.first_failure import suspect_host
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_json
 from trainkit.trainer import distributed, worker
 from trainkit.trainer.distributed import join_world, select_device
@@ -100,7 +101,7 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "-m pip install" in caught.value.hint
     assert "--index-url https://download.pytorch.org/whl/cu" in caught.value.hint
-    failure = {"host": "h1", "type": "TrainkitError", "message": str(caught.value), "exit_code": 78}
+    failure = RankFailure(host="h1", type="TrainkitError", message=str(caught.value), exit_code=78)
     assert suspect_host(failure) is None
 
 

@@ -90,8 +90,8 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert min(record.waited_s for record in records) < 5.0  # one may have stood still itself
     assert all(0.0 < record.usual_s < 2.0 for record in records)
     verdict = hang_failure(attempt, plan_of(attempt), records)
-    assert (verdict["rank"], verdict["step"]) == (1, 8)
-    assert "in data" in verdict["message"]
+    assert (verdict.rank, verdict.step) == (1, 8)
+    assert "in data" in verdict.message
     assert "give_or_sleep" in attempt.rank_stacks(1).read_text()
     assert "in data" in attempt.rank_log(1).read_text()
     trace = json.loads(traces[0].read_text())
@@ -141,8 +141,8 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
         wait_until(lambda: "in give_or_hold" in attempt.rank_stacks(1).read_text())
         # Before they are ended: a rank that loses its peer takes back what it wrote.
         verdict = hang_failure(attempt, plan_of(attempt), read_hangs(attempt))
-    assert (verdict["rank"], verdict["step"], verdict["host"]) == (1, 8, socket.gethostname())
-    assert verdict["message"].startswith("does not respond")
+    assert (verdict.rank, verdict.step, verdict.host) == (1, 8, socket.gethostname())
+    assert verdict.message.startswith("does not respond")
     assert "in give_or_hold" in attempt.rank_stacks(1).read_text()
     assert "rank 1 does not respond" in attempt.node_log(0).read_text()
 

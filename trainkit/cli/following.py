@@ -150,10 +150,10 @@ def print_end(run: RunDir) -> int:
     click.echo(f"{end.state}: {end.reason}", err=True)
     if end.verdict:
         click.echo(failure_line(end.verdict), err=True)
-        if end.verdict.get("hint"):
-            click.echo(f"hint: {end.verdict['hint']}", err=True)
-        if end.verdict.get("rank") is not None:
-            command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict['rank']}"
+        if end.verdict.hint:
+            click.echo(f"hint: {end.verdict.hint}", err=True)
+        if end.verdict.rank is not None:
+            command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict.rank}"
             click.echo(f"`{command}` shows its output", err=True)
     if end.state == "stopped":
         click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)

@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Container, Sequence
 from datetime import datetime, timezone
 from pathlib import Path, PurePath
-from typing import Any
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -47,6 +46,7 @@ from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAtt
 from trainkit.job.watch.slow_hosts import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
+from trainkit.run.failure import RankFailure
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -116,7 +116,7 @@ class Allocation:
     def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Complete the outcome of an attempt from the state of the job and its hosts."""
 
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: dict[str, Any] | None) -> None:
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
         """Record the host that a failure implicates."""
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
@@ -314,7 +314,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot query the state of {host}: {error.message}")
             return False
 
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: dict[str, Any] | None) -> None:
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
         """Stop using the host that a failure implicates, and record it for later jobs.
 
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
@@ -329,7 +329,7 @@ class SlurmAllocation(Allocation):
         if kind != "culprit" or suspect in previous:
             self.bad[host] = "lost" if kind == "died" else "failed"
         try:
-            cluster, reason = os.environ.get("SLURM_CLUSTER_NAME", ""), str(failure["message"])
+            cluster, reason = os.environ.get("SLURM_CLUSTER_NAME", ""), str(failure.message)
             note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
         except OSError as error:
             log_line(f"cannot record that {host} failed: {error}")

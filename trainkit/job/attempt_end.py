@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, read_end
 from trainkit.run.events import best_result, log_event
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     parse_time,
     read_jsonl,
@@ -76,7 +77,7 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
     return decide(result, previous, plan.requeue, options)
 
 
-def _is_after_signal(attempt: AttemptDir, failure: Mapping[str, Any] | None) -> bool:
+def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
     """Whether a failure came after the first stop signal of the attempt."""
     if failure is None:
         return False
@@ -85,7 +86,7 @@ def _is_after_signal(attempt: AttemptDir, failure: Mapping[str, Any] | None) -> 
         for event in read_jsonl(attempt.run.events_file)
         if event.get("event") == "signal" and event.get("attempt") == attempt.number
     )
-    since_s = seconds_between(next(times, None), parse_time(failure.get("time")))
+    since_s = seconds_between(next(times, None), parse_time(failure.time))
     return since_s is not None and since_s >= 0
 
 
@@ -164,10 +165,11 @@ def write_end(
     )
     end.write(attempt)
     if failure is not None:
-        fields = {key: failure[key] for key in failure if key != "time"}
-        log_event(run, number, "rank_failed", **fields, failed_at=failure["time"])
+        values = failure.to_dict()
+        failed_at = values.pop("time")
+        log_event(run, number, "rank_failed", **values, failed_at=failed_at)
     if outcome.hung:
-        log_event(run, number, "hang", message=None if failure is None else failure["message"])
+        log_event(run, number, "hang", message=None if failure is None else failure.message)
     if decision.cause is not None:
         fields = {"action": decision.action, "cause": decision.cause, "reason": decision.reason}
         log_event(run, number, "requeue_decision", **fields, delay_s=decision.delay_s)
@@ -196,7 +198,7 @@ def previous_attempts(attempt: AttemptDir) -> list[tuple[int, PreviousAttempt]]:
     return [(earlier.number, _previous(earlier)) for earlier in _earlier(attempt)]
 
 
-def previous_failures(attempt: AttemptDir) -> list[dict[str, Any]]:
+def previous_failures(attempt: AttemptDir) -> list[RankFailure]:
     """The first failure of each attempt in `previous_attempts` that had one."""
     ends = map(read_end, _earlier(attempt))
     return [end.verdict for end in ends if end is not None and end.verdict is not None]
@@ -221,19 +223,11 @@ def _previous(attempt: AttemptDir) -> PreviousAttempt:
     )
 
 
-def repeatable_failure(failure: Mapping[str, Any]) -> Failure | None:
+def repeatable_failure(failure: RankFailure) -> Failure | None:
     """The part of a failure that identifies its recurrence; None if the cause was external or random."""
-    code = failure.get("exit_code")
-    was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
-    is_final = bool(failure.get("final"))
-    if was_killed or (failure.get("type") in RANDOM_TYPES and not is_final):
+    if failure.was_killed or (failure.type in RANDOM_TYPES and not failure.final):
         return None
-    step = failure.get("step")
-    return Failure(
-        what=f"{failure.get('type')}: {failure.get('message')}",
-        step=step if isinstance(step, int) else None,
-        final=is_final,
-    )
+    return Failure(f"{failure.type}: {failure.message}", failure.step, bool(failure.final))
 
 
 def progress_of(attempt: AttemptDir) -> int:
@@ -272,10 +266,10 @@ def last_log_write(attempt: AttemptDir) -> datetime | None:
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
 
-def last_step(attempt: AttemptDir, failure: Mapping[str, Any] | None) -> int | None:
+def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
     """The step at which an attempt ended: that of the failure, else the last one logged or saved."""
-    if failure is not None and isinstance(failure.get("step"), int):
-        return int(failure["step"])
+    if failure is not None and failure.step is not None:
+        return failure.step
     # The steps in metrics.jsonl grow during an attempt; checkpoints, which events.jsonl also names, are
     # recorded later than their steps, or belong to an earlier attempt.
     newest = islice(_records_of(attempt, attempt.run.metrics_file), LATE_RECORDS)

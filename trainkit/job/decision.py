@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.end import RESUME_ACTIONS, Action, Cause
+from trainkit.run.failure import RankFailure
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""
@@ -66,7 +66,7 @@ class Outcome:
     """Whether srun had to be killed: Slurm may then still count the step as running."""
     out_of_time: bool = False
     """Whether some processes still ran at the end of the grace time."""
-    failure: dict[str, Any] | None = None
+    failure: RankFailure | None = None
     """The first failure; None until it is determined, and without one."""
     exits: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""

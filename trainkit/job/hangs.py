@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_json, refresh_listing
 from trainkit.run.rundir import AttemptDir
 
@@ -76,7 +76,7 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     return [host for host in hosts if host is not None]
 
 
-def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> dict[str, Any]:
+def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """The rank that blocks the others, as a failure of type ``Hang``; `records` must not be empty.
 
     This is the first rank without a report, else the rank that is behind the others. If no rank is behind,
@@ -94,17 +94,17 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         if not is_distinct:
             # On GPUs every rank waits for its own device, whichever device does not respond.
             host, message = None, f"{message}; no rank is behind the others"
-    return {
-        "rank": rank,
-        "node_rank": node_rank,
-        "host": host,
-        "time": min(record.time for record in records),
-        "step": behind.step,
-        "type": "Hang",
-        "message": message,
-        "exit_code": EXIT_STUCK,
-        "final": any(record.is_final for record in records),
-    }
+    return RankFailure(
+        rank=rank,
+        node_rank=node_rank,
+        host=host,
+        time=min(record.time for record in records),
+        step=behind.step,
+        type="Hang",
+        message=message,
+        exit_code=EXIT_STUCK,
+        final=any(record.is_final for record in records),
+    )
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:

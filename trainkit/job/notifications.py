@@ -23,6 +23,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import parse_time, read_json, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -59,12 +60,13 @@ class Notification:
 def end_notification(attempt: AttemptDir, end: AttemptEnd) -> Notification | None:
     """The notification of an ended attempt; None if a person stopped it, or it stopped as configured."""
     state, reason = end.state, str(end.reason)
-    folder, failure = quote(str(attempt.run.path)), end.verdict or {}
+    folder, failure = quote(str(attempt.run.path)), end.verdict or RankFailure()
     fields = {
         "state": state,
         "reason": reason,
         "step": end.step,
-        **{key: failure.get(key) for key in ("rank", "host")},
+        "rank": failure.rank,
+        "host": failure.host,
     }
     if end.action == "finished":
         return Notification("finished", "finished", f"trainkit report {folder}", fields)
@@ -79,13 +81,13 @@ def end_notification(attempt: AttemptDir, end: AttemptEnd) -> Notification | Non
     return None
 
 
-def _first_failure(failure: Mapping[str, Any]) -> str:
-    if failure.get("message") is None:
+def _first_failure(failure: RankFailure) -> str:
+    if failure.message is None:
         return ""
-    who = "" if failure.get("rank") is None else f"rank {failure['rank']} on "
-    where = f"{who}{failure['host']} failed first: " if failure.get("host") else ""
-    kind = "" if failure.get("type") == "exit" else f"{failure.get('type')}: "
-    return f"; {where}{kind}{failure['message']}"
+    who = "" if failure.rank is None else f"rank {failure.rank} on "
+    where = f"{who}{failure.host} failed first: " if failure.host else ""
+    kind = "" if failure.type == "exit" else f"{failure.type}: "
+    return f"; {where}{kind}{failure.message}"
 
 
 def stall_notification(attempt: AttemptDir, silent_s: float, step: int | None) -> Notification:

@@ -7,9 +7,8 @@ killed, or that reports the end of another one. The events before the failure co
 
 from __future__ import annotations
 
-import re
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -24,7 +23,8 @@ from trainkit.observe.run_text import Evidence, Match, Text, clean, num_lines_of
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.observe.torch_output import describe_signal, exception_of
 from trainkit.run.end import read_end
-from trainkit.run.files import read_json
+from trainkit.run.failure import SIGNALLED, RankFailure
+from trainkit.run.files import read_json, read_record
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -34,8 +34,7 @@ MAX_EVIDENCE = 6
 MAX_START = 200
 """Characters by which the line of an exception is found in a log."""
 TAIL_LINES = 20
-_KILLED = re.compile(r"killed by (SIG\w+)")
-OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """A process raises them itself, so that its output may say why; others come from outside."""
 
 
@@ -84,7 +83,7 @@ def diagnose(
 class _First:
     """The first failure: a record of a rank, or the verdict."""
 
-    record: Mapping[str, Any]
+    failure: RankFailure
     text: Text
     log_rank: int | None = None
     """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
@@ -100,16 +99,13 @@ class _First:
     @property
     def is_exception(self) -> bool:
         """Whether it says more than how the process ended."""
-        return self.record.get("type") not in ("exit", "RankKilled", None)
+        return self.failure.type not in ("exit", "RankKilled", None)
 
     @property
     def was_killed(self) -> bool:
         """Whether it was killed from outside, so that its own output does not say why."""
-        found = _KILLED.search(str(self.record.get("message")))
-        if found is not None:
-            return found[1] not in OWN_SIGNALS
-        code = self.record.get("exit_code")
-        return isinstance(code, int) and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+        number = (self.failure.exit_code or 0) - SIGNALLED
+        return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
 
 
 class _Case:
@@ -130,7 +126,7 @@ class _Case:
 
     @cached_property
     def events(self) -> AttemptEvents:
-        return AttemptEvents(self.attempt, None if self.first is None else self.first.record.get("time"))
+        return AttemptEvents(self.attempt, None if self.first is None else self.first.failure.time)
 
     def diagnosis(self) -> Diagnosis:
         if self.end.state == "finished":
@@ -160,17 +156,18 @@ class _Case:
             except (OSError, ValueError):
                 continue  # cut off by a crash
             if isinstance(record, dict):
-                text, log = record_text(path, self.run.path, record), RANK_FILE.fullmatch(path.stem)
-                found.append(_First(record, text, int(log[1]) if log else None))
-        return sorted(found, key=lambda first: str(first.record.get("time") or "~"))
+                failure, log = read_record(RankFailure, record), RANK_FILE.fullmatch(path.stem)
+                text = record_text(path, self.run.path, failure)
+                found.append(_First(failure, text, int(log[1]) if log else None))
+        return sorted(found, key=lambda first: first.failure.time or "~")
 
     def _first(self) -> _First | None:
         """The verdict, with the place of the record that it is from; else the earliest record."""
         verdict = self.end.verdict
         if verdict is None:
             return self.records[0] if self.records else None
-        if verdict.get("type") == "exit" and verdict.get("rank") is None and verdict.get("node_rank") is None:
-            verdict = {**verdict, "host": None}  # the supervisor's, which did not fail
+        if verdict.type == "exit" and verdict.rank is None and verdict.node_rank is None:
+            verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
         first = self._of_verdict(verdict)
         is_command = bool(self.files.plan().get("command"))
         return self._of_launcher(first) if is_command and first.rank is not None else first
@@ -183,7 +180,7 @@ class _Case:
             return first
         root, text = min(reported, key=lambda item: (self._only_noticed(*item), item[0].time))
         for own in self.records:
-            if own.log_rank == text.rank and own.record.get("exit_code") == 128 - root.code > 128:
+            if own.log_rank == text.rank and own.failure.exit_code == SIGNALLED - root.code > SIGNALLED:
                 return own  # the agent knows which rank it was
         known = self.files.hosts()
         host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
@@ -191,17 +188,19 @@ class _Case:
         rank, index = root.rank, root.index
         if rank is None and len(self.files.ranks_next_to(text.rank)) == 1:
             rank = text.rank
-        record: dict[str, Any] = {**first.record, "rank": rank, "host": host, "exit_code": abs(root.code)}
+        kind, message = first.failure.type, first.failure.message
         if root.code < 0:
-            name = describe_signal(-root.code)
-            record |= {"type": "RankKilled", "message": f"killed by {name}", "exit_code": 128 - root.code}
+            kind, message = "RankKilled", f"killed by {describe_signal(-root.code)}"
         elif not first.is_exception:
-            record |= {"type": "exit", "message": f"ended with exit code {root.code}"}
+            kind, message = "exit", f"ended with exit code {root.code}"
         if (raised := self._exception_of(root, text)) is not None:
-            index, record["type"], record["message"] = raised
-        line = text.part(index, 1, "record")
-        shown = clean(f"{record['type']}: {record['message']}")
-        return _First(record, replace(line, lines=[shown], rank=rank, host=host), text.rank)
+            index, kind, message = raised
+        line = replace(
+            text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank, host=host
+        )
+        code = SIGNALLED - root.code if root.code < 0 else root.code
+        failure = replace(first.failure, rank=rank, host=host, exit_code=code, type=kind, message=message)
+        return _First(failure, line, text.rank)
 
     def _exception_of(self, root: RankExit, text: Text) -> tuple[int, str, str] | None:
         """(line, type, message) of the exception with which a rank ended."""
@@ -217,10 +216,10 @@ class _Case:
         match = self._best([line])
         return match is not None and match.signature.role == "cascade"
 
-    def _of_verdict(self, verdict: Mapping[str, Any]) -> _First:
-        same = ("rank", "time", "type")
+    def _of_verdict(self, verdict: RankFailure) -> _First:
         for first in self.records:
-            if all(first.record.get(key) == verdict.get(key) for key in same):
+            own = first.failure
+            if (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type):
                 return first
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return _First(verdict, text, text.rank)
@@ -319,7 +318,7 @@ class _Case:
         if not is_of_job:
             rank, host, step = self._place(match)
         values = run_values(self.run, self.attempt) | dict(match.groups)
-        record = {} if first is None or is_of_job else first.record
+        failure = RankFailure() if first is None or is_of_job else first.failure
         hosts = self.files.hosts()
         if "nobody" in match.groups:
             rank = host = None
@@ -327,7 +326,7 @@ class _Case:
             "subject": _subject(rank, host),
             **({"num_hosts": str(len(hosts))} if hosts else {}),
             **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
-            "message": clean(str(record.get("message") or "")),
+            "message": clean(failure.message or ""),
             "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else {"host": host}),
@@ -343,7 +342,7 @@ class _Case:
             rank = int(values["suspect_rank"])
             host = self.files.host_of(rank) if hosts else host  # all on one host
         advice = [text for text in (fill(template, values) for template in signature.advice) if text]
-        hint = str(record.get("hint") or "")
+        hint = failure.hint
         if hint and match.text.kind == "record" and hint not in advice:
             advice.insert(0, hint)
         confidence = "likely" if match.text.kind == "log" else signature.confidence
@@ -366,8 +365,8 @@ class _Case:
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
         """The rank, host and step of a match: those that it names, else those of the first failure."""
-        first = {} if self.first is None else self.first.record
-        step = first.get("step") if isinstance(first.get("step"), int) else None
+        first = RankFailure() if self.first is None else self.first.failure
+        step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
             return rank, match.groups.get("host") or self.files.host_of(rank), step
@@ -376,10 +375,10 @@ class _Case:
         if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
         own = None if self.first is None else self.first.rank
-        host = first.get("host") or self.files.host_of(own)
+        host = first.host or self.files.host_of(own)
         if match.text.kind in ("agent", "srun") and match.groups.get("host"):
             host = match.groups["host"]
-        return own, str(host) if host else match.text.host, step
+        return own, host or match.text.host, step
 
     def _host_values(self, match: Match) -> dict[str, str]:
         """The hosts whose ranks reported this cause, if the run has others."""
@@ -405,17 +404,15 @@ class _Case:
             advice = [] if self.has_ended else self._resume_advice()
             cause = f"no known cause was found: {reason}"
             return self._make(cause=cause, tail=tail, events=self.events.shown(), advice=advice)
-        record = first.record
-        host = record.get("host") or (None if rank is None else self.files.host_of(rank))
-        hint = str(record.get("hint") or "")
-        step = record.get("step")
+        failure = first.failure
+        host = failure.host or (None if rank is None else self.files.host_of(rank))
         return self._make(
             cause=f"{_subject(rank, host)} failed first, for no known cause: {first.text.lines[0]}",
             rank=rank,
-            host=str(host) if host else None,
-            step=step if isinstance(step, int) else None,
+            host=host or None,
+            step=failure.step,
             evidence=[first.text.evidence(0)],
-            advice=[hint] if hint else [],
+            advice=[failure.hint] if failure.hint else [],
             tail=tail,
             events=self.events.shown(),
         )
@@ -446,7 +443,7 @@ class _Case:
 
     def _make(self, **values: Any) -> Diagnosis:
         state = "stopped" if self.end.state in ("stopped", "cancelled") else "failed"
-        time = (None if self.first is None else self.first.record.get("time")) or self.end.time
+        time = (None if self.first is None else self.first.failure.time) or self.end.time
         defaults: dict[str, Any] = {"name": None, "title": "unknown", "confidence": "unknown", "state": state}
         defaults |= {"rank": None, "host": None, "step": None, "time": time, "evidence": [], "advice": []}
         return Diagnosis(

@@ -116,7 +116,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON, without the points of its curves."""
-        value = asdict(self)
+        value = {**asdict(self), "status": self.status.to_dict()}
         value.pop("curves"), value.pop("val_loss")
         for attempt in value["attempts"]:
             if math.isinf(attempt["kept_step"]):

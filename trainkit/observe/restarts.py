@@ -9,7 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from trainkit.observe.text import failure_line
-from trainkit.run.files import parse_time
+from trainkit.run.failure import RankFailure
+from trainkit.run.files import parse_time, read_record
 
 RESTART_EVENTS = (
     *("requeue_decision", "rank_failed", "signal", "checkpoint_commit", "stopped", "started", "first_step"),
@@ -105,7 +106,7 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
     ]
     took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
     split = f" ({', '.join(parts)})" if parts else ""
-    failure = f"; {failure_line(last.verdict)}" if last.verdict is not None else ""
+    failure = f"; {failure_line(read_record(RankFailure, last.verdict))}" if last.verdict is not None else ""
     return f"{len(restarts)} ({causes}); last: {last.action}{took}{split}{failure}"
 
 

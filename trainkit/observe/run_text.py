@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.observe.signatures import Signature, Where, limited_time
+from trainkit.run.failure import RankFailure
 
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
@@ -186,17 +187,17 @@ def _blocks(stream: Any, end: int) -> Iterator[bytes]:
         yield block
 
 
-def record_text(path: Path, root: Path, record: Mapping[str, Any]) -> Text:
+def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
     """A failure as the line ``Type: message``, at the line of its message in a JSON file."""
-    message = f"{record.get('type')}: {record.get('message')}"
+    message = f"{failure.type}: {failure.message}"
     # An exception's message may have lines of its own: they count as one.
     line = clean(" ".join(message.split()))
     return Text(
         str(path.relative_to(root)),
         "record",
         [line],
-        record["rank"] if isinstance(record.get("rank"), int) else None,
-        record["host"] if isinstance(record.get("host"), str) else None,
+        failure.rank,
+        failure.host,
         json_line(path, "message"),
     )
 

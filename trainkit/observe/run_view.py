@@ -19,7 +19,8 @@ from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path
 from trainkit.observe.text import duration, failure_line, slowdown_line
 from trainkit.run.end import read_end
-from trainkit.run.files import parse_time, read_json, seconds_between
+from trainkit.run.failure import RankFailure
+from trainkit.run.files import parse_time, read_json, read_record, seconds_between
 from trainkit.slurm.jobs import JobInfo
 
 MAX_NOTICES = 50
@@ -451,7 +452,7 @@ def event_text(event: Mapping[str, Any]) -> str | None:
     """A past event as a sentence of the warnings; None for one that is none."""
     name, reason = event.get("event"), event.get("reason")
     if name == "rank_failed":
-        return failure_line(event)
+        return failure_line(read_record(RankFailure, event))
     if name in ("slow_rank", "slow_run"):
         return slowdown_line(event).replace("is slow since", "was slow from")
     if name == "hang":
@@ -488,7 +489,7 @@ def _tail(log: Path) -> list[str]:
 def _log(files: RunFiles, status: RunStatus) -> Path | None:
     if status.attempt is None:
         return None
-    rank = (status.verdict or {}).get("rank")
+    rank = None if status.verdict is None else status.verdict.rank
     attempt = AttemptFiles(files.run.attempt(status.attempt), None)
     return attempt.log_of(rank if isinstance(rank, int) else 0)
 

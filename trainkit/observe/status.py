@@ -24,6 +24,7 @@ from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import FAILED_SAVES
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import parse_time, read_json, seconds_between
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, read_job
@@ -81,7 +82,7 @@ class RunStatus:
     age_s: float | None
     """Seconds since the newest attempt was submitted."""
     last_event: dict[str, Any] | None
-    verdict: dict[str, Any] | None
+    verdict: RankFailure | None
     restarts: list[Restart]
     checkpoint: str | None
     """The newest published checkpoint."""
@@ -100,7 +101,7 @@ class RunStatus:
         return self.state in ACTIVE_STATES
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.to_dict()}
 
 
 def read_status(

@@ -82,7 +82,7 @@ def run_details(status: RunStatus) -> str:
         "last event": event_line(status.last_event) if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",
         "failure": failure_line(status.verdict) if status.verdict else "",
-        "hint": (status.verdict or {}).get("hint", ""),
+        "hint": (status.verdict and status.verdict.hint) or "",
         "diagnosis": f"`trainkit diagnose {quote(status.run_dir)}` names the cause" if is_failed else "",
     }
     text = [f"{key:<10}  {value}" for key, value in lines.items() if value]

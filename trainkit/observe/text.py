@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainkit.run.failure import RankFailure
+
 
 def event_line(event: Mapping[str, Any]) -> str:
     """One event as one line: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
@@ -29,15 +31,14 @@ def event_content(event: Mapping[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def failure_line(verdict: Mapping[str, Any]) -> str:
-    """The first failure as one line: rank, host, step and cause; `verdict` is that of end.json."""
-    if verdict.get("type") == "HostLost":
-        return f"host {verdict.get('host')} failed first: {verdict.get('message')}"
-    subject = "the job" if verdict.get("rank") is None else f"rank {verdict['rank']}"
-    where = f" on {verdict['host']}" if verdict.get("host") else ""
-    when = "" if verdict.get("step") is None else f" at step {verdict['step']}"
-    kind = verdict.get("type")
-    cause = verdict.get("message") if kind == "exit" else f"{kind}: {verdict.get('message')}"
+def failure_line(first: RankFailure) -> str:
+    """The first failure as one line: rank, host, step and cause."""
+    if first.type == "HostLost":
+        return f"host {first.host} failed first: {first.message}"
+    subject = "the job" if first.rank is None else f"rank {first.rank}"
+    where = f" on {first.host}" if first.host else ""
+    when = "" if first.step is None else f" at step {first.step}"
+    cause = first.message if first.type == "exit" else f"{first.type}: {first.message}"
     return f"{subject} failed first{where}{when}: {cause}"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_json, read_record, write_json
 from trainkit.run.rundir import AttemptDir
 
@@ -34,7 +35,7 @@ class AttemptEnd:
     exit_code: int | None = None
     reason: str | None = None
     """A sentence for people."""
-    verdict: dict[str, Any] | None = None
+    verdict: RankFailure | None = None
     """The first failure."""
     mark: int | None = None
     """The run's progress: the step of its newest checkpoint, else the number of long attempts."""
@@ -55,11 +56,12 @@ class AttemptEnd:
 
     def write(self, attempt: AttemptDir) -> None:
         """Write end.json. Raises OSError."""
-        values = asdict(self)
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
         more = values.pop("more")
-        if not values["guessed"]:
+        if not self.guessed:
             del values["guessed"]
-        write_json(attempt.end_file, {**values, **more})
+        verdict = None if self.verdict is None else self.verdict.to_dict()
+        write_json(attempt.end_file, {**values, "verdict": verdict, **more})
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:

@@ -23,7 +23,7 @@ def record(attempt, rank, time, **fields):
 def test_first_in_time(attempt):
     record(attempt, 0, "2026-01-01T00:00:02.000Z")
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert first_rank_failure(attempt) == {
+    assert first_rank_failure(attempt).to_dict() == {
         "rank": 1,
         "node_rank": 0,
         "host": "h",
@@ -41,23 +41,23 @@ def test_first_in_time(attempt):
 def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
     record(attempt, 0, "2026-01-01T00:00:01.000Z")
     record(attempt, 1, "2026-01-01T00:00:02.000Z", type="exit", exit_code=code)
-    assert first_rank_failure(attempt)["rank"] == first
+    assert first_rank_failure(attempt).rank == first
 
 
 def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
     """Slurm may kill a worker a moment before its agent, which then writes that down."""
     record(attempt, 3, "2026-01-01T00:00:01.000Z", type="exit", exit_code=9)
     record(attempt, 1, "2026-01-01T00:00:06.900Z", type="exit", exit_code=137)
-    assert (first_rank_failure(attempt)["rank"], first_rank_failure(attempt)["exit_code"]) == (3, 9)
+    assert (first_rank_failure(attempt).rank, first_rank_failure(attempt).exit_code) == (3, 9)
     record(attempt, 0, "2026-01-01T00:00:01.100Z", type="exit", exit_code=137)
-    assert first_rank_failure(attempt)["rank"] == 0
+    assert first_rank_failure(attempt).rank == 0
 
 
 def test_damaged_record_is_passed_over(attempt):
     attempt.rank_error(0).write_text("{")
     assert first_rank_failure(attempt) is None
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert first_rank_failure(attempt)["rank"] == 1
+    assert first_rank_failure(attempt).rank == 1
 
 
 def test_silent_death_keeps_the_last_lines_and_never_replaces_a_record(attempt):
@@ -134,7 +134,7 @@ def test_the_traceback_of_a_program_is_its_failure(attempt, log, kind, message, 
     record_silent_death(attempt, 0, 0, 1)
     value = read_json(attempt.rank_error(0))
     assert (value["type"], value["message"], value.get("final")) == (kind, message, final)
-    assert first_rank_failure(attempt)["final"] is bool(final)
+    assert first_rank_failure(attempt).final is bool(final)
 
 
 def test_an_exit_code_of_its_own_says_more_than_a_traceback(attempt):
@@ -167,5 +167,5 @@ def test_no_log(attempt):
 
 
 def test_job_that_failed_outside_its_workers():
-    assert agent_failure(2, "killed")["message"] == "killed (agent of node 2)"
-    assert agent_failure(None, "no port")["message"] == "no port"
+    assert agent_failure(2, "killed").message == "killed (agent of node 2)"
+    assert agent_failure(None, "no port").message == "no port"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.job.failure.first_failure import suspect_host
+from trainkit.run.failure import RankFailure
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast error:\nCuda failure 101"
 
@@ -21,5 +22,5 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast err
     ],
 )
 def test_hardware_and_what_only_looks_like_it(message: str, is_suspect: bool) -> None:
-    failure = {"host": "h1", "type": "RuntimeError", "message": message, "exit_code": 1}
+    failure = RankFailure(host="h1", type="RuntimeError", message=message, exit_code=1)
     assert suspect_host(failure) == (("h1", "culprit") if is_suspect else None)

@@ -88,9 +88,9 @@ def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyP
     found = watched.wait(30)
     assert missing_ranks(PLAN, found) == []
     failure = hang_failure(attempt, PLAN, found)
-    assert failure["host"] is None
-    assert failure["final"] is False
-    assert failure["message"].startswith("no progress for 70 s, in a command without output: none of ")
+    assert failure.host is None
+    assert failure.final is False
+    assert failure.message.startswith("no progress for 70 s, in a command without output: none of ")
     assert [event["event"] for event in watched.events()] == [], "it has printed, and no lock is in its way"
 
 
@@ -137,7 +137,7 @@ def test_a_lock_that_a_killed_process_left_is_final(
     found = repeatable_failure(failure)
     assert found is not None
     assert found.final, "it is not restarted"
-    assert "waits for the lock file /cache/op/lock of 2026-01-01T00:00:00Z, which no" in failure["message"]
+    assert "waits for the lock file /cache/op/lock of 2026-01-01T00:00:00Z, which no" in failure.message
 
 
 def test_a_rank_that_compiles_does_not_wait() -> None:
@@ -289,7 +289,7 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
         is_final=True,
     )
     plan = replace(PLAN, num_nodes=1, workers_per_node=1)
-    end = {"state": "failed", "cause": "hang", "verdict": hang_failure(attempt, plan, [record])}
+    end = {"state": "failed", "cause": "hang", "verdict": hang_failure(attempt, plan, [record]).to_dict()}
     write_json(attempt.end_file, end)
     found = diagnose(attempt, load_signatures())
     assert (found.state, found.name, found.rank, found.host) == ("failed", "lock-file", 0, "a")

@@ -1,15 +1,11 @@
-"""The first failure of an attempt, and the host that it implicates.
-
-A failure has the keys ``rank node_rank host time step type message exit_code final node``; end.json stores it
-as `verdict`. `final` means that a restart cannot help, `node` that the run may work on another node.
-"""
+"""The first failure of an attempt, and the host that it implicates."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.decision import Outcome
@@ -23,6 +19,7 @@ from trainkit.job.failure.srun_errors import hosts_of, ran_out_of_memory
 from trainkit.job.hangs import hang_failure
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.failure import RankFailure
 from trainkit.run.rundir import AttemptDir
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ _NOT_HARDWARE = re.compile(r"invalid device ordinal", re.IGNORECASE)
 """The CUDA error of a process that does not see the GPU it asks for, as with one GPU bound to each task."""
 
 
-def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
     """The first failure: a lost host, else in a hang the blocking rank, else the first failing rank.
 
     None when nothing failed or the failure is unknown.
@@ -49,16 +46,16 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
     return _killed_agent_failure(attempt, plan, outcome) or first_rank_failure(attempt)
 
 
-def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
     """The failure of an agent that was killed before any rank failed: its ranks left no record."""
     node_rank = outcome.killed_node
     if node_rank is None or _has_record(attempt, plan, node_rank):
         return None
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
     if ran_out_of_memory(attempt):
-        failure |= out_of_memory_fields(signal_exit_code(signal.SIGKILL))
+        failure = replace(failure, **out_of_memory_fields(signal_exit_code(signal.SIGKILL)))
     hosts = hosts_of(attempt)
-    return {**failure, "host": hosts[node_rank]} if node_rank < len(hosts) else failure
+    return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
 
 
 def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
@@ -67,18 +64,15 @@ def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
     return any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank)))
 
 
-def suspect_host(failure: Mapping[str, Any]) -> tuple[str, Kind] | None:
+def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
     """The host that a failure implicates, and as what kind; None when the program itself failed."""
-    if not failure.get("host"):
+    if not failure.host:
         return None
-    host, code = str(failure["host"]), failure.get("exit_code")
-    if failure.get("node"):
-        return host, "preflight"
-    if failure.get("type") == "HostLost":
-        return host, "died"
-    was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
-    if failure.get("type") == "Hang" or (was_killed and failure.get("type") == "exit"):
-        return host, "culprit"
-    message = str(failure.get("message"))
+    if failure.node:
+        return failure.host, "preflight"
+    if failure.type == "HostLost":
+        return failure.host, "died"
+    message = str(failure.message)
     is_hardware = _HARDWARE.search(message) and not _NOT_HARDWARE.search(message)
-    return (host, "culprit") if is_hardware else None
+    is_culprit = failure.type == "Hang" or (failure.was_killed and failure.type == "exit") or is_hardware
+    return (failure.host, "culprit") if is_culprit else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.job.hangs import read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.process_group import PEER_EXIT_S
-from trainkit.job.signals import describe_exit, signal_exit_code
+from trainkit.job.signals import describe_exit
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     as_utc,
     parse_time,
     read_json,
+    read_record,
     refresh_listing,
     seconds_between,
     utc_now,
@@ -139,7 +140,7 @@ def record_silent_death(
     )
 
 
-def out_of_memory_fields(exit_code: int) -> dict[str, str]:
+def out_of_memory_fields(exit_code: int) -> dict[str, Any]:
     """The ``type``, ``message`` and ``hint`` for a process that the kernel killed to free memory."""
     hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
     return {
@@ -186,7 +187,7 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
     )
 
 
-def first_rank_failure(attempt: AttemptDir) -> dict[str, Any] | None:
+def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
     """The first failure among the ranks' records, without its traceback; None without records.
 
     A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
@@ -195,12 +196,7 @@ def first_rank_failure(attempt: AttemptDir) -> dict[str, Any] | None:
     first = _first_record(attempt)
     if first is None:
         return None
-    keys = ("rank", "node_rank", "host", "time", "step", "type", "message", "exit_code")
-    return {
-        **{key: first.get(key) for key in keys},
-        **({"hint": first["hint"]} if first.get("hint") else {}),
-        **{key: bool(first.get(key)) for key in ("final", "node")},
-    }
+    return replace(first, hint=first.hint or None, final=bool(first.final), node=bool(first.node), more={})
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
@@ -208,11 +204,17 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
     first = _first_record(attempt)
     if first is None:
         return None
-    code = first.get("exit_code")
-    return code if isinstance(code, int) and code else EXIT_FAILED
+    return first.exit_code or EXIT_FAILED
 
 
-def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
+def _first_record(attempt: AttemptDir) -> RankFailure | None:
+    records = rank_failures(attempt)
+    killed = (item for item in records if item.was_killed and _later_s(records[0], item) < PEER_EXIT_S / 2)
+    return next(killed, records[0] if records else None)
+
+
+def rank_failures(attempt: AttemptDir) -> list[RankFailure]:
+    """What the ranks of an attempt have recorded of themselves, in the order of time."""
     records = []
     refresh_listing(attempt.errors_dir)
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
@@ -221,60 +223,47 @@ def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
         except (OSError, ValueError):
             continue  # cut off by a crash
         if isinstance(record, dict):
-            records.append(record)
-    records.sort(key=lambda record: str(record.get("time") or "~"))
-    killed = (item for item in records if _was_killed(item) and _later_s(records[0], item) < PEER_EXIT_S / 2)
-    return next(killed, records[0] if records else None)
+            records.append(read_record(RankFailure, record))
+    return sorted(records, key=lambda record: record.time or "~")
 
 
-def _later_s(first: dict[str, Any], second: dict[str, Any]) -> float:
+def _later_s(first: RankFailure, second: RankFailure) -> float:
     """Seconds by which the second record is later than the first; 0 when a time is unknown."""
-    return seconds_between(first.get("time"), parse_time(second.get("time"))) or 0.0
+    return seconds_between(first.time, parse_time(second.time)) or 0.0
 
 
-def _was_killed(record: dict[str, Any]) -> bool:
-    """Whether a rank was killed by an external signal; a rank raises SIGABRT itself."""
-    code = record.get("exit_code")
-    return isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
-
-
-def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
+def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
     """The failure when hosts were lost, which also explains the errors of ranks on other hosts."""
     try:
         hosts = list(read_json(attempt.rendezvous_file)["hosts"])
     except (OSError, ValueError, KeyError):
         hosts = []
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
-    return {
-        "rank": None,
-        "node_rank": hosts.index(lost[0]) if lost[0] in hosts else None,
-        "host": lost[0],
-        "time": utc_now(),
-        "step": None,
-        "type": "HostLost",
-        "message": f"it no longer responds{more}",
-        "exit_code": None,
-        "final": False,
-    }
+    return RankFailure(
+        node_rank=hosts.index(lost[0]) if lost[0] in hosts else None,
+        host=lost[0],
+        time=utc_now(),
+        type="HostLost",
+        message=f"it no longer responds{more}",
+        final=False,
+    )
 
 
-def dead_host_failure(host: str, died_at: datetime | None) -> dict[str, Any]:
+def dead_host_failure(host: str, died_at: datetime | None) -> RankFailure:
     """The failure of an attempt whose first host died together with the supervisor."""
-    reason = "its host died, or its supervisor was killed"
-    time = {} if died_at is None else {"time": as_utc(died_at)}
-    return {**agent_failure(None, reason), "host": host or None, "type": "HostLost", **time}
+    failure = agent_failure(None, "its host died, or its supervisor was killed")
+    time = failure.time if died_at is None else as_utc(died_at)
+    return replace(failure, host=host or None, type="HostLost", time=time)
 
 
-def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:
+def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = None) -> RankFailure:
     """The failure when no rank left a record, because the job failed outside its workers."""
-    return {
-        "rank": None,
-        "node_rank": node_rank,
-        "host": own_host(),
-        "time": utc_now(),
-        "step": None,
-        "type": "exit",
-        "message": reason if node_rank is None else f"{reason} (agent of node {node_rank})",
-        "exit_code": exit_code,
-        "final": False,
-    }
+    return RankFailure(
+        node_rank=node_rank,
+        host=own_host(),
+        time=utc_now(),
+        type="exit",
+        message=reason if node_rank is None else f"{reason} (agent of node {node_rank})",
+        exit_code=exit_code,
+        final=False,
+    )

@@ -1,0 +1,45 @@
+"""The failure of a rank, a host or a job: `verdict` in end.json, and what ranks record of themselves."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SIGNALLED = 128
+"""The exit code of a process that signal n killed is SIGNALLED + n."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A failure; None where a value is missing or unknown."""
+
+    rank: int | None = None
+    node_rank: int | None = None
+    host: str | None = None
+    time: str | None = None
+    step: int | None = None
+    type: str | None = None
+    """An exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang`` or ``OutOfMemory``."""
+    message: str | None = None
+    exit_code: int | None = None
+    hint: str | None = None
+    final: bool | None = None
+    """Whether a restart cannot help."""
+    node: bool | None = None
+    """Whether the run may work on another node."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else was recorded, such as the traceback."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal from outside killed a process; a process raises SIGABRT itself."""
+        code = self.exit_code
+        return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
+
+    def to_dict(self) -> dict[str, Any]:
+        """The failure as JSON, without what else was recorded."""
+        values = asdict(self)
+        del values["more"]
+        optional = ("hint", "final", "node")
+        return {key: value for key, value in values.items() if key not in optional or value is not None}
