@@ -107,7 +107,7 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         hint = "give its path, or set launch.venv, conda, modules or container in the config"
         if command[0].endswith(".py") and (cwd / command[0]).is_file():
             hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
-        raise UsageError(f"there is no program {command[0]!r} on PATH", hint=hint)
+        raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
     # launch.setup may change the folder or create the script.
     folder_is_known = launch.container is None and not launch.setup
