@@ -18,9 +18,8 @@ from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, 
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.notifications import url_problem
-from trainkit.plan.gpus import cuda_torch_hint
+from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.torch_release import release_problem
 from trainkit.plan.workload import SHELLS
 from trainkit.slurm.conf_file import conf_file
 from trainkit.submit.containers import container_problems, runtimes
