@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.plan.torch_release import OLDEST
+from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (339, 61_380), "tests": (381, 54_380)}
+SIZES = {"trainkit": (335, 61_340), "tests": (379, 54_380)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""

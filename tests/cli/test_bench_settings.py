@@ -62,7 +62,7 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
     ("args", "message"),
     [
         ([], "no --sweep"),
-        (["--sweep", "train.stepz=1"], "there is no key train.stepz"),
+        (["--sweep", "train.stepz=1"], "unknown key train.stepz"),
         (["--sweep", "train.steps=10,20"], "--sweep train.steps: a bench sets train.steps itself"),
         (
             ["--sweep", "requeue.on=[],[crash]"],

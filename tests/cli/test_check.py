@@ -86,7 +86,7 @@ def test_every_problem(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
     assert err == (
         "error: 2 problems\n\n"
-        "--set train.stps=1: train.stps: there is no such key\n  hint: did you mean train.steps?\n"
+        "--set train.stps=1: train.stps: unknown key\n  hint: did you mean train.steps?\n"
         "--set seed=-1: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1\n"
     )
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a;b 'd.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "error: a;b 'd.yaml: there is no such file or shipped config\n  hint: did you mean a;b 'c.yaml?\n"
+        "error: a;b 'd.yaml: no such file or shipped config\n  hint: did you mean a;b 'c.yaml?\n"
     )
 
 
@@ -259,12 +259,12 @@ def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\npartition: {}\ndefaults: {sed: 3}\n")
     assert main(["check", config, "--cluster", "mine"]) == 2
     assert capsys.readouterr().err == (
-        "error: clusters/mine.yaml:2: partition: there is no such key\n  hint: did you mean partitions?\n"
+        "error: clusters/mine.yaml:2: partition: unknown key\n  hint: did you mean partitions?\n"
     )
     (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\ndefaults: {sed: 3}\n")
     assert main(["check", config, "--cluster", "mine"]) == 2
     assert capsys.readouterr().err == (
-        "error: clusters/mine.yaml:2: sed: there is no such key\n  hint: did you mean seed?\n"
+        "error: clusters/mine.yaml:2: sed: unknown key\n  hint: did you mean seed?\n"
     )
 
 

@@ -19,7 +19,7 @@ def test_many_runs_need_slurm(desk, args):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--sweep", "optimizer.lrr=1,2"], "there is no key optimizer.lrr"),
+        (["--sweep", "optimizer.lrr=1,2"], "unknown key optimizer.lrr"),
         (["--sweep", "seed=1,1"], "1 appears twice"),
         (["--array", "3-x"], "not the indices of a job array: '3-x'"),
         (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),

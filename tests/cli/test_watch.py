@@ -98,7 +98,7 @@ def test_textual_is_imported_for_the_screen_only(tmp_path: Path) -> None:
 def test_an_unknown_run_is_a_usage_error(tmp_path: Path) -> None:
     done = watch("nothing", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: there is no run 'nothing'")
+    assert done.stderr.startswith("error: unknown run 'nothing'")
 
 
 @needs_tmux

@@ -121,11 +121,11 @@ def test_the_named_one(place: Place) -> None:
 def test_a_named_one_that_is_not_there(place: Place) -> None:
     place.profile("east", "name: east\n")
     assert place.refused("launch.cluster=eats") == (
-        "--set launch.cluster=eats: launch.cluster: is eats, but there is no such cluster profile\n"
+        "--set launch.cluster=eats: launch.cluster: is eats, an unknown cluster profile\n"
         "  hint: did you mean east? profiles: east, example; "
         "`trainkit init` writes the profile of the cluster it runs on"
     )
-    assert "no such cluster profile" in place.refused("launch.cluster=../east")
+    assert "an unknown cluster profile" in place.refused("launch.cluster=../east")
 
 
 def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
@@ -133,10 +133,8 @@ def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
     place.profile("north", "nmae: north\n")
     assert place.find() is None
     place.profile("west", "name: west\nslrm_version: x\n")
-    assert (
-        place.refused()
-        == f"{user_folder(place.environ)}/west.yaml:2: slrm_version: there is no such key\n"
-        + ("  hint: did you mean slurm_version?")
+    assert place.refused() == f"{user_folder(place.environ)}/west.yaml:2: slrm_version: unknown key\n" + (
+        "  hint: did you mean slurm_version?"
     )
 
 
@@ -179,7 +177,7 @@ def test_problems_of_defaults_have_their_place(place: Place) -> None:
     with pytest.raises(ConfigError) as error:
         place.load()
     assert [problem.render() for problem in error.value.problems] == [
-        f"{file}:3: sead: there is no such key\n  hint: did you mean seed?",
+        f"{file}:3: sead: unknown key\n  hint: did you mean seed?",
         f'{file}:5: launch.network: must be text, not 3\n  hint: put it in quotes: "3"',
     ]
 

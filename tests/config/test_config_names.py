@@ -64,7 +64,7 @@ def test_extends_takes_the_same_names(name: str, tmp_path: Path) -> None:
         ("zzz", "hint: shipped configs: quickstart, models/125m, "),
         (
             "train.py",
-            "train.py: there is no such config\n  hint: to run your own script: -- python train.py",
+            "train.py: no such config\n  hint: to run your own script: -- python train.py",
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_missing_config_names_what_is_close(name: str, problem: str, tmp_path:
         (tmp_path / file).write_text("seed: 1\n")
     with pytest.raises(ConfigError) as error:
         load_config(name, cwd=tmp_path, environ={})
-    assert error.value.message.startswith(f"{name}: there is no such ")
+    assert error.value.message.startswith(f"{name}: no such ")
     assert problem in error.value.message
 
 

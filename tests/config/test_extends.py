@@ -95,8 +95,8 @@ def test_problems_of_an_extended_file_have_its_lines(tmp_path: Path) -> None:
     files = {"run.yaml": "extends: a.yaml\nnodes: 1\n", "a.yaml": "\ntrain: {stepz: 1}\n"}
     assert message(tmp_path, files) == (
         "2 problems\n\n"
-        "a.yaml:2: train.stepz: there is no such key\n  hint: did you mean train.steps?\n"
-        "run.yaml:2: nodes: there is no such key\n  hint: did you mean resources.nodes?"
+        "a.yaml:2: train.stepz: unknown key\n  hint: did you mean train.steps?\n"
+        "run.yaml:2: nodes: unknown key\n  hint: did you mean resources.nodes?"
     )
 
 
@@ -116,10 +116,10 @@ def test_shipped_profile(tmp_path: Path) -> None:
 
 def test_no_such_profile(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}, profile="smok") == (
-        "--profile smok: there is no profile 'smok'\n  hint: did you mean smoke? "
+        "--profile smok: unknown profile 'smok'\n  hint: did you mean smoke? "
         "profiles: aggressive, balanced, big, conservative, smoke"
     )
 
 
 def test_a_profile_is_a_name_and_no_path(tmp_path: Path) -> None:
-    assert "there is no profile '../run'" in message(tmp_path, {"run.yaml": "seed: 1\n"}, profile="../run")
+    assert "unknown profile '../run'" in message(tmp_path, {"run.yaml": "seed: 1\n"}, profile="../run")

@@ -23,7 +23,7 @@ def test_all_at_once(tmp_path: Path) -> None:
     text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 90\n"
     assert problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1") == [
         "--set x: must have the form section.key=value\n  hint: for example --set train.steps=100",
-        "run.yaml:2: train.stps: there is no such key\n  hint: did you mean train.steps?",
+        "run.yaml:2: train.stps: unknown key\n  hint: did you mean train.steps?",
         "TRAINKIT_SEED: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1",
         "--set model.dropout=1: model.dropout: must be a number of at least 0 and below 1, not 1",
         "run.yaml:3: train.log_every: must be a whole number of at least 1, not 0",
@@ -120,27 +120,27 @@ def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
         )
     else:
         shown = "trian" if key.startswith("trian") else key
-        expected = f"--set {override}: {shown}: there is no such key\n  hint: {hint}"
+        expected = f"--set {override}: {shown}: unknown key\n  hint: {hint}"
     assert problems(tmp_path, override) == [expected]
 
 
 def test_dotted_key_in_a_file(tmp_path: Path) -> None:
     assert problems(tmp_path, text="train.steps: 3\n") == [
-        "run.yaml:1: train.steps: there is no such key\n"
+        "run.yaml:1: train.steps: unknown key\n"
         '  hint: write "train:" and, indented on the next line, "steps:"'
     ]
 
 
 def test_unknown_variable(tmp_path: Path) -> None:
     assert problems(tmp_path, TRAINKIT_TRAIN_STEPS="3") == [
-        "TRAINKIT_TRAIN_STEPS: train_steps: there is no such key\n  hint: did you mean TRAINKIT_TRAIN__STEPS?"
+        "TRAINKIT_TRAIN_STEPS: train_steps: unknown key\n  hint: did you mean TRAINKIT_TRAIN__STEPS?"
     ]
 
 
 def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path: Path) -> None:
     text = "seed: many\ntrian: 1\n"
     assert problems(tmp_path, "seed=3", text=text) == [
-        "run.yaml:2: trian: there is no such key\n  hint: did you mean train?"
+        "run.yaml:2: trian: unknown key\n  hint: did you mean train?"
     ]
 
 

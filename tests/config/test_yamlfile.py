@@ -98,7 +98,7 @@ def test_all_problems_of_the_form_at_once(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    assert problem(tmp_path / "a.yaml") == "a.yaml: there is no such file"
+    assert problem(tmp_path / "a.yaml") == "a.yaml: file not found"
 
 
 def test_folder(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from trainkit.drill.loss_curve import Point
 from trainkit.drill.result import Result, RunOutcome, all_passed, evaluate, result_table, summary
-from trainkit.drill.run_scenario import ScenarioRecord as Record
 from trainkit.drill.scenarios import SCENARIOS
+from trainkit.drill.scenarios import ScenarioRecord as Record
 from trainkit.run.end import AttemptEnd
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from trainkit.job.failure.first_failure import suspect_host
+from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import write_json

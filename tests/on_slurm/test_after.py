@@ -146,5 +146,5 @@ def test_a_run_that_slurm_cannot_wait_for(login: Login) -> None:
     assert reverse.returncode == 2
     assert "--after requires Slurm, but this run starts on this machine" in reverse.stderr
     nobody = login.trainkit("submit", str(login.config), "--after", "nobody", "--", "true")
-    assert (nobody.returncode, nobody.stderr.splitlines()[0]) == (2, "error: there is no run 'nobody'")
+    assert (nobody.returncode, nobody.stderr.splitlines()[0]) == (2, "error: unknown run 'nobody'")
     assert login.trainkit("cancel", "here", "--wait").returncode == 0

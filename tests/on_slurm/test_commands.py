@@ -119,7 +119,7 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
 
 def test_a_command_that_does_not_exist_is_refused(login: Login) -> None:
     for command, words in (
-        (["no-such-program"], "there is no program 'no-such-program' on PATH"),
+        (["no-such-program"], "command not found on PATH: 'no-such-program'"),
         (["python", "no/such.py"], "there is no no/such.py in"),
     ):
         done = login.trainkit("submit", str(login.config), "--", *command)

@@ -54,7 +54,7 @@ def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> 
         ("seed=1],[2", "is not a list of YAML values", ""),
         ("seed=1 # 2", "is not a list of YAML values", ""),
         ("seed=1,2,1", "1 appears twice", "give each value once"),
-        ("optimizer.lrr=1", "there is no key optimizer.lrr", "did you mean optimizer.lr?"),
+        ("optimizer.lrr=1", "unknown key optimizer.lrr", "did you mean optimizer.lr?"),
         ("name=a,b", "name cannot be swept: every point has the name of its group", ""),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_command_can_contain_swept_values() -> None:
         "0.5",
         "{other}",
     )
-    with pytest.raises(UsageError, match="there is no key rate") as caught:
+    with pytest.raises(UsageError, match="unknown key rate") as caught:
         parse_axes(["rate=1,2"], command)
     assert caught.value.hint == "write {rate} in the COMMAND where its value belongs"
 

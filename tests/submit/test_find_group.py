@@ -63,9 +63,9 @@ def test_no_such_point(group: RunGroup, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("13", "there is no run '13'"),
-        ("13_4", "there is no run '13_4'"),
-        ("grup/4", "there is no run 'grup'"),
+        ("13", "unknown run '13'"),
+        ("13_4", "unknown run '13_4'"),
+        ("grup/4", "unknown run 'grup'"),
         ("group/x", "group/x does not contain a run"),
         ("group/04", "group/04 does not contain a run"),
         ("./group/4", "./group/4 does not contain a run"),

@@ -36,11 +36,11 @@ def test_a_file_that_is_no_script_of_the_command(tmp_path: Path, command: list[s
 
 
 def test_a_file_here_is_no_program(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no program 'train.py' on PATH") as caught:
+    with pytest.raises(UsageError, match=r"command not found on PATH: 'train.py'") as caught:
         refuse_missing(["train.py"], LAUNCH, "python", tmp_path)
     assert "give its path" in caught.value.hint
     (tmp_path / "train.py").touch()
-    with pytest.raises(UsageError, match=r"there is no program 'train.py' on PATH") as caught:
+    with pytest.raises(UsageError, match=r"command not found on PATH: 'train.py'") as caught:
         refuse_missing(["train.py", "--lr", "1"], LAUNCH, "python", tmp_path)
     assert caught.value.hint == "`-- python train.py …` runs the file of that name here"
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.runs import make_attempt
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
-from trainkit.job.failure.first_failure import suspect_host
+from trainkit.job.failure.records import suspect_host
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout

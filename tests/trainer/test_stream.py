@@ -150,7 +150,7 @@ def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int
 
 def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
     class Shared(StatefulLetters):
-        """Returns the object that it changes."""
+        """A stream that returns the object that it changes."""
 
         state: dict[str, Any]
 

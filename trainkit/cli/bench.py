@@ -56,7 +56,7 @@ def command() -> None:
 
 
 def _columns(own: Mapping[str, str]) -> str:
-    """Return the help text about the columns of summary.csv."""
+    """The help text about the columns of summary.csv."""
     columns = {**own, **COLUMNS}
     width = max(map(len, columns)) + 4
     lines = []

@@ -165,7 +165,7 @@ def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> list[Wait] | None:
-    """Return Slurm's estimate of the start time; None if Slurm does not answer, unless it `must`.
+    """Slurm's estimate of the start time; None if Slurm does not answer, unless it `must`.
 
     Raises UsageError if Slurm would reject the job.
     """

@@ -106,7 +106,7 @@ def _attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
-    """Return a function that lists the selected logs of an attempt."""
+    """A function that lists the selected logs of an attempt."""
     from trainkit.observe.attempt_files import AttemptFiles
 
     def logs_of(attempt: AttemptDir) -> list[Path]:

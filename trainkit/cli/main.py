@@ -91,7 +91,7 @@ class CommandTable(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            raise UsageError(f"there is no command {name!r}", hint=_command_hint(name))
+            raise UsageError(f"unknown command {name!r}", hint=_command_hint(name))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -236,7 +236,7 @@ def _from_click(error: click.ClickException) -> TrainkitError:
     message = error.format_message().rstrip(".")
     hint = ""
     if isinstance(error, click.NoSuchOption) and error.possibilities:
-        message = f"there is no option {error.option_name}"
+        message = f"unknown option {error.option_name}"
         hint = f"did you mean {' or '.join(sorted(error.possibilities))}?"
     elif (
         isinstance(error, click.BadParameter) and (found := NOT_A_NUMBER.match(error.message)) and error.param

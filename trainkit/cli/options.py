@@ -66,7 +66,7 @@ class ConfigRequest:
 
 
 def named_folder(text: str) -> Path:
-    """Return the folder of --run-dir; UsageError if it is empty, as from an unset shell variable."""
+    """The folder of --run-dir; UsageError if it is empty, as from an unset shell variable."""
     if not text.strip():
         raise UsageError("--run-dir is empty", hint="name a folder, or omit --run-dir for runs/NAME")
     return Path(text)
@@ -222,7 +222,7 @@ def one_node_config_options(function: Function) -> Function:
 
 
 def choose_config() -> str:
-    """Return the default config of a command without CONFIG, and print it to stderr."""
+    """The default config of a command without CONFIG, which is printed to stderr."""
     from trainkit.resources import default_config
 
     name, reason = default_config(Path.cwd())
@@ -311,7 +311,7 @@ def job_options(function: Function) -> Function:
 
 
 def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """Return the config values of `slurm_options`, and remove them from `arguments`."""
+    """The config values of `slurm_options`, which are removed from `arguments`."""
     flags: dict[str, tuple[str, object]] = {}
     for name, (key, _, _) in (*SLURM_FLAGS.items(), ("per", ("launch.per", "", ""))):
         value = arguments.pop(name, None)
@@ -338,7 +338,7 @@ def run_argument(function: Function) -> Function:
 
 
 def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:
-    """Return the config values of ``--nodes`` and ``--gpus-per-node``, each with the flag as typed."""
+    """The config values of ``--nodes`` and ``--gpus-per-node``, each with the flag as typed."""
     flags: dict[str, tuple[str, object]] = {}
     if nodes is not None:
         flags["resources.nodes"] = (f"--nodes {nodes}", nodes)
@@ -401,7 +401,7 @@ class GroupRequest:
     def points(
         self, seed: int | None, command: Sequence[str] | None = None
     ) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
-        """Return the array, and the values of every point by index; a `command` may contain swept keys.
+        """The array, and the values of every point by index; a `command` may contain swept keys.
 
         Without --sweep the points get consecutive seeds, starting at `seed`; None leaves the seed unchanged.
         Raises UsageError if the options are invalid.
@@ -431,7 +431,7 @@ class GroupRequest:
     def load_points(
         self, request: ConfigRequest, values: Mapping[int, dict[str, Any]]
     ) -> Iterator[tuple[int, LoadedConfig | ConfigError]]:
-        """Yield the index and config of each point, or its problems; a group can have 100,000 points."""
+        """The index and config of each point, or its problems; a group can have 100,000 points."""
         from trainkit.plan.sweep import key_without_seed, shown_value
 
         # Points that differ only in the seed are loaded once.
@@ -463,7 +463,7 @@ def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
 
 
 def _with_seed(loaded: LoadedConfig, seed: int | None, origin: str) -> LoadedConfig:
-    """Return the config with the seed of a point; None leaves it unchanged."""
+    """The config with the seed of a point; None leaves it unchanged."""
     if seed is None:
         return loaded
     from trainkit.config.changes import with_values

@@ -75,7 +75,7 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
-    """Return the model's shape; the data is inspected only if the vocabulary size depends on it."""
+    """The model's shape; the data is inspected only if the vocabulary size depends on it."""
     from trainkit.plan.make_plan import OURS, inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
@@ -123,13 +123,13 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """Return the first choices, and the config's layout in any case."""
+        """The first choices, and the config's layout in any case."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
     def advice(self) -> list[Any]:
-        """Return changes that would fit, if no layout fits."""
+        """Changes that would fit, if no layout fits."""
         from trainkit.plan.layouts.choices import Choice
         from trainkit.plan.layouts.fit import advise
 
@@ -172,7 +172,7 @@ class _Planned:
             click.echo(f"* the config's layout {verdict}: peak {peak}", err=True)
 
     def _flags(self, choice: Choice) -> str:
-        """Return the command that submits the run with a choice."""
+        """The command that submits the run with a choice."""
         from trainkit.plan.layouts.table import set_flags, settings
 
         request, hardware = self.request, choice.hardware
@@ -183,7 +183,7 @@ class _Planned:
         return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
-        """Return the plan as a JSON object; amounts in bytes."""
+        """The plan as a JSON object; amounts in bytes."""
         from trainkit.plan.layouts.table import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 

@@ -27,7 +27,7 @@ Kind = Literal["died", "preflight", "culprit", "start"]
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the file that records the bad hosts of a cluster."""
+    """The path of the file that records the bad hosts of a cluster."""
     return state_folder(environ) / "bad_nodes" / f"{cluster.lower().replace('/', '_')}.json"
 
 
@@ -72,7 +72,7 @@ def excluded(
     *,
     run: str | None = None,
 ) -> dict[str, str]:
-    """Return the hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
+    """The hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
 
     A host is excluded if it died, failed preflight, or was the culprit of `FAILURES_OF_A_CULPRIT` failures
     of one run, within the last 24 hours; from the jobs of the folder `run` also after one start that failed.
@@ -99,7 +99,7 @@ def _reason_text(note: Mapping[str, Any], failures: int) -> str:
 
 
 def _notes(file: Path, now: datetime) -> list[dict[str, Any]]:
-    """Return the notes that have not expired, the oldest first; none if the file is damaged."""
+    """The notes that have not expired, the oldest first; none if the file is damaged."""
     try:
         found = read_json(file)
     except (OSError, ValueError):

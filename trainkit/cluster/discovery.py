@@ -163,7 +163,7 @@ def _enforces_accounts(config: Mapping[str, str]) -> bool:
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """Return the option that requests GPUs, from the settings of `scontrol show config`."""
+    """The option that requests GPUs, from the settings of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
@@ -183,7 +183,7 @@ def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> li
 
 
 def _pairs(line: str) -> dict[str, str]:
-    """Return the `Name=value` pairs of a line; the first of a name wins, because free text can follow."""
+    """The `Name=value` pairs of a line; the first of a name wins, because free text can follow."""
     return {match["name"]: match["value"] for match in reversed(list(_PAIR.finditer(line)))}
 
 
@@ -236,7 +236,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`."""
+    """The number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`."""
     gpus: dict[str, int] = {}
     for match in _GPU.finditer(gres):
         gpu_type = match["type"] or ""

@@ -26,7 +26,7 @@ MAX_KINDS = 20
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """Return a summary of a cluster as text."""
+    """A summary of a cluster as text."""
     return "\n".join(_lines(cluster))
 
 
@@ -68,7 +68,7 @@ def _hardware_text(kind: NodeKind) -> str:
 
 
 def differences(profile: Cluster, found: Cluster) -> list[str]:
-    """Return the sections of a profile that are out of date; sections that either side lacks are skipped."""
+    """The sections of a profile that are out of date; sections that either side lacks are skipped."""
     is_up = {item.name: item.is_up for item in found.partitions}
     written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
     current = {item.name: _with_merged_features(item) for item in found.partitions}
@@ -86,7 +86,7 @@ def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
 
 
 def _with_merged_features(partition: Partition) -> Partition:
-    """Return a partition with nodes merged across features if it has more than `MAX_KINDS` kinds."""
+    """A partition with nodes merged across features if it has more than `MAX_KINDS` kinds."""
     if len(partition.nodes) <= MAX_KINDS:
         return partition
     merged: dict[tuple[object, ...], NodeKind] = {}
@@ -143,12 +143,12 @@ UNBOUNDED = 10**6
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
-    """Return the profile of a cluster as YAML; `trainkit.cluster.profile` reads it back."""
+    """The profile of a cluster as YAML; `trainkit.cluster.profile` reads it back."""
     return "\n".join(_profile_lines(cluster, today)) + "\n"
 
 
 def _flow(value: Any) -> str:
-    """Return a value as one line of YAML."""
+    """A value as one line of YAML."""
     text: str = yaml.dump(
         [value],
         Dumper=Dumper,
@@ -161,7 +161,7 @@ def _flow(value: Any) -> str:
 
 
 def _commented(line: str, comment: str) -> str:
-    """Return a line with its comment in column `COMMENT_COLUMN`."""
+    """A line with its comment in column `COMMENT_COLUMN`."""
     return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
 
 
@@ -323,7 +323,7 @@ MIN_FIRST_RUN_TIME_S = 300
 
 
 def first_run_text(cluster: Cluster | None) -> str:
-    """Return a run config that runs unchanged; `cluster` is None on a machine without Slurm."""
+    """A run config that runs unchanged; `cluster` is None on a machine without Slurm."""
     return "\n".join(_first_run_lines(cluster)) + "\n"
 
 
@@ -372,7 +372,7 @@ def _first_account_lines(cluster: Cluster) -> Iterator[str]:
 
 
 def first_partition(cluster: Cluster) -> Partition | None:
-    """Return the partition for the first run: one with GPUs if possible, preferably the default one."""
+    """The partition for the first run: one with GPUs if possible, preferably the default one."""
     request = ResourceRequest(nodes=1, workers_per_node=1, account=_first_account(cluster))
     usable = [
         item
@@ -387,7 +387,7 @@ def first_partition(cluster: Cluster) -> Partition | None:
 
 
 def _first_account(cluster: Cluster) -> str | None:
-    """Return the account to charge if there is no default account, else None."""
+    """The account to charge if there is no default account, else None."""
     accounts = cluster.accounts or ()
     if not accounts or any(item.is_default for item in accounts):
         return None

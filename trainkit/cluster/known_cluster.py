@@ -29,7 +29,7 @@ def known_cluster(
     cwd: Path | None = None,
     run: Path | None = None,
 ) -> Cluster:
-    """Return the cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
+    """The cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
 
     `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
     Raises ConfigError for a profile that is invalid or does not exist.

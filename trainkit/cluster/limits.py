@@ -29,7 +29,7 @@ class LimitProblem(NamedTuple):
 
 
 def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[LimitProblem]:
-    """Yield a problem for each key of a request that this cluster cannot satisfy."""
+    """A problem for each key of a request that this cluster cannot satisfy."""
     if not cluster.partitions:
         return
     names = None if request.partition is None else [name.strip() for name in request.partition.split(",")]
@@ -50,7 +50,7 @@ def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Limit
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[LimitProblem]:
-    """Yield the problems that prevent a job from ever starting in a partition.
+    """The problems that prevent a job from ever starting in a partition.
 
     The options that the hints suggest, used together, pass these checks.
     """
@@ -66,7 +66,7 @@ def partition_problems(
 
 
 def spare_capacity(request: ResourceRequest, cluster: Cluster) -> int | None:
-    """Return how many of the nodes that fit a job it does not need; None if that is unknown."""
+    """How many of the nodes that fit a job it does not need; None if that is unknown."""
     partitions = cluster.requested_partitions(request.partition)
     if not partitions or not all(partition.nodes for partition in partitions):
         return None
@@ -85,7 +85,7 @@ def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable
 
 
 def _unknown_partitions(names: list[str] | None, cluster: Cluster) -> Iterator[LimitProblem]:
-    """Yield the requested partitions that do not exist; `names` is None for the default partition."""
+    """The requested partitions that do not exist; `names` is None for the default partition."""
     listing = f"{cluster.name} has {listed(item.name for item in cluster.partitions if not item.is_hidden)}"
     if names is None and cluster.partition(None) is None:
         message = f"is not set, and {cluster.name} has no default partition"
@@ -98,7 +98,7 @@ def _unknown_partitions(names: list[str] | None, cluster: Cluster) -> Iterator[L
 
 
 def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[LimitProblem]:
-    """Yield an account or QOS that does not exist or that this user may not use."""
+    """An account or QOS that does not exist or that this user may not use."""
     account = _account_of(request, cluster)
     if request.account is not None and cluster.accounts is not None and account is None:
         names = list(dict.fromkeys(item.name for item in cluster.accounts))
@@ -121,7 +121,7 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Li
 def _permission_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[LimitProblem]:
-    """Yield a partition that the account or QOS is known not to be allowed in."""
+    """A partition that the account or QOS is known not to be allowed in."""
     account = _account_of(request, cluster)
     name = request.account or (account.name if account is not None else None)
     names_are_complete = () < cluster.slurm_version < SUBACCOUNTS_VERSION
@@ -160,7 +160,7 @@ def _is_in(name: str, names: Iterable[str] | None) -> bool:
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """Return the account that is charged, merged over its partitions; None if unknown."""
+    """The account that is charged, merged over its partitions; None if unknown."""
     found = [
         item
         for item in cluster.accounts or ()
@@ -179,7 +179,7 @@ def _union(items: list[tuple[str, ...] | None]) -> tuple[str, ...] | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the start of a hint; empty if no name is similar."""
+    """The start of a hint; empty if no name is similar."""
     match = near(name, names)
     return f"did you mean {match}? " if match else ""
 
@@ -199,7 +199,7 @@ def with_source(hint: str, cluster: Cluster) -> str:
 
 
 def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[LimitProblem]:
-    """Yield (key, message, hint) for the limits that a request exceeds, without suggesting other values."""
+    """(key, message, hint) for the limits that a request exceeds, without suggesting other values."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
     max_nodes = _max_nodes(request, cluster, partition)
@@ -214,7 +214,7 @@ def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """Return the requested QOS; an unknown one may override any limit."""
+    """The requested QOS; an unknown one may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)
@@ -231,7 +231,7 @@ def _max_nodes(request: ResourceRequest, cluster: Cluster, partition: Partition)
 
 
 def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
-    """Return the key that requests more nodes than `limit`, and the start of its message."""
+    """The key that requests more nodes than `limit`, and the start of its message."""
     if request.nodes > limit:
         return "resources.nodes", f"is {request.nodes}"
     shown = f"is {request.spare_nodes}: {request.nodes} + {request.spare_nodes} = {request.all_nodes} nodes"
@@ -296,7 +296,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[L
 def _node_size_problems(
     request: ResourceRequest, partition: Partition, kinds: Sequence[NodeKind]
 ) -> Iterator[LimitProblem]:
-    """Yield the amounts per node that no node has, each checked separately."""
+    """The amounts per node that no node has, each checked separately."""
     nodes_have = f"the nodes of partition {partition.name} have"
     workers = request.workers_per_node
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
@@ -386,7 +386,7 @@ def _cpus_per_worker(request: ResourceRequest) -> int | None:
 def _nearest_sizes(
     request: ResourceRequest, partition: Partition, max_nodes: int | None
 ) -> ResourceRequest | None:
-    """Return the closest request that a partition can satisfy; None if there is none.
+    """The closest request that a partition can satisfy; None if there is none.
 
     Prefers the same total number of processes, then few changed values, then more processes.
     """
@@ -418,7 +418,7 @@ def _by_hardware(kinds: Iterable[NodeKind]) -> list[NodeKind]:
 
 
 def _clipped(request: ResourceRequest, partition: Partition, kind: NodeKind) -> Iterator[ResourceRequest]:
-    """Yield the request reduced to one kind of node, with each number of GPUs per node to try."""
+    """The request reduced to one kind of node, with each number of GPUs per node to try."""
     workers, each, mem = request.workers_per_node, _cpus_per_worker(request), request.mem
     gpus, cpus = kind.num_gpus(request.gpu_type), partition.usable_cpus(kind)
     if request.gpus_per_node:
@@ -443,7 +443,7 @@ def _clipped(request: ResourceRequest, partition: Partition, kind: NodeKind) -> 
 
 
 def _distance(request: ResourceRequest, found: ResourceRequest, kind: NodeKind) -> tuple[float, ...]:
-    """Return a sort key for suggestions: the smallest is closest to the request."""
+    """A sort key for suggestions: the smallest is closest to the request."""
     total, workers = found.nodes * found.workers_per_node, found.workers_per_node
     is_whole_node = workers in (request.workers_per_node, kind.num_gpus(request.gpu_type))
     changes = (

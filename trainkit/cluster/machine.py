@@ -33,7 +33,7 @@ def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
 
 
 def host_memory(meminfo: Path) -> int | None:
-    """Return the bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
+    """The bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def _num_cpus() -> int:
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
-    """Return the smallest CPU quota of this process's cgroup (v2) and its parents, in cores.
+    """The smallest CPU quota of this process's cgroup (v2) and its parents, in cores.
 
     None if there is no limit.
     """
@@ -102,7 +102,7 @@ def _device(pynvml: Any, index: int) -> tuple[str, str]:
 
 
 def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[str, ...]:
-    """Return the names of the devices, given as (UUID, name), that a value of CUDA_VISIBLE_DEVICES exposes.
+    """The names of the devices, given as (UUID, name), that a value of CUDA_VISIBLE_DEVICES exposes.
 
     CUDA ignores the first invalid entry and all entries after it:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars

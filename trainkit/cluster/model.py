@@ -122,13 +122,13 @@ class Cluster:
     """How to clear that list."""
 
     def partition(self, name: str | None) -> Partition | None:
-        """Return a partition by name, or the default one for None; None if there is no such partition."""
+        """A partition by name, or the default one for None; None if there is no such partition."""
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)
 
     def requested_partitions(self, names: str | None) -> tuple[Partition, ...]:
-        """Return the partitions in the comma-separated `resources.partition` that exist."""
+        """The partitions in the comma-separated `resources.partition` that exist."""
         requested = [None] if names is None else [name.strip() for name in names.split(",")]
         found = (self.partition(name) for name in requested)
         return tuple(item for item in found if item is not None)

@@ -89,11 +89,11 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
     match = near(name, known)
     hint = f"did you mean {match}? " if match else ""
     hint += f"profiles: {', '.join(known)}; `trainkit init` writes the profile of the cluster it runs on"
-    raise ConfigError([loaded.problem(KEY, f"is {name}, but there is no such cluster profile", hint)])
+    raise ConfigError([loaded.problem(KEY, f"is {name}, an unknown cluster profile", hint)])
 
 
 def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path | None:
-    """Return the profile whose `name` is the cluster's, or None.
+    """The profile whose `name` is the cluster's, or None.
 
     Of several, the one whose file has that name; else raises ConfigError.
     """
@@ -110,7 +110,7 @@ def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the `name` in a profile; if it cannot be read, the file's name, so that using it reports why."""
+    """The `name` in a profile; if it cannot be read, the file's name, so that using it reports why."""
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
     except ConfigError:
@@ -232,7 +232,7 @@ class ClusterProfile(Section):
     )
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
-        """Return the profile as a `Cluster`."""
+        """The profile as a `Cluster`."""
         accounts, qos = self.accounts, self.qos
         return Cluster(
             name=self.name,
@@ -314,7 +314,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
         elif item["type"] == "extra_forbidden":
             match = near(str(path[-1]), _inner(_schema_at(path[:-1])).get("properties", {}))
             hint = f"did you mean {match}?" if match else ""
-            problem = Problem(key, "there is no such key", origin, hint)
+            problem = Problem(key, "unknown key", origin, hint)
         else:
             message = f"must be {schema_words(_schema_at(path))}, not {show_value(value)}"
             problem = Problem(key, message, origin)
@@ -323,7 +323,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
 
 
 def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
-    """Return the file and line of a path, or of the closest parent: list items have the list's line."""
+    """The file and line of a path, or of the closest parent: list items have the list's line."""
     for end in range(len(path), 0, -1):
         place = entry.find(tuple(map(str, path[:end])))
         if place is not None:
@@ -332,7 +332,7 @@ def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
 
 
 def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
-    """Return the part of pydantic's location that is a path in `value`, and the value at that path.
+    """The part of pydantic's location that is a path in `value`, and the value at that path.
 
     The remaining parts of the location name union members.
     """
@@ -353,7 +353,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
-    """Return the JSON schema at a path."""
+    """The JSON schema at a path."""
     schema = _schema()
     for part in path:
         schema = _inner(schema)
@@ -365,7 +365,7 @@ def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
 
 
 def _inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the section, mapping or list among the options of a schema; else the schema itself."""
+    """The section, mapping or list among the options of a schema; else the schema itself."""
     for option in schema.get("anyOf", [schema]):
         if "$ref" in option:
             option = _schema()["$defs"][option["$ref"].rpartition("/")[2]]

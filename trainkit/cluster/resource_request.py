@@ -62,7 +62,7 @@ class ResourceRequest:
 def resource_request(
     resources: ResourcesConfig, *, workers_per_node: int, device: str, threads: int | None, per: str
 ) -> ResourceRequest:
-    """Return the request of a job, from the `resources` section and the values that the plan derived."""
+    """The request of a job, from the `resources` section and the values that the plan derived."""
     cpus = None if threads is None else threads * workers_per_node
     if cpus is None and per == "gpu":
         cpus = workers_per_node  # each task gets at least one CPU
@@ -85,14 +85,14 @@ def resource_request(
 
 
 def features_of(constraint: str | None) -> tuple[str, ...]:
-    """Return the feature names in a constraint such as ``[rack1*2&rack2]``."""
+    """The feature names in a constraint such as ``[rack1*2&rack2]``."""
     return tuple(name.strip() for name in _NO_FEATURE.split(constraint or "") if name.strip())
 
 
 def matching_nodes(
     partition: Partition, constraint: str | None, gpu_type: str | None
 ) -> tuple[NodeKind, ...]:
-    """Return the nodes of a partition that have the features of a constraint and the GPU type.
+    """The nodes of a partition that have the features of a constraint and the GPU type.
 
     Only ``&`` is evaluated: with any other operator, every node counts as having the features.
     """

@@ -40,7 +40,7 @@ LOCAL = Target("local", "this machine")
 def choose_backend(
     backend: str, cluster: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
+    """The backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
 
     Raises SlurmError when it is unclear whether this machine belongs to a cluster.
     """
@@ -80,7 +80,7 @@ def make_target(
     cwd: Path | None = None,
     run: Path | None = None,
 ) -> Target:
-    """Return the target of a config and the description of its cluster; `backend` overrides the config's.
+    """The target of a config and the description of its cluster; `backend` overrides the config's.
 
     `run` is the folder of a run that starts again, for `known_cluster`.
     Raises ConfigError for a cluster profile that is invalid or does not exist.
@@ -130,7 +130,7 @@ def load_with_cluster(
 
 
 def _cluster_defaults(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Entry | None:
-    """Return the `defaults` of the profile of a config's cluster; None for a run on this machine."""
+    """The `defaults` of the profile of a config's cluster; None for a run on this machine."""
     launch = loaded.config.launch
     if choose_backend(launch.backend, launch.cluster, environ)[0] == "local":
         return None

@@ -11,7 +11,7 @@ _MIB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return a time limit in seconds; None for no limit, which Slurm writes as 0.
+    """A time limit in seconds; None for no limit, which Slurm writes as 0.
 
     Accepts Slurm's formats: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
     """
@@ -34,7 +34,7 @@ def time_text(seconds: int) -> str:
 
 
 def memory_mib(text: str) -> float | None:
-    """Return an amount such as ``64G`` in MiB; a bare number is MiB. None for ``0``: all memory of the node.
+    """An amount such as ``64G`` in MiB; a bare number is MiB. None for ``0``: all memory of the node.
 
     Raises ValueError if the text is not an amount of memory.
     """

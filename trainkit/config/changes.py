@@ -41,7 +41,7 @@ def _shown(value: Any) -> str:
 
 
 def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Change]:
-    """Yield the changes for a run of `num_steps` steps that logs every step; `what` names it in reasons."""
+    """The changes for a run of `num_steps` steps that logs every step; `what` names it in reasons."""
     train, schedule = config.train, config.schedule
     yield Change("train.steps", num_steps, train.steps, f"a {what} is short")
     yield Change("train.epochs", None, train.epochs, f"train.steps sets the length of the {what}")
@@ -57,7 +57,7 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Cha
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) -> LoadedConfig:
-    """Return a copy of the config with `values`, by keys such as ``train.steps``; `origin` is their origin.
+    """A copy of the config with `values`, by keys such as ``train.steps``; `origin` is their origin.
 
     Raises ConfigError listing every value that is invalid or contradicts another.
     """

@@ -41,7 +41,7 @@ class Layers:
         self.problems: list[Problem] = []
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
-        """Return the config with this name and its path: a file takes precedence over a shipped config."""
+        """The config with this name and its path: a file takes precedence over a shipped config."""
         path = self.cwd / Path(name).expanduser()
         shipped = None if path.is_file() else find_shipped_config(str(name))
         if shipped is None and not path.exists():
@@ -52,14 +52,14 @@ class Layers:
     def _missing(self, name: str, path: Path) -> Problem:
         if path.suffix == ".py":
             hint = f"to run your own script: -- python {name}"
-            return Problem("", "there is no such config", name, hint)
+            return Problem("", "no such config", name, hint)
         close = self._close_configs(name, path)
         if close:
             hint = f"did you mean {' or '.join(close)}?"
         else:
             hint = "" if path.parent.is_dir() else f"there is no folder {path.parent}; "
             hint += f"shipped configs: {', '.join(shipped_config_names())}"
-        return Problem("", "there is no such file or shipped config", name, hint)
+        return Problem("", "no such file or shipped config", name, hint)
 
     def _close_configs(self, name: str, path: Path) -> list[str]:
         """Files in the same folder and shipped configs whose names are similar to `name`."""
@@ -73,7 +73,7 @@ class Layers:
         return list(dict.fromkeys([*same, *close]))
 
     def file(self, path: Path) -> Entry:
-        """Return a file merged over the files it extends; empty if it cannot be read."""
+        """A file merged over the files it extends; empty if it cannot be read."""
         return self._file(self.cwd / path, ())
 
     def _file(self, path: Path, parents: tuple[Path, ...]) -> Entry:
@@ -124,7 +124,7 @@ class Layers:
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
-        """Return the profile with this name; `config` is the path of the run config, if it has one.
+        """The profile with this name; `config` is the path of the run config, if it has one.
 
         One of that config alone is next to it: ``CONFIG.NAME.yaml``.
         """
@@ -148,11 +148,11 @@ class Layers:
             if known
             else "profiles are in profiles/ next to the config"
         )
-        self.problem("", f"there is no profile {name!r}", f"--profile {name}", hint)
+        self.problem("", f"unknown profile {name!r}", f"--profile {name}", hint)
         return EMPTY
 
     def environment(self, environ: Mapping[str, str]) -> Entry:
-        """Return the layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
+        """The layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
         result = EMPTY
         for name, text in sorted(environ.items()):
             is_internal = name.startswith(ENV_INTERNAL_PREFIX) or name == WEBHOOK_VARIABLE
@@ -170,7 +170,7 @@ class Layers:
         return result
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
-        """Return the layer of ``--set a.b=c`` and of named options; the last ``--set`` of a key wins."""
+        """The layer of ``--set a.b=c`` and of named options; the last ``--set`` of a key wins."""
         result = EMPTY
         for text in overrides:
             origin = f"--set {text}"
@@ -196,7 +196,7 @@ class Layers:
         return result
 
     def shown(self, path: Path) -> str:
-        """Return a path as origins show it: relative if it is in the working folder."""
+        """A path as origins show it: relative if it is in the working folder."""
         absolute = self.cwd / path
         try:
             return str(absolute.relative_to(self.cwd))
@@ -208,7 +208,7 @@ class Layers:
 
 
 def without_empty_sections(entry: Entry) -> Entry:
-    """Return the tree without empty sections, such as ``train:`` with every line commented out."""
+    """The tree without empty sections, such as ``train:`` with every line commented out."""
     kept = {
         key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
     }

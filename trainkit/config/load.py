@@ -130,7 +130,7 @@ def _read_layers(
     environ: Mapping[str, str],
     layers: bool,
 ) -> list[Entry]:
-    """Return every layer, the lowest precedence first."""
+    """Every layer, the lowest precedence first."""
     trees = []
     if layers:
         home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -157,7 +157,7 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """Return the tree with what the config.json of `model.hf` sets, and the problems of that model.
+    """The tree with what the config.json of `model.hf` sets, and the problems of that model.
 
     Values of shipped configs, whose origins start with `shipped`, are replaced.
     """
@@ -210,7 +210,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
 
 
 def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterator[Problem]:
-    """Yield the sizes in a config that are not those of a model which has its own."""
+    """The sizes in a config that are not those of a model which has its own."""
     for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling", "qkv_bias", "tie_embeddings"):
         found = tree.find(("model", key))
         if found is None or found.origin.startswith(shipped):
@@ -221,7 +221,7 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Return the tree with absolute paths of data and weights; raises ConfigError for one named twice."""
+    """The tree with absolute paths of data and weights; raises ConfigError for one named twice."""
     task = tree.find(("task",))
     is_multimodal = task is not None and task.value == MULTIMODAL
     for path, name in (PATHS | (MULTIMODAL_PATHS if is_multimodal else {})).items():
@@ -261,7 +261,7 @@ def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
 
 
 def dump_effective(config: RunConfig) -> str:
-    """Return the whole config as YAML, in schema order; `read_effective` reads it back."""
+    """The whole config as YAML, in schema order; `read_effective` reads it back."""
     return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
 
 

@@ -29,12 +29,12 @@ class LoadedConfig:
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """Return the config with those of `keys` adjustable whose values come from the file `origin`."""
+        """The config with those of `keys` adjustable whose values come from the file `origin`."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
     def problem(self, key: str, message: str, hint: str = "") -> Problem:
-        """Return a problem of a key, with the origin of its value unless that is the default."""
+        """A problem of a key, with the origin of its value unless that is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
@@ -87,12 +87,12 @@ class InvalidConfig(ConfigError):
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return an error that adds problems found in `rest`, except those that `causes` may explain."""
+        """An error that adds problems found in `rest`, except those that `causes` may explain."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 
 def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> list[Problem]:
-    """Return the problems that do not depend on the values of the keys and sections in `causes`."""
+    """The problems that do not depend on the values of the keys and sections in `causes`."""
     return [item for item in problems if not any(_depends(item.key, cause) for cause in causes)]
 
 
@@ -100,7 +100,7 @@ MAX_COLUMN_WIDTH = 40
 
 
 def origin_lines(loaded: LoadedConfig) -> list[str]:
-    """Return one line per key, in three columns: key, value, origin."""
+    """One line per key, in three columns: key, value, origin."""
     values = [
         (key, show_value(value))
         for key, value in flatten(loaded.config.model_dump(mode="json", by_alias=True))

@@ -14,19 +14,19 @@ from trainkit.config.schema import RunConfig
 
 
 def close_matches(word: str, words: Iterable[str]) -> list[str]:
-    """Return up to three words similar to the given one, the closest first."""
+    """Up to three words similar to the given one, the closest first."""
     from difflib import get_close_matches
 
     return get_close_matches(word, list(words), n=3, cutoff=0.6)
 
 
 def near(word: str, words: Iterable[str]) -> str | None:
-    """Return the word closest to the given one, or None if none is similar."""
+    """The word closest to the given one, or None if none is similar."""
     return next(iter(close_matches(word, words)), None)
 
 
 def near_yaml(name: str, names: Iterable[str]) -> str | None:
-    """Return the YAML file whose name, without suffix, is closest to the given one, or None."""
+    """The YAML file whose name, without suffix, is closest to the given one, or None."""
     by_stem = {
         str(PurePath(item).with_suffix("")): item for item in names if item.endswith((".yaml", ".yml"))
     }
@@ -40,7 +40,7 @@ FREE_MAPPING = "task_args"
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """Return the keys of every section."""
+    """The keys of every section."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
@@ -51,12 +51,12 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Return every dotted key that has a value, in schema order."""
+    """Every dotted key that has a value, in schema order."""
     return tuple(key for key, _ in flatten(RunConfig().model_dump(mode="json", by_alias=True)))
 
 
 def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of a dumped config; mappings inside a section are one value."""
+    """The dotted keys and values of a dumped config; mappings inside a section are one value."""
     for name, value in dumped.items():
         if name in sections():
             for key, inner in value.items():
@@ -75,7 +75,7 @@ def is_known(path: tuple[str, ...]) -> bool:
 
 
 def meant(path: tuple[str, ...]) -> str | None:
-    """Return the key or section closest to an unknown path, or None."""
+    """The key or section closest to an unknown path, or None."""
     section = path[0] if len(path) > 1 and path[0] in sections() else ""
     leaf = path[-1]
     if section:
@@ -118,7 +118,7 @@ def _schema() -> dict[str, Any]:
 
 
 def show_value(value: Any) -> str:
-    """Return a value as messages show it, truncated to `MAX_SHOWN` characters."""
+    """A value as messages show it, truncated to `MAX_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 

@@ -18,7 +18,7 @@ from trainkit.errors import Problem
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
-    """Yield the unknown sections and keys of a tree."""
+    """The unknown sections and keys of a tree."""
     for name, inner in entry.value.items():
         if not is_known((name,)):
             yield (name,), inner
@@ -29,7 +29,7 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
 
 
 def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
-    """Return the tree without the entries at `paths`, each of one or two keys."""
+    """The tree without the entries at `paths`, each of one or two keys."""
     kept: dict[str, Entry] = {}
     for name, inner in entry.value.items():
         if (name,) in paths:
@@ -42,7 +42,7 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
 
 
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
-    """Return the problem of an unknown key, with the closest key as the hint."""
+    """The problem of an unknown key, with the closest key as the hint."""
     match = meant(path)
     hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
     if path[-1] in all_keys():
@@ -50,11 +50,11 @@ def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
         hint = f'write "{section}:" and, indented on the next line, "{leaf}:"'
     if match and entry.origin.startswith("TRAINKIT_"):
         hint = f"did you mean TRAINKIT_{match.upper().replace('.', '__')}?"
-    return Problem(".".join(path), "there is no such key", entry.origin, hint)
+    return Problem(".".join(path), "unknown key", entry.origin, hint)
 
 
 def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """Return one problem for each key whose value is invalid."""
+    """One problem for each key whose value is invalid."""
     problems: dict[tuple[str, ...], Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         location = tuple(str(part) for part in item["loc"])
@@ -94,7 +94,7 @@ MIN_SECRET_CHARS = 8
 
 
 def written_secrets(text: str, names: Collection[str]) -> list[str]:
-    """Return the variables that `text` assigns a literal secret: those in `names` or with a telling name.
+    """The variables that `text` assigns a literal secret: those in `names` or with a telling name.
 
     References such as ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
     """
@@ -108,7 +108,7 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Yield every contradiction between values of a config."""
+    """Every contradiction between values of a config."""
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)

@@ -43,7 +43,7 @@ for _name, _pattern in _PATTERNS.items():
 
 
 def parse_scalar(node: yaml.ScalarNode) -> Any:
-    """Return the value of a scalar node.
+    """The value of a scalar node.
 
     Raises ValueError for a tag outside YAML's core schema.
     """
@@ -64,7 +64,7 @@ def parse_scalar(node: yaml.ScalarNode) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
+    """YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
     text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -81,13 +81,13 @@ class Entry:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """Return the value without origins."""
+        """The value without origins."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         return self.value
 
     def leaves(self, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-        """Yield every entry that is not a mapping, with its path."""
+        """Every entry that is not a mapping, with its path."""
         if not isinstance(self.value, dict):
             yield prefix, self
             return
@@ -95,7 +95,7 @@ class Entry:
             yield from entry.leaves((*prefix, key))
 
     def find(self, path: tuple[str, ...]) -> Entry | None:
-        """Return the entry at a path, or None."""
+        """The entry at a path, or None."""
         entry = self
         for key in path:
             if not isinstance(entry.value, dict) or key not in entry.value:
@@ -122,7 +122,7 @@ def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str) -> Entry:
-    """Return a tree with a single value, such as that of a flag."""
+    """A tree with a single value, such as that of a flag."""
     entry = _entries(value, origin)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
@@ -202,7 +202,7 @@ def _read_text(path: Path, shown: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        message, problem_hint = "there is no such file", ""
+        message, problem_hint = "file not found", ""
     except IsADirectoryError:
         files = sorted(item.name for item in path.glob("*.yaml"))
         message = "this is a folder, not a file"

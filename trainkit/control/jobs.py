@@ -392,7 +392,7 @@ def _wait_until_process_gone(entry: AttemptRecord, timeout_s: float) -> bool:
 def liveness_probe(
     run: RunDir, notify: Callable[[str], None] = lambda text: None
 ) -> Callable[[], bool | None]:
-    """Return a function that polls whether a run's newest job is alive, None if unknown.
+    """A function that polls whether a run's newest job is alive, None if unknown.
 
     It queries Slurm at most every `QUERY_INTERVAL_S`. `notify` is called whenever the reason why the job is
     pending changes.

@@ -251,9 +251,7 @@ def _matching_name(name: str) -> list[KnownRun]:
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
         in_folder = _folder_hint(Path(text)) or _folder_hint(Path(RUNS_FOLDER, text))
-        raise UsageError(
-            f"there is no run {text!r}", hint=in_folder or _closest_name_hint(text, known_runs())
-        )
+        raise UsageError(f"unknown run {text!r}", hint=in_folder or _closest_name_hint(text, known_runs()))
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"

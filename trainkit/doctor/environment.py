@@ -17,8 +17,7 @@ from trainkit import __version__
 from trainkit.config import LoadedConfig
 from trainkit.doctor.check import Check, Request
 from trainkit.doctor.gpus import has_driver
-from trainkit.plan.gpus import cuda_torch_hint
-from trainkit.plan.torch_release import release_problem
+from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.submit.interpreters import find_interpreter
 
 PYTHONS = ((3, 10), (3, 13))

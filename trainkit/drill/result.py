@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from trainkit.drill.loss_curve import Point, compare, steps_while_saving
-from trainkit.drill.run_scenario import ScenarioRecord
-from trainkit.drill.scenarios import Scenario
+from trainkit.drill.scenarios import Scenario, ScenarioRecord
 from trainkit.run.end import AttemptEnd
 from trainkit.tables import table
 

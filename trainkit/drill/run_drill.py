@@ -13,9 +13,8 @@ from trainkit.config.changes import Change, short_training, with_values
 from trainkit.drill.inject import injector_for, kill_job
 from trainkit.drill.loss_curve import Point, compare, read_points
 from trainkit.drill.result import Result, RunOutcome, evaluate
-from trainkit.drill.run_scenario import ScenarioRunner
 from trainkit.drill.run_watch import RunWatch
-from trainkit.drill.scenarios import Scenario, choose_target, skip_reason
+from trainkit.drill.scenarios import Scenario, ScenarioRunner, choose_target, skip_reason
 from trainkit.errors import TrainkitError
 from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan

@@ -1,13 +1,23 @@
-"""The scenarios of a drill, where each can be tried, and the choice of its target."""
+"""The scenarios of a drill: where each can be tried, its target, and how it is carried out."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from trainkit.config import RunConfig
+from trainkit.control.jobs import recover_job_id, require_not_running
+from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
+from trainkit.drill.run_watch import RunWatch
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.files import read_jsonl
+from trainkit.run.lock import run_lock
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.client import SlurmRefused
+from trainkit.submit.start import start_again
 
 
 @dataclass(frozen=True)
@@ -117,3 +127,166 @@ def choose_target(
         node_rank=rng.randrange(num_nodes),
         rng=rng,
     )
+
+
+OVER = "the run was over before it could be interrupted: give it more steps"
+NOTHING_LEFT = "no step was left after the restart: give it more steps"
+MAX_TRIES = 3
+"""A save of a small model can finish before the kill arrives: then the next save is tried."""
+
+
+@dataclass
+class ScenarioRecord:
+    """What happened in one scenario."""
+
+    action: str = ""
+    """What was done to the run."""
+    step: int | None = None
+    """The newest step seen at the interruption."""
+    restart_s: float | None = None
+    """Seconds from the interruption to the next step, or to the next start if steps are not recorded."""
+    restarted_by: str = ""
+    """The action of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
+    no_restart: str = ""
+    """Why the run did not restart automatically; empty if it did."""
+    missed: str = ""
+    """Why the run could not be interrupted as planned."""
+    stuck: str = ""
+    """For how long the run made no progress before it was killed, as text."""
+    refused: str = ""
+    """Why this cluster does not allow the interruption."""
+    damaged_step: int | None = None
+    """The step of the checkpoint that the drill damaged."""
+
+
+@dataclass
+class ScenarioRunner:
+    """Runs one scenario on its run."""
+
+    scenario: Scenario
+    target: Target
+    run_dir: RunDir
+    injector: FaultInjector
+    watch: RunWatch
+    usual_s: float
+    """Duration of the uninterrupted run, in seconds."""
+    record: ScenarioRecord = field(default_factory=ScenarioRecord)
+
+    def run(self) -> ScenarioRecord:
+        """Follow the run from start to end, and interrupt it; returns the record of what happened."""
+        for number in range(1, MAX_TRIES + 1):
+            if not self._await_target(number):
+                self.record.missed = "" if self.watch.is_stuck else OVER
+                break
+            if not self._interrupt_and_await():
+                break
+            if self.scenario.name != "mid-save" or self._save_was_cut_off():
+                break
+            if number == MAX_TRIES:
+                self.record.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
+        if not self.record.refused:
+            self.watch.until(lambda: False)
+        if self.watch.is_stuck:
+            self.record.stuck = f"it made no progress for {self.watch.patience_s:.0f} s"
+            kill_job(self.run_dir)
+        return self.record
+
+    def _await_target(self, number: int) -> bool:
+        """Wait until the run reaches its target, for mid-save the next save; False if it does not."""
+        watch, target = self.watch, self.target
+        if self.scenario.name == "mid-save":
+            assert target.step is not None
+            soonest = max(target.step, watch.step + 1) if number > 1 else target.step
+            return watch.until(lambda: watch.is_saving(soonest))
+        if self.scenario.needs_checkpoints:
+            return watch.until(lambda: watch.step >= (target.step or 0) and len(watch.saved_steps()) > 1)
+        if target.step is not None:
+            return watch.until(lambda: watch.step >= (target.step or 0))
+        wait_s = target.share * self.usual_s
+        return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
+
+    def _interrupt_and_await(self) -> bool:
+        """Interrupt the run and wait for its restart; False if either did not happen."""
+        watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
+        self.record.step = watch.step or None
+        try:
+            if not self._interrupt():
+                self.record.missed = OVER
+                return False
+        except SlurmRefused as error:
+            self.record.refused = error.message
+            return False
+        has_steps = self.target.step is not None
+
+        def has_restarted() -> bool:
+            times = watch.first_step_s if has_steps else watch.started_s
+            return any(attempt > before for attempt in times)
+
+        if self.scenario.by_hand:
+            self._resume()
+        elif not watch.until(has_restarted):
+            if watch.is_stuck:
+                return False
+            end = watch.end()
+            if end.state == "finished":
+                self.record.missed = OVER if watch.attempt == before else NOTHING_LEFT
+                return False
+            self.record.no_restart = str(end.reason or "its supervisor died")
+            self._resume()
+        if not watch.until(has_restarted):
+            if watch.end().state == "finished":
+                self.record.missed = NOTHING_LEFT
+            return False
+        times = watch.first_step_s if has_steps else watch.started_s
+        self.record.restart_s = times[min(attempt for attempt in times if attempt > before)] - began_s
+        self.record.restarted_by = self.record.restarted_by or self._restart_action(before)
+        return True
+
+    def _interrupt(self) -> bool:
+        """Interrupt the run as the scenario says; False if nothing was left to interrupt."""
+        run, target, injector = self.run_dir, self.target, self.injector
+        actions: dict[str, tuple[str, Callable[[], bool]]] = {
+            "signal": ("SIGUSR2", lambda: notify(run)),
+            "rank": (f"SIGKILL of rank {target.rank}", lambda: injector.kill_rank(target.rank)),
+            "node": (f"SIGKILL of node {target.node_rank}", lambda: injector.kill_node(target.node_rank)),
+            "mid-save": ("SIGKILL of all ranks in a save", injector.kill_ranks),
+            "damaged-checkpoint": ("job killed, checkpoint damaged", self._kill_and_damage),
+            "requeue": ("scontrol requeue", lambda: requeue_job(run)),
+        }
+        self.record.action, act = actions[self.scenario.name]
+        return act()
+
+    def _kill_and_damage(self) -> bool:
+        if not kill_job(self.run_dir):
+            return False
+        self.record.damaged_step = flip_bytes(self.run_dir, self.target.rng).step
+        return True
+
+    def _resume(self) -> None:
+        """Resume the run as `trainkit resume` does."""
+        with run_lock(self.run_dir):
+            recover_job_id(self.run_dir)
+            require_not_running(self.run_dir, "resume")
+            start_again(self.run_dir, "resume")
+        self.watch.expect_life()
+        self.record.restarted_by = "resume"
+
+    def _restart_action(self, attempt: int) -> str:
+        """How the run restarted after an attempt: the action of its end.json."""
+        end = read_end(self.run_dir.attempt(attempt)) or AttemptEnd()
+        return end.action or "requeue by Slurm"
+
+    def _save_was_cut_off(self) -> bool:
+        """Whether the interruption prevented the save in progress from being published."""
+        newest = self.watch.attempt
+        resumed = [
+            event["step"]
+            for event in read_jsonl(self.run_dir.events_file)
+            if event.get("event") == "training" and event.get("attempt") == newest
+        ]
+        begun = [
+            event["step"]
+            for event in read_jsonl(self.run_dir.events_file)
+            if event.get("event") == "checkpoint_begin" and event.get("attempt", 0) < newest
+        ]
+        return bool(resumed and begun) and begun[-1] > resumed[-1]

@@ -34,7 +34,7 @@ from trainkit.job.claim_attempt import (
 )
 from trainkit.job.decision import RESTART_SIGNAL, Decision, Outcome, RestartOptions
 from trainkit.job.failed_starts import close_failed_starts
-from trainkit.job.failure.first_failure import suspect_host
+from trainkit.job.failure.records import suspect_host
 from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
 from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job, termination_cause
 from trainkit.job.hangs import silent_hosts

@@ -21,8 +21,12 @@ from trainkit.job.decision import (
     decide,
     max_restarts_reached,
 )
-from trainkit.job.failure.first_failure import find_first_failure
-from trainkit.job.failure.records import agent_failure, dead_host_failure, first_rank_failure
+from trainkit.job.failure.records import (
+    agent_failure,
+    dead_host_failure,
+    find_first_failure,
+    first_rank_failure,
+)
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, read_end

@@ -23,7 +23,7 @@ from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, Slur
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import FAILURES, Decision, Outcome
 from trainkit.job.failed_starts import forget_start
-from trainkit.job.failure.first_failure import find_first_failure
+from trainkit.job.failure.records import find_first_failure
 from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification

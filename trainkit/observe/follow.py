@@ -104,7 +104,7 @@ def follow(
     is_alive: Callable[[], bool | None],
     last: int | None = None,
 ) -> Iterator[Line]:
-    """Yield the lines of the chosen logs as they are written, from `first_attempt` until the run is over.
+    """The lines of the chosen logs as they are written, from `first_attempt` until the run is over.
 
     With `last`, starts with that many existing lines of each log instead of all of them.
     """

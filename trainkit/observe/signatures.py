@@ -110,7 +110,7 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
     values: dict[str, Any] = {}
     for key, item in entry.value.items():
         if key not in known:
-            problem(key, "there is no such key", f"the keys are {', '.join(known)}", item.origin)
+            problem(key, "unknown key", f"the keys are {', '.join(known)}", item.origin)
         values[key] = item.plain()
 
     def origin_of(key: str) -> str:

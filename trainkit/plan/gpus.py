@@ -1,4 +1,4 @@
-"""GPU types by the names that drivers and clusters use, and the torch build that they need. Pure."""
+"""GPU types by the names that drivers and clusters use, and the release and build of torch. Pure."""
 
 from __future__ import annotations
 
@@ -184,4 +184,24 @@ def cuda_torch_hint(python: str) -> str:
     return (
         f"`{quote(python)} -m pip install --force-reinstall torch --index-url {CUDA_INDEX}` installs a build "
         "for CUDA 13.0; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
+    )
+
+
+OLDEST = (2, 11)
+"""The oldest release, on which `make test-oldest` runs the tests of the trainer; setup.cfg names it too."""
+
+
+def release_problem(version: str) -> tuple[str, str] | None:
+    """Why the trainer cannot use a version of torch, and a hint; None if it can.
+
+    Versions that have no release number, as of a build from source, are accepted.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) >= OLDEST:
+        return None
+    oldest = ".".join(map(str, OLDEST))
+    return (
+        f"has torch {version}, and the trainer requires torch {oldest} or newer",
+        f"`pip install 'torch>={oldest}'` there, or set launch.venv, conda, modules or container to an"
+        " environment that has it",
     )

@@ -220,7 +220,7 @@ class LaunchPlan:
 
     @classmethod
     def read(cls, file: Path) -> LaunchPlan:
-        """Return the plan in a plan.json; raises OSError, ValueError, and UsageError as `from_dict`."""
+        """The plan in a plan.json; raises OSError, ValueError, and UsageError as `from_dict`."""
         return cls.from_dict(read_json(file))
 
     @classmethod

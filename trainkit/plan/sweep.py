@@ -65,7 +65,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> Axis:
         hint = f"did you mean {match}?" if match else "`trainkit schema` lists the keys"
         if command:
             hint = f"write {{{key}}} in the COMMAND where its value belongs"
-        raise UsageError(f"{origin}: there is no key {key}", hint=hint)
+        raise UsageError(f"{origin}: unknown key {key}", hint=hint)
     twice = _first_twice([json.dumps(value) for value in values])
     if twice is not None:
         raise UsageError(f"{origin}: {twice} appears twice", hint="give each value once")

@@ -161,7 +161,7 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; skips lines cut off by a crash. A missing file has no records.
+    """The records of a file; skips lines cut off by a crash. A missing file has no records.
 
     With `words`, only the records whose lines contain one of them as a JSON string, as a key or value: most
     of the time goes into parsing lines. With `every`, only the lines 1, 1 + `every`, and so on.

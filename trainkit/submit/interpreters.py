@@ -19,7 +19,7 @@ from pathlib import Path
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.plan.torch_release import release_problem
+from trainkit.plan.gpus import release_problem
 
 LaunchProblem = tuple[str, str, str]
 """A problem of the launch section: key, message, hint."""

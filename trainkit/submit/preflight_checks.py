@@ -18,9 +18,8 @@ from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, 
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.notifications import url_problem
-from trainkit.plan.gpus import cuda_torch_hint
+from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.torch_release import release_problem
 from trainkit.plan.workload import SHELLS
 from trainkit.slurm.conf_file import conf_file
 from trainkit.submit.containers import container_problems, runtimes
@@ -107,7 +106,7 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         hint = "give its path, or set launch.venv, conda, modules or container in the config"
         if command[0].endswith(".py") and (cwd / command[0]).is_file():
             hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
-        raise UsageError(f"there is no program {command[0]!r} on PATH", hint=hint)
+        raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
     # launch.setup may change the folder or create the script.
     folder_is_known = launch.container is None and not launch.setup

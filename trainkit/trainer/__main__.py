@@ -12,8 +12,8 @@ from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job.signals import StopRequest
+from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.torch_release import release_problem
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir

@@ -180,7 +180,7 @@ class Watchdog:
         dump_collectives(self.stacks.file.with_suffix(".collectives.json"), self.plan.device)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
-        """Return when there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
+        """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
         exit_s = time.monotonic() + EXIT_AFTER_S
         while self.progress.current == hang.current:
             if time.monotonic() > exit_s:

@@ -2,8 +2,15 @@ from dataclasses import asdict
 
 import pytest
 
-from trainkit.job.failure.records import agent_failure, first_rank_failure, log_tail, record_silent_death
+from trainkit.job.failure.records import (
+    agent_failure,
+    first_rank_failure,
+    log_tail,
+    record_silent_death,
+    suspect_host,
+)
 from trainkit.job.hangs import HangRecord
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
 
@@ -169,3 +176,22 @@ def test_no_log(attempt):
 def test_job_that_failed_outside_its_workers():
     assert agent_failure(2, "killed").message == "killed (agent of node 2)"
     assert agent_failure(None, "no port").message == "no port"
+
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast error:\nCuda failure 101"
+
+
+@pytest.mark.parametrize(
+    ("message", "is_suspect"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        (f"{NCCL} 'unspecified launch failure'", True),
+        # A process that sees one GPU asks for another: no host can help.
+        (f"{NCCL} 'invalid device ordinal'", False),
+        ("CUDA error: invalid device ordinal", False),
+        ("index 3 is out of bounds", False),
+    ],
+)
+def test_hardware_and_what_only_looks_like_it(message: str, is_suspect: bool) -> None:
+    failure = RankFailure(host="h1", type="RuntimeError", message=message, exit_code=1)
+    assert suspect_host(failure) == (("h1", "culprit") if is_suspect else None)

@@ -133,7 +133,7 @@ class TestFromOutside:
         assert seen.main_stack == ("f (a.py:3)",)
 
     def test_the_lock_that_a_stack_names(self, start, spy, tmp_path):
-        """That of torch is in the folder that its second frame names; other variables are not kept."""
+        """The lock of torch is in the folder that its second frame names; other variables are not kept."""
         lock = tmp_path / "cpu_adam/lock"
         lock.parent.mkdir()
         lock.touch()
