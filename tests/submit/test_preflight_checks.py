@@ -18,7 +18,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
 from trainkit.submit import preflight_checks
 from trainkit.submit.interpreters import has_module
-from trainkit.submit.plan_run import plan_run
+from trainkit.submit.plan_run import gather, plan_run
 from trainkit.submit.preflight_checks import command_python, find_tracker_problems, refuse_missing
 
 LAUNCH = RunConfig().launch
@@ -77,25 +77,28 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
         config.write_text("device: cpu\n")
         loaded = load_config(config, environ={}, cwd=tmp_path)
         with pytest.raises(ConfigError) as caught:
-            plan_run(loaded, target=target)
+            plan_run(loaded, gather(loaded, target=target))
         expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
         assert [problem.message for problem in caught.value.problems] == [expected]
-        plan_run(loaded, Command((sys.executable,)), target=target)  # a command may need no torch
+        command = Command((sys.executable,))
+        plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
     for key in ("modules: [pytorch]", "setup: [. env.sh]", "container: 'docker://pytorch/pytorch'"):
         config.write_text(f"device: cpu\nlaunch: {{{key}}}\n")
-        plan_run(load_config(config, environ={}, cwd=tmp_path), target=targets[1])  # the job may have another
+        loaded = load_config(config, environ={}, cwd=tmp_path)
+        plan_run(loaded, gather(loaded, target=targets[1]))  # the job may have another
 
 
 def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")
     loaded = load_config(config, environ={}, cwd=tmp_path)
-    on_slurm = plan_run(loaded, target=Target("sbatch", "a test", Cluster("unknown")))
+    target = Target("sbatch", "a test", Cluster("unknown"))
+    on_slurm = plan_run(loaded, gather(loaded, target=target))
     assert on_slurm.reasons["experimental"] == (
         "launch.container has not been validated with a real Apptainer or pyxis; try a short run first"
     )
     # Without Slurm the key has no effect.
-    assert "experimental" not in plan_run(loaded, target=LOCAL).reasons
+    assert "experimental" not in plan_run(loaded, gather(loaded, target=LOCAL)).reasons
 
 
 GPUS = Cluster("west", (Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, {"h100": 4}),)),))
@@ -124,7 +127,8 @@ class Submitting:
     def plan(self, *overrides: str, workload: Workload = TRAINER) -> LaunchPlan:
         overrides = ("train.global_batch_size=null", *overrides)
         loaded = load_config(None, overrides=overrides, environ={}, cwd=self.folder)
-        return plan_run(loaded, workload, target=Target("sbatch", "a test", GPUS))
+        target = Target("sbatch", "a test", GPUS)
+        return plan_run(loaded, gather(loaded, workload, target=target), workload)
 
     def problem(self, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -214,9 +218,9 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
     monkeypatch.setattr("trainkit.submit.plan_run.detect_machine", lambda: machine)
     loaded = load_config(None, overrides=["launch.modules=[x]"], environ={}, cwd=submitting.folder)
     with pytest.raises(ConfigError, match=r"the run uses GPUs, but torch .* was built without CUDA"):
-        plan_run(loaded, target=LOCAL)
+        plan_run(loaded, gather(loaded, target=LOCAL))
     on_cpus = load_config(None, overrides=["device=cpu"], environ={}, cwd=submitting.folder)
-    assert plan_run(on_cpus, target=LOCAL).device == "cpu"
+    assert plan_run(on_cpus, gather(on_cpus, target=LOCAL)).device == "cpu"
 
 
 def with_tracker(**launch: Any) -> RunConfig:
