@@ -18,7 +18,7 @@ from trainkit.plan.torch_release import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (339, 61_370), "tests": (381, 54_386)}
+SIZES = {"trainkit": (339, 61_290), "tests": (381, 54_420)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""

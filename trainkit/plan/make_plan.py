@@ -37,6 +37,11 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     if not workload.is_command:
         plan, found = _with_model(loaded, facts, plan)
         problems += found
+    if facts.environment is not None:
+        found_there = [*facts.environment.problems]
+        if plan is not None and plan.device == "cuda" and not problems and facts.environment.gpu_problem:
+            found_there.append(facts.environment.gpu_problem)
+        problems += [loaded.problem(*item) for item in found_there]
     if plan is None or problems:
         raise ConfigError(problems)
     return plan

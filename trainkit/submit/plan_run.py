@@ -12,7 +12,7 @@ from trainkit.cluster.target import Target, make_target
 from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.plan.facts import Facts
+from trainkit.plan.facts import Environment, Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
@@ -23,13 +23,9 @@ from trainkit.submit.preflight_checks import (
     check_name,
     command_python,
     experimental_settings,
-    find_launch_problems,
-    find_local_problems,
-    find_torch_problem,
-    find_tracker_problems,
+    find_environment,
     refuse_missing,
     refuse_secrets,
-    webhook_problem,
     with_local_environment,
     with_notifications,
 )
@@ -43,6 +39,7 @@ class Gatherer:
         self._target = target
         self._machine: Machine | None = None
         self._data: dict[str, DataFacts] = {}
+        self._environments: dict[tuple[str, bool], Environment] = {}
 
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
         """The facts of a config; `resumes`, whether the run has a checkpoint of its own.
@@ -53,10 +50,18 @@ class Gatherer:
             self._target = make_target(loaded)
         if self._machine is None:
             self._machine = detect_machine()
-        if workload.is_command:
-            return Facts(self._machine, self._target)
-        missing = frozenset(_missing(loaded.config, resumes))
-        return Facts(self._machine, self._target, self._data_of(loaded.config), missing)
+        environment = self._environment_of(loaded.config, self._target, workload)
+        data, missing = None, frozenset[str]()
+        if not workload.is_command:
+            data, missing = self._data_of(loaded.config), frozenset(_missing(loaded.config, resumes))
+        return Facts(self._machine, self._target, data, missing, environment)
+
+    def _environment_of(self, config: RunConfig, target: Target, workload: Workload) -> Environment:
+        used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})
+        key = used, workload.is_command
+        if key not in self._environments:
+            self._environments[key] = find_environment(config, target, workload, Path.cwd())
+        return self._environments[key]
 
     def _data_of(self, config: RunConfig) -> DataFacts | None:
         if config.has_user_task:
@@ -104,17 +109,24 @@ def plan_run(
     all problems.
     """
     check_name(loaded.config.name)
-    launch, cwd, cluster = loaded.config.launch, Path.cwd(), facts.target.cluster
-    plan = _check(loaded, facts, workload)
+    config, cwd, cluster = loaded.config, Path.cwd(), facts.target.cluster
+    launch = config.launch
+    plan = make_plan(loaded, facts, workload)
+    note = experimental_settings(launch) if plan.slurm is not None else None
+    if note is not None:
+        plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
+    plan = with_notifications(plan, config.notify, os.environ)
     if workload.argv is None and (problems := find_code_problems(loaded)):
         raise ConfigError(problems)
     if launch.container is not None and cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, cluster.containers))
     if workload.argv is not None:
         refuse_missing(workload.argv, launch, workload.launcher, code_dir or cwd)
-        refuse_secrets(workload.argv, loaded.config.secrets)
+        refuse_secrets(workload.argv, config.secrets)
         plan = dataclasses.replace(plan, python=command_python(launch, workload.argv, cwd))
-    return plan if plan.slurm is not None else with_local_environment(plan, launch, cwd)
+    if plan.slurm is not None or facts.environment is None:
+        return plan
+    return with_local_environment(plan, launch, facts.environment.interpreter)
 
 
 def planning_error(
@@ -122,37 +134,9 @@ def planning_error(
 ) -> ConfigError:
     """All problems of an invalid config: those of loading it, and those of planning with its valid keys."""
     try:
-        _check(invalid.rest, gather(invalid.rest, workload, target=target), workload)
+        make_plan(invalid.rest, gather(invalid.rest, workload, target=target), workload)
     except ConfigError as error:
         return invalid.with_problems_of_rest(error.problems)
     except TrainkitError:
         return invalid  # Slurm or a file cannot be read: report at least the problems of the load
     return invalid
-
-
-def _check(loaded: LoadedConfig, facts: Facts, workload: Workload) -> LaunchPlan:
-    """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
-    on_slurm, cluster = facts.target.backend in ("sbatch", "submitit"), facts.target.cluster
-    if on_slurm:
-        containers = () if cluster is None else cluster.containers
-        found = find_launch_problems(
-            loaded.config.launch, Path.cwd(), containers, is_command=workload.is_command
-        )
-    else:
-        found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=workload.is_command)
-    trackers = find_tracker_problems(loaded.config, Path.cwd(), on_slurm=on_slurm)
-    webhook = webhook_problem(loaded.config.notify, os.environ)
-    problems = [loaded.problem(*item) for item in (*found, *trackers, *webhook)]
-    try:
-        plan = make_plan(loaded, facts, workload)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from None
-    torch_problem = find_torch_problem(plan, loaded.config.launch, Path.cwd())
-    if torch_problem is not None:
-        problems.append(loaded.problem(*torch_problem))
-    if problems:
-        raise ConfigError(problems)
-    note = experimental_settings(loaded.config.launch) if plan.slurm is not None else None
-    if note is not None:
-        plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
-    return with_notifications(plan, loaded.config.notify, os.environ)
