@@ -55,6 +55,7 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
     """A run folder with one attempt, as `trainkit submit` would write it."""
     from trainkit.cluster.machine import detect_machine
     from trainkit.config import dump_effective, load_config
+    from trainkit.plan.facts import Facts
     from trainkit.plan.make_plan import make_plan
     from trainkit.run.files import write_json
     from trainkit.run.rundir import RunDir
@@ -65,7 +66,7 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
     attempt = RunDir(folder).attempt(1)
     attempt.create()
     attempt.config_file.write_text(dump_effective(loaded.config))
-    write_json(attempt.plan_file, make_plan(loaded, detect_machine()).to_dict())
+    write_json(attempt.plan_file, make_plan(loaded, Facts(detect_machine())).to_dict())
     return attempt
 
 

@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (335, 61_340), "tests": (379, 54_380)}
+SIZES = {"trainkit": (336, 61_280), "tests": (379, 54_410)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -55,6 +55,7 @@ ALLOWED = {
     "submit": {
         *("errors", "folders", "locks", "resources", "run", "tables"),
         *("config", "cluster", "plan", "slurm", "control"),
+        "data.checks",  # what is known of the data before a plan is made
         # submitit pickles what its jobs run, and that is the supervisor.
         *("job.processes", "job.supervisor", "job.signals", "job.node.slurm_step"),
         "job.notifications",  # what it sends, and to which URLs

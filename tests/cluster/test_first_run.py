@@ -12,6 +12,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 
@@ -27,7 +28,7 @@ def planned(cluster: Cluster, tmp_path: Path) -> LaunchPlan:
     file.write_text(first_run_text(cluster))
     loaded = load_config(file, environ={}, cwd=tmp_path)
     assert loaded.config.data.source == "stdlib"
-    return make_plan(loaded, LOGIN, Target("sbatch", "", cluster))
+    return make_plan(loaded, Facts(LOGIN, Target("sbatch", "", cluster)))
 
 
 def test_text() -> None:
@@ -56,7 +57,7 @@ def test_without_slurm(tmp_path: Path) -> None:
     file.write_text(first_run_text(None))
     loaded = load_config(file, environ={}, cwd=tmp_path)
     assert (loaded.config.name, loaded.config.resources.partition) == ("first-run", None)
-    assert make_plan(loaded, LOGIN).device == "cpu"
+    assert make_plan(loaded, Facts(LOGIN)).device == "cpu"
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 6, 7, 8, 12, 16])

@@ -8,6 +8,7 @@ import pytest
 
 from trainkit.config import LoadedConfig, load_config
 from trainkit.control.resume import changes, refuse_incompatible
+from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError
 from trainkit.run.files import write_json
 from trainkit.run.manifest import MANIFEST_VERSION
@@ -50,7 +51,7 @@ def run(tmp_path: Path) -> RunDir:
     ],
 )
 def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> None:
-    refuse_incompatible(run, load(tmp_path, *overrides))
+    refuse_incompatible(run, load(tmp_path, *overrides), DataFacts())
 
 
 @pytest.mark.parametrize(
@@ -72,17 +73,17 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
 )
 def test_what_may_not(run: RunDir, tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse_incompatible(run, load(tmp_path, override))
+        refuse_incompatible(run, load(tmp_path, override), DataFacts())
     assert [f"{problem.key}: {problem.message}" for problem in caught.value.problems] == [message]
 
 
 def test_a_run_without_checkpoints_takes_anything(tmp_path: Path) -> None:
-    refuse_incompatible(RunDir(tmp_path / "new"), load(tmp_path, "seed=7", "model.preset=nano"))
+    refuse_incompatible(RunDir(tmp_path / "new"), load(tmp_path, "seed=7", "model.preset=nano"), DataFacts())
 
 
 def test_a_damaged_manifest_is_left_to_the_trainer(run: RunDir, tmp_path: Path) -> None:
     (run.checkpoint_dir(100) / "manifest.json").write_text("{")
-    refuse_incompatible(run, load(tmp_path, "seed=7"))
+    refuse_incompatible(run, load(tmp_path, "seed=7"), DataFacts())
 
 
 def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:

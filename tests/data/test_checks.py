@@ -8,19 +8,19 @@ import sys
 import pytest
 from dataset_content import rows
 
-from trainkit.data.checks import data_problems, tokenizer_vocab_size
+from trainkit.data.checks import inspect_data
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
 from trainkit.data.sources import DatasetSpec
 
 
 def only(config):
-    (problem,) = data_problems(config)
+    (problem,) = inspect_data(config).problems
     return problem
 
 
 def test_the_default_is_fine(data_config):
-    assert data_problems(data_config(seq_len=256, val_fraction=0.01)) == []
+    assert inspect_data(data_config(seq_len=256, val_fraction=0.01)).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_problems_of_texts(data_config, tmp_path, name, content, key, message):
 
 def test_all_at_once(data_config, tmp_path):
     config = data_config(source="/no/text.txt", val_source="/no/val.txt", tokenizer="/no/tokenizer.json")
-    assert [key for key, _, _ in data_problems(config)] == [
+    assert [key for key, _, _ in inspect_data(config).problems] == [
         "data.tokenizer",
         "data.source",
         "data.val_source",
@@ -60,10 +60,10 @@ def test_hint_of_a_short_validation_split_is_right(data_config, tmp_path):
     config = data_config(source=str(tmp_path / "a.txt"), seq_len=128, val_fraction=0.01)
     hint = only(config)[2]
     config.val_fraction = float(hint.split()[3].rstrip(","))
-    assert data_problems(config) == []
+    assert inspect_data(config).problems == ()
     assert open_dataset(config, 128, "val").num_samples == 1
     config.val_fraction = 0.0
-    assert data_problems(config) == []
+    assert inspect_data(config).problems == ()
 
 
 def test_short_val_source(data_config, tmp_path):
@@ -77,7 +77,7 @@ def test_short_val_source(data_config, tmp_path):
 def test_big_data_is_judged_by_its_size(data_config, tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"hello world\n" * 250_000)
-    assert data_problems(data_config(source=str(path))) == []
+    assert inspect_data(data_config(source=str(path))).problems == ()
     assert only(data_config(source=str(path), seq_len=3_000_001))[0] == "data.seq_len"
     assert only(data_config(source=str(path), seq_len=400_000))[0] == "data.val_fraction"
 
@@ -101,7 +101,7 @@ def test_prepared_folder(data_config, tmp_path, tokenizer_json):
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     folder = tmp_path / "shards"
     prepare(DatasetSpec((str(tmp_path / "a.txt"),)), folder)
-    assert data_problems(data_config(source=str(folder))) == []
+    assert inspect_data(data_config(source=str(folder))).problems == ()
     assert only(data_config(source=str(folder), seq_len=5000))[0] == "data.seq_len"
     other = only(data_config(source=str(folder), tokenizer=str(tokenizer_json)))
     assert other[0] == "data.tokenizer"
@@ -121,11 +121,11 @@ def test_vocab_size(data_config, tmp_path, tokenizer_json):
     from tokenizers import Tokenizer
 
     size = Tokenizer.from_file(str(tokenizer_json)).get_vocab_size()
-    assert tokenizer_vocab_size(data_config()) == 257
-    assert tokenizer_vocab_size(data_config(tokenizer=str(tokenizer_json))) == size
+    assert inspect_data(data_config()).vocab_size == 257
+    assert inspect_data(data_config(tokenizer=str(tokenizer_json))).vocab_size == size
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     prepare(DatasetSpec((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), tmp_path / "shards")
-    assert tokenizer_vocab_size(data_config(source=str(tmp_path / "shards"))) == size
+    assert inspect_data(data_config(source=str(tmp_path / "shards"))).vocab_size == size
 
 
 def test_imports_stay_light():

@@ -6,7 +6,7 @@ from dataset_content import rows
 
 from trainkit.config.training import DataConfig
 from trainkit.data.cache import ensure_prepared, has_validation
-from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
+from trainkit.data.checks import inspect_data, mixture_note
 from trainkit.data.dataset_file import read_dataset_file
 from trainkit.data.mixture import MAX_PERIOD, integer_weights
 from trainkit.data.order import source_seed
@@ -123,7 +123,7 @@ def test_validation_is_the_union_of_what_is_held_out(data_config, texts, tmp_pat
 
 def test_val_source_is_the_only_validation_data(data_config, texts):
     config = data_config(source={texts[0]: 1, texts[1]: 1}, val_source=texts[2], val_fraction=0.5)
-    assert data_problems(config) == []
+    assert inspect_data(config).problems == ()
     val = open_dataset(config, 16, "val")
     assert set(letters_of(val.read(np.arange(val.num_samples)))) == {"c"}
     assert val.num_tokens == 4801
@@ -134,7 +134,7 @@ def test_val_source_with_a_prepared_dataset_is_refused(data_config, texts, tmp_p
     prepare(DatasetSpec((texts[1],)), tmp_path / "shards")
     for source in ({texts[0]: 1, str(tmp_path / "shards"): 1}, {str(tmp_path / "shards"): 1, texts[0]: 1}):
         config = data_config(source=source, val_source=texts[2])
-        [(key, message, _)] = data_problems(config)
+        [(key, message, _)] = inspect_data(config).problems
         assert key == "data.val_source"
         assert "is a prepared dataset with its own validation split" in message
         with pytest.raises(UsageError, match="with its own validation split"):
@@ -162,24 +162,24 @@ def test_different_tokenizers_are_refused(data_config, texts, tmp_path, tokenize
     spec = DatasetSpec((str(tmp_path / "words.jsonl"),), tokenizer=str(tokenizer_json), val_fraction=0.1)
     prepare(spec, tmp_path / "shards")
     config = data_config(source={texts[0]: 1, shards: 1})
-    [(key, message, hint)] = data_problems(config)
+    [(key, message, hint)] = inspect_data(config).problems
     assert key == "data.source"
     assert f"{texts[0]} uses bytes, {shards} uses tokenizer.json" in message
     assert "set data.tokenizer" in hint
     with pytest.raises(UsageError, match="the sources of a mixture need one tokenizer"):
         open_dataset(config, 16, "train")
     same = data_config(source={texts[0]: 1, shards: 1}, tokenizer=str(tokenizer_json))
-    assert data_problems(same) == []
+    assert inspect_data(same).problems == ()
     size = read_dataset_file(tmp_path / "shards").tokenizer.vocab_size
-    assert tokenizer_vocab_size(same) == open_dataset(same, 16, "train").vocab_size == size
+    assert inspect_data(same).vocab_size == open_dataset(same, 16, "train").vocab_size == size
 
 
 def test_problems_name_the_source(data_config, texts, tmp_path):
     (tmp_path / "short.txt").write_text("tiny")
     source = {texts[0]: 1, str(tmp_path / "short.txt"): 1, "/no/such.txt": 1}
-    found = data_problems(data_config(source=source, tokenizer="/no/tokenizer.json"))
+    found = inspect_data(data_config(source=source, tokenizer="/no/tokenizer.json")).problems
     assert [key for key, _, _ in found] == ["data.tokenizer", "data.source"]  # each once
-    found = data_problems(data_config(source=source))
+    found = inspect_data(data_config(source=source)).problems
     assert [key for key, _, _ in found] == ["data.seq_len", "data.source"]
     assert found[0][1].startswith(f"{tmp_path}/short.txt: 16 is too long for the data")
 

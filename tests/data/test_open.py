@@ -15,6 +15,7 @@ from trainkit.data.dataset_file import is_dataset
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
 from trainkit.data.sources import DatasetSpec, dataset_spec, find_inputs
+from trainkit.data.tokenizer_identity import identify
 from trainkit.errors import UsageError
 
 
@@ -180,7 +181,7 @@ def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_p
     first, other = tmp_path / "first", tmp_path / "other"
     with nfs_clients(tmp_path / "server", first, other):
         config = data_config(source=str(tmp_path / "a.txt"), cache_dir=str(first))
-        key = cache_key(dataset_spec(config), find_inputs(dataset_spec(config)))
+        key = cache_key(dataset_spec(config), find_inputs(dataset_spec(config)), identify(config.tokenizer))
         assert not is_dataset(other / key)
         assert ensure_prepared(config) == first / key
         assert not is_dataset(other / key)

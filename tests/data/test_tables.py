@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from dataset_content import content_of, documents_of, rows
 
-from trainkit.data.checks import data_problems
+from trainkit.data.checks import inspect_data
 from trainkit.data.prepare import prepare
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tables import read_column
@@ -242,11 +242,11 @@ def test_memory_does_not_grow_with_row_groups(write, pa, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_checks_before_a_run(data_config, write, form):
     source = str(write(form, ["hello world"] * 50))
-    assert data_problems(data_config(source=source)) == []
-    (found,) = data_problems(data_config(source=source, text_key="body"))
+    assert inspect_data(data_config(source=source)).problems == ()
+    (found,) = inspect_data(data_config(source=source, text_key="body")).problems
     assert found[0] == "data.source"
     assert 'no column "body"' in found[1]
-    (found,) = data_problems(data_config(source=source, seq_len=1000))
+    (found,) = inspect_data(data_config(source=source, seq_len=1000)).problems
     assert found[0] == "data.seq_len"
 
 
@@ -254,9 +254,9 @@ def test_checks_before_a_run(data_config, write, form):
 def test_first_rows_of_big_tables_are_checked(data_config, write, form, monkeypatch):
     monkeypatch.setattr("trainkit.data.checks._READ_IN_FULL", 10)
     source = str(write(form, ["x", None, *["hello world"] * 50]))
-    (found,) = data_problems(data_config(source=source))
+    (found,) = inspect_data(data_config(source=source)).problems
     assert ':2: column "text" (data.text_key) is null' in found[1]
-    (found,) = data_problems(data_config(source=source, text_key="body"))
+    (found,) = inspect_data(data_config(source=source, text_key="body")).problems
     assert 'no column "body"' in found[1]
 
 
@@ -305,7 +305,7 @@ def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
         prepared(tmp_path, tmp_path / "a.parquet")
     assert caught.value.message.startswith(expected)
     assert caught.value.hint == "pip install 'trainkit[hf]'"
-    (found,) = data_problems(data_config(source=str(tmp_path / "a.parquet")))
+    (found,) = inspect_data(data_config(source=str(tmp_path / "a.parquet"))).problems
     assert found[1].startswith(expected)
     assert found[2] == "pip install 'trainkit[hf]'"
 

@@ -13,6 +13,7 @@ from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import allocation
 from trainkit.job.allocation import choose_hosts, lost_hosts, step_argv
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
@@ -27,7 +28,7 @@ def plan(*overrides: str) -> LaunchPlan:
     given = ["device=cpu", "train.global_batch_size=null", "resources.nodes=2", *overrides]
     loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
     machine = Machine(2, 0, (), "a login node")
-    return make_plan(loaded, machine, Target("sbatch", "a test", Cluster("unknown")))
+    return make_plan(loaded, Facts(machine, Target("sbatch", "a test", Cluster("unknown"))))
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:

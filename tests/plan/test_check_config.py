@@ -9,17 +9,24 @@ import pytest
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
-from trainkit.config import load_config
+from trainkit.config import LoadedConfig, load_config
+from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError
-from trainkit.plan.make_plan import check_config, make_plan
+from trainkit.plan.facts import Facts
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
 
 CPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 
 
+def check_config(loaded: LoadedConfig, machine: Machine, target: Target = LOCAL) -> LaunchPlan:
+    return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
+
+
 def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
     loaded = load_config(None, environ={}, cwd=tmp_path)
-    assert check_config(loaded, CPU) == make_plan(loaded, CPU)
+    assert check_config(loaded, CPU) == make_plan(loaded, Facts(CPU))
 
 
 def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
@@ -116,5 +123,5 @@ def test_a_gpu_of_this_machine_that_is_unknown(tmp_path: Path) -> None:
     loaded = load_config(None, environ={}, cwd=tmp_path)
     [warning] = check_config(loaded, machine, LOCAL).warnings
     assert "their memory is unknown (NVIDIA ZX81)" in warning
-    command = check_config(loaded, machine, LOCAL, Command(("true",)))
+    command = make_plan(loaded, Facts(machine), Command(("true",)))
     assert command.warnings == (), "a command has no plan of memory"

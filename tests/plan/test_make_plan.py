@@ -12,6 +12,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy
 from trainkit.plan.make_plan import make_plan
 
@@ -21,7 +22,7 @@ GPUS = Machine(16, 4, ("A100",) * 4, "this machine has 4 x A100")
 
 def plan(machine: Machine, *overrides: str, target: Target = LOCAL) -> LaunchPlan:
     loaded = load_config(None, overrides=overrides, environ={}, cwd=Path("/nowhere"))
-    return make_plan(loaded, machine, target)
+    return make_plan(loaded, Facts(machine, target))
 
 
 def problems(machine: Machine, *overrides: str, target: Target = LOCAL) -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.running import LaunchConfig
+from trainkit.plan.facts import Interpreter
 from trainkit.submit.containers import absolute_image, container_argv, container_problems, container_runtime
-from trainkit.submit.interpreters import Interpreter
 from trainkit.submit.job_environment import make_job_environment
 
 

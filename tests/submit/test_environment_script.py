@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.submit.interpreters import Interpreter
+from trainkit.plan.facts import Interpreter
 from trainkit.submit.job_environment import make_job_environment
 from trainkit.submit.templates import render
 

@@ -11,11 +11,13 @@ from tests.support.torch_builds import make_torch
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.plan.facts import Interpreter
 from trainkit.submit.interpreters import (
-    Interpreter,
-    cpu_only_torch,
+    NoAnswer,
+    Packages,
     find_interpreter,
-    find_torch,
+    find_packages,
+    own_packages,
     package_problem,
 )
 
@@ -213,32 +215,35 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
     (packages / "torch.py").touch()
     (packages / "trainkit.py").write_text("__version__ = '0.0.1'")
     python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
-    found = package_problem(python, BARE, tmp_path)
-    assert found is not None
-    assert found[0] == f"uses {python[0]}, which has no torch and no trainkit"
-    with_both = {**BARE, "PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"}
-    found = package_problem(python, with_both, tmp_path)
-    assert found is not None
-    assert found[0] == f"uses {python[0]}, which has trainkit 0.0.1, and this is trainkit {__version__}"
-    (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}")
-    assert package_problem(python, with_both, tmp_path) is None
+
+    def problem(path: str) -> str | None:
+        found = find_packages(python, ["torch", "trainkit"], {**BARE, "PYTHONPATH": path}, tmp_path)
+        why = package_problem(found, python[0])
+        return None if why is None else why[0]
+
+    assert problem("") == "has no torch and no trainkit"
+    with_both = str(packages)
+    assert problem(with_both) == f"has trainkit 0.0.1, and this is trainkit {__version__}"
+    (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}  # another size")
+    assert problem(with_both) is None
     (packages / "torch.py").unlink()
     (packages / "torch").mkdir()
     (packages / "torch" / "__init__.py").touch()
     (packages / "torch" / "version.py").write_text("__version__ = '2.10.0+cu128'\n")
-    found = package_problem(python, with_both, tmp_path)
-    assert found is not None
-    assert found[0] == (
-        f"uses {python[0]}, which has torch 2.10.0+cu128, and the trainer requires torch 2.11 or newer"
-    )
+    assert problem(with_both) == "has torch 2.10.0+cu128, and the trainer requires torch 2.11 or newer"
     (packages / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\n")
-    assert package_problem(python, with_both, tmp_path) is None
+    assert problem(with_both) is None
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'no such library' >&2; exit 127")
     broken.chmod(0o755)
-    found = package_problem((str(broken),), BARE, tmp_path)
-    assert found is not None
-    assert found[0] == f"uses {broken}, which does not run: no such library"
+    with pytest.raises(NoAnswer, match=r"^no such library$"):
+        find_packages([str(broken)], ["torch"], {}, tmp_path)
+    with pytest.raises(NoAnswer, match="missing does not run: No such file"):
+        find_packages([str(tmp_path / "missing")], ["torch"], {}, tmp_path)
+
+
+def with_torch(folder: Path) -> Packages:
+    return Packages("3.11", "python", {"torch": str(folder / "__init__.py")}, {})
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,7 @@ def test_what_a_torch_was_built_for(
     tmp_path: Path, cuda: str | None, hip: str | None, is_cpu_only: bool
 ) -> None:
     package = make_torch(tmp_path, "2.13.0+x", cuda, hip)
-    assert cpu_only_torch(package) == ("2.13.0+x" if is_cpu_only else None)
+    assert with_torch(package).cpu_only_torch == ("2.13.0+x" if is_cpu_only else None)
 
 
 @pytest.mark.parametrize(
@@ -266,24 +271,17 @@ def test_what_a_torch_was_built_for(
 def test_other_version_files(tmp_path: Path, text: str | None, found: str | None) -> None:
     if text is not None:
         (tmp_path / "version.py").write_text(text)
-    assert cpu_only_torch(tmp_path) == found
+    assert with_torch(tmp_path).cpu_only_torch == found
 
 
-def test_the_torch_of_another_interpreter(tmp_path: Path) -> None:
-    """It is found as a job finds it, and nobody imports it."""
+def test_packages_are_found_as_a_job_finds_them(tmp_path: Path) -> None:
+    """Nobody imports a torch for that."""
     package = make_torch(tmp_path / "site")
     python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
-    assert find_torch(python, (("PYTHONPATH", str(package.parent)),)) == package
-    assert find_torch(python, (("PYTHONPATH", ""),)) is None
-    assert find_torch((str(tmp_path / "missing"),)) is None
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 127")
-    broken.chmod(0o755)
-    assert find_torch((str(broken),)) is None
-
-
-def test_the_torch_of_this_interpreter() -> None:
-    found = find_torch((sys.executable,))
-    assert found is not None
-    assert (found / "version.py").is_file()
-    assert find_torch((sys.executable,), (("UNUSED", "1"),)) == found
+    found = find_packages(python, ["torch", "json", "site"], {"PYTHONPATH": str(package.parent)}, tmp_path)
+    assert found.files["torch"] == str(package / "__init__.py")
+    assert found.files.keys() == {"torch", "json", "site"}, "site is the module, not the folder here"
+    own = own_packages("torch", "no_such_package")
+    assert (Path(own.files["torch"]).with_name("version.py")).is_file()
+    assert "no_such_package" not in own.files
+    assert find_packages((sys.executable,), ["torch"], {}).files == own.files

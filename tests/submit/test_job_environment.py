@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.submit.interpreters import Interpreter
+from trainkit.plan.facts import Interpreter
 from trainkit.submit.job_environment import JobEnvironment, make_job_environment
 from trainkit.submit.preflight_checks import launch_problems
 

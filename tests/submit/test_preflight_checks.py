@@ -14,12 +14,13 @@ from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import ConfigError, UsageError
+from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
 from trainkit.submit import preflight_checks
-from trainkit.submit.interpreters import has_module
-from trainkit.submit.plan_run import plan_run
-from trainkit.submit.preflight_checks import command_python, find_tracker_problems, refuse_missing
+from trainkit.submit.interpreters import Packages, find_packages, own_packages
+from trainkit.submit.plan_run import gather, plan_run
+from trainkit.submit.preflight_checks import command_python, find_environment, refuse_missing
 
 LAUNCH = RunConfig().launch
 
@@ -77,25 +78,28 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
         config.write_text("device: cpu\n")
         loaded = load_config(config, environ={}, cwd=tmp_path)
         with pytest.raises(ConfigError) as caught:
-            plan_run(loaded, target=target)
+            plan_run(loaded, gather(loaded, target=target))
         expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
         assert [problem.message for problem in caught.value.problems] == [expected]
-        plan_run(loaded, Command((sys.executable,)), target=target)  # a command may need no torch
+        command = Command((sys.executable,))
+        plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
     for key in ("modules: [pytorch]", "setup: [. env.sh]", "container: 'docker://pytorch/pytorch'"):
         config.write_text(f"device: cpu\nlaunch: {{{key}}}\n")
-        plan_run(load_config(config, environ={}, cwd=tmp_path), target=targets[1])  # the job may have another
+        loaded = load_config(config, environ={}, cwd=tmp_path)
+        plan_run(loaded, gather(loaded, target=targets[1]))  # the job may have another
 
 
 def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")
     loaded = load_config(config, environ={}, cwd=tmp_path)
-    on_slurm = plan_run(loaded, target=Target("sbatch", "a test", Cluster("unknown")))
+    target = Target("sbatch", "a test", Cluster("unknown"))
+    on_slurm = plan_run(loaded, gather(loaded, target=target))
     assert on_slurm.reasons["experimental"] == (
         "launch.container has not been validated with a real Apptainer or pyxis; try a short run first"
     )
     # Without Slurm the key has no effect.
-    assert "experimental" not in plan_run(loaded, target=LOCAL).reasons
+    assert "experimental" not in plan_run(loaded, gather(loaded, target=LOCAL)).reasons
 
 
 GPUS = Cluster("west", (Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, {"h100": 4}),)),))
@@ -109,7 +113,8 @@ class Submitting:
         self.asked: list[str] = []
         self.package = make_torch(folder / "site")
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(preflight_checks, "find_torch", self._find_torch)
+        monkeypatch.setattr(preflight_checks, "find_packages", lambda argv, *_: self._packages(argv[0]))
+        monkeypatch.setattr(preflight_checks, "own_packages", lambda *_: self._packages(sys.executable))
         program(folder / "bin" / "sbatch")
         program(folder / "venv" / "bin" / "python")
         (folder / "venv" / "bin" / "activate").touch()
@@ -117,14 +122,15 @@ class Submitting:
         monkeypatch.delenv("SLURM_CONF", raising=False)
         monkeypatch.setattr(preflight_checks, "conf_file", lambda environ: None)
 
-    def _find_torch(self, argv: tuple[str, ...], env: Any) -> Path:
-        self.asked.append(argv[0])
-        return self.package
+    def _packages(self, program: str) -> Packages:
+        self.asked.append(program)
+        return Packages("3.11", program, {"torch": str(self.package / "__init__.py")}, {})
 
     def plan(self, *overrides: str, workload: Workload = TRAINER) -> LaunchPlan:
         overrides = ("train.global_batch_size=null", *overrides)
         loaded = load_config(None, overrides=overrides, environ={}, cwd=self.folder)
-        return plan_run(loaded, workload, target=Target("sbatch", "a test", GPUS))
+        target = Target("sbatch", "a test", GPUS)
+        return plan_run(loaded, gather(loaded, workload, target=target), workload)
 
     def problem(self, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -166,7 +172,7 @@ def test_problems_of_the_config_come_with_it(submitting: Submitting) -> None:
 
 
 def test_a_torch_with_cuda_and_runs_that_need_none(submitting: Submitting) -> None:
-    submitting.plan("device=cpu")
+    submitting.plan("device=cpu", "launch.venv=venv")
     submitting.plan(workload=Command(("/bin/true",)))
     assert submitting.asked == []
     (submitting.package / "version.py").write_text("cuda = '13.0'\nhip = None\n")
@@ -214,32 +220,36 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
     monkeypatch.setattr("trainkit.submit.plan_run.detect_machine", lambda: machine)
     loaded = load_config(None, overrides=["launch.modules=[x]"], environ={}, cwd=submitting.folder)
     with pytest.raises(ConfigError, match=r"the run uses GPUs, but torch .* was built without CUDA"):
-        plan_run(loaded, target=LOCAL)
+        plan_run(loaded, gather(loaded, target=LOCAL))
     on_cpus = load_config(None, overrides=["device=cpu"], environ={}, cwd=submitting.folder)
-    assert plan_run(on_cpus, target=LOCAL).device == "cpu"
+    assert plan_run(on_cpus, gather(on_cpus, target=LOCAL)).device == "cpu"
 
 
-def with_tracker(**launch: Any) -> RunConfig:
-    return RunConfig.model_validate({"logging": {"mlflow": True}, "launch": launch})
+SLURM = Target("sbatch", "a test", Cluster("unknown"))
+
+
+def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:
+    config = RunConfig.model_validate({"logging": {"mlflow": True}, "launch": launch})
+    return list(find_environment(config, SLURM, Command(("true",)), folder).problems)
 
 
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_checks, "has_module", lambda argv, name: False)
-    [found] = find_tracker_problems(with_tracker(), tmp_path, on_slurm=True)
+    monkeypatch.setattr(preflight_checks, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
+    [found] = tracker_problems(tmp_path)
     assert found == (
         "logging.mlflow",
         f"is set, but {sys.executable} has no mlflow",
         f"`{sys.executable} -m pip install 'trainkit[mlflow]'` installs it",
     )
-    assert not list(find_tracker_problems(RunConfig(), tmp_path, on_slurm=True))
+    assert not find_environment(RunConfig(), SLURM, Command(("true",)), tmp_path).problems
 
 
 @pytest.mark.parametrize("launch", [{"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}])
 def test_a_tracker_in_an_environment_that_only_the_job_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(preflight_checks, "has_module", lambda argv, name: False)
-    assert not list(find_tracker_problems(with_tracker(**launch), tmp_path, on_slurm=True))
+    monkeypatch.setattr(preflight_checks, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
+    assert not tracker_problems(tmp_path, **launch)
 
 
 def test_a_folder_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +260,6 @@ def test_a_folder_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     linked = tmp_path / "python"
     linked.symlink_to(sys.executable)
-    for argv in ((sys.executable,), (str(linked), "-I")):
-        assert not has_module(argv, "no_such_tracker")
-    assert has_module((sys.executable,), "a_tracker")
-    assert has_module((str(linked), "-I"), "json")
-    assert has_module((str(tmp_path / "missing"),), "anything")
+    assert own_packages("no_such_tracker", "a_tracker").files.keys() == {"a_tracker"}
+    names = ["no_such_tracker", "json"]
+    assert find_packages([str(linked), "-I"], names, {}).files.keys() == {"json"}

@@ -15,6 +15,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
@@ -48,7 +49,7 @@ def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST, nodes: str 
     loaded = load_config(
         None, overrides=["train.global_batch_size=null", *overrides], environ={}, cwd=fake.folder
     )
-    plan: LaunchPlan = make_plan(loaded, Machine(2, 0, (), "no GPU"), Target("sbatch", "", cluster))
+    plan: LaunchPlan = make_plan(loaded, Facts(Machine(2, 0, (), "no GPU"), Target("sbatch", "", cluster)))
     listing = "PartitionName=gpu State=UP\nPartitionName=high State=DOWN\n"
     now = parse_partitions(listing, parse_nodes(nodes))
     return estimate_waits(plan, loaded.config, cluster, now, fake.environ)

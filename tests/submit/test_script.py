@@ -13,6 +13,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command, workload_of
@@ -37,7 +38,7 @@ def script(
         cwd=tmp_path,
     )
     target = Target("sbatch", "a test", Cluster("unknown"))
-    plan = make_plan(loaded, LOGIN_NODE, target, workload_of(command))
+    plan = make_plan(loaded, Facts(LOGIN_NODE, target), workload_of(command))
     return script_for(RunDir(tmp_path / run), 1, plan, loaded.config, tmp_path, None)
 
 
@@ -150,8 +151,8 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     config_file = tmp_path / "mine.yaml"
     config_file.write_text("name: mine\n")
     loaded = load_config(config_file, overrides=["device=cpu"], environ={}, cwd=tmp_path)
-    target = Target("sbatch", "a test", Cluster("unknown"))
-    plan = make_plan(loaded, LOGIN_NODE, target, Command(("python", "x.py")))
+    facts = Facts(LOGIN_NODE, Target("sbatch", "a test", Cluster("unknown")))
+    plan = make_plan(loaded, facts, Command(("python", "x.py")))
     assert LaunchPlan.from_dict(plan.to_dict()) == plan
 
 
@@ -182,7 +183,7 @@ def test_what_the_cluster_has_runs_the_container(
     target = Target("sbatch", "a test", Cluster("unknown", containers=has))
     found = container_program(loaded.config.launch, has)
     assert found == program
-    plan = replace(make_plan(loaded, LOGIN_NODE, target), container_program=found)
+    plan = replace(make_plan(loaded, Facts(LOGIN_NODE, target)), container_program=found)
     text = script_for(RunDir(tmp_path / "runs/mine"), 1, plan, loaded.config, tmp_path, None).text
     assert shown in text
     assert "\nexec python3" not in text, "the supervisor runs on the node, with the interpreter that submits"

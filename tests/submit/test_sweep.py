@@ -191,7 +191,8 @@ def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
     Path("run.yaml").write_text(
         "extends: quickstart.yaml\nname: many\ndevice: cpu\nlaunch: {snapshot: false}\n"
     )
-    monkeypatch.setattr(sweep, "make_target", lambda loaded: Target("sbatch", "a test", Cluster("unknown")))
+    target = Target("sbatch", "a test", Cluster("unknown"))
+    monkeypatch.setattr("trainkit.submit.plan_run.make_target", lambda loaded: target)
     return ConfigRequest("run.yaml", None, (), {})
 
 
@@ -225,7 +226,7 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
         flags = {key: (f"--sweep {key}={value}", value) for key, value in point.values.items()}
         alone = load_config("run.yaml", flags=flags, environ={})
         assert point.config == alone.config
-        assert point.plan == sweep.plan_run(alone, target=Target("sbatch", "a test", Cluster("unknown")))
+        assert point.plan == sweep.plan_run(alone, sweep.Gatherer().facts(alone))
     made, _ = create_group(points, "0-9", ["trainkit"], Path("group").absolute())
     base, own = made.record["config"], points[-1].config.model_dump(mode="json", by_alias=True)
     assert made.points[points[-1].index].config == difference(base, own)

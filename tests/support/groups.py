@@ -10,6 +10,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
+from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import workload_of
 from trainkit.run.group import RunGroup
@@ -38,7 +39,7 @@ def planned(
         flags = {key: (f"--sweep {key}={value}", value) for key, value in values.items()}
         try:
             loaded = load_config(config_file, flags=flags, environ={}, cwd=folder)
-            plan = make_plan(loaded, LOGIN_NODE, target, workload_of(command))
+            plan = make_plan(loaded, Facts(LOGIN_NODE, target), workload_of(command))
             result[index] = PlannedPoint(index, values, loaded.config, plan)
         except ConfigError as error:
             result[index] = error

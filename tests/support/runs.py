@@ -13,6 +13,7 @@ from typing import Any
 from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
+from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.events import read_metrics
 from trainkit.run.files import write_json
@@ -53,7 +54,7 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
     attempt.create()
     attempt.config_file.write_text(dump_effective(loaded.config))
     run.config_file.write_text(dump_effective(loaded.config))
-    write_json(attempt.plan_file, make_plan(loaded, machine).to_dict())
+    write_json(attempt.plan_file, make_plan(loaded, Facts(machine)).to_dict())
     return attempt
 
 

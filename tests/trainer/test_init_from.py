@@ -11,14 +11,15 @@ from tests.support import tasks
 from tests.support.models import ALONE
 from tests.support.parity import Case, run_cases
 from tests.support.runs import log_text, train
-from trainkit.cluster.machine import detect_machine
+from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError
-from trainkit.plan.make_plan import check_config
+from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
+from trainkit.submit.plan_run import gather
 from trainkit.trainer.checkpoint.initial import InitError, load_initial_weights
 
 FILE = Path(tasks.__file__)
@@ -94,8 +95,9 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
         load_initial_weights({}, ModelConfig(init_from=str(newest)), ALONE)
     with pytest.raises(InitError, match="has no intact checkpoint"):
         load_initial_weights({}, ModelConfig(init_from=str(tmp_path)), ALONE)
+    absent = loaded_with(f"model.init_from={tmp_path / 'nowhere'}")
     with pytest.raises(ConfigError, match="neither a run folder nor a checkpoint"):
-        check_config(loaded_with(f"model.init_from={tmp_path / 'nowhere'}"), detect_machine())
+        make_plan(absent, gather(absent, target=LOCAL))
     with pytest.raises(ConfigError, match=r"model.init_include: is set, but model.init_from is null"):
         loaded_with("model.init_include=['norm.*']")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,16 +33,16 @@ from trainkit.bench.layouts import (
     requested_layout,
     select,
 )
-from trainkit.cluster.machine import detect_machine
-from trainkit.cluster.target import Target, make_target
+from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.changes import Change, with_values
 from trainkit.errors import ConfigError, UsageError
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import DataFacts, inspect_data, make_plan
+from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.submit.create import new_folder
-from trainkit.submit.plan_run import plan_run
+from trainkit.submit.plan_run import Gatherer, gather, plan_run
 from trainkit.submit.sweep import PlannedPoint, job_difference
 
 ORIGIN = "trainkit bench"
@@ -236,35 +236,22 @@ class SettingsPlanner:
         self.request = request
         self.changes: list[Change] = []
         """The changes to the config of the first point."""
-        self._target: Target | None = None
-        self._data: dict[str, DataFacts] = {}
+        self._gatherer = Gatherer()
 
     def point(self, values: dict[str, Any], loaded: LoadedConfig) -> BenchPoint:
         """Plan a point; raises ConfigError if it cannot run."""
         length = self.request.length
         own = bench_changes(loaded.config, "settings", length, self.request.keep_name)
         _refuse_set_by_bench(values, [*own, *profiler_changes(loaded.config, length, 1)])
-        target = self._find_target(loaded)
-        data = None if loaded.config.has_user_task else self._facts(loaded)
+        facts = self._gatherer.facts(loaded)
+        _refuse_submitit(facts.target)
         changes = effective(own)
         short = with_values(loaded, {item.key: item.value for item in changes}, ORIGIN)
-        plan = plan_run(short, target=target, data=data)
+        plan = plan_run(short, facts)
         profiler = effective(profiler_changes(short.config, length, plan.world_size))
         full = with_values(short, {item.key: item.value for item in profiler}, ORIGIN)
         self.changes = self.changes or [*changes, *profiler]
         return BenchPoint(values, values, full.config, plan)
-
-    def _find_target(self, loaded: LoadedConfig) -> Target:
-        if self._target is None:
-            self._target = make_target(loaded)
-            _refuse_submitit(self._target)
-        return self._target
-
-    def _facts(self, loaded: LoadedConfig) -> DataFacts:
-        key = loaded.config.data.model_dump_json()
-        if key not in self._data:
-            self._data[key] = inspect_data(loaded.config.data)
-        return self._data[key]
 
 
 def _refuse_set_by_bench(values: Mapping[str, Any], changes: Sequence[Change]) -> None:
@@ -300,9 +287,9 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
             "`trainkit bench layouts` needs trainkit's own decoder; `trainkit bench settings` takes any model"
         )
         raise ConfigError([loaded.problem("model.architecture", message, hint)])
-    target, data = make_target(loaded), inspect_data(loaded.config.data)
-    _refuse_submitit(target)
-    constraints = _find_constraints(loaded, target, data)
+    facts = gather(loaded)
+    _refuse_submitit(facts.target)
+    constraints = _find_constraints(loaded, facts)
     changes = effective(
         [
             *bench_changes(loaded.config, "layouts", request.length, request.keep_name),
@@ -313,7 +300,7 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
 
     def plan(layout: BenchLayout) -> BenchPoint:
         values = with_values(short, layout.values, f"layout {layout.name}")
-        made = plan_run(values, target=target, data=data)
+        made = plan_run(values, facts)
         return BenchPoint({LAYOUT: layout.name}, layout.values, values.config, made, layout.notes)
 
     selection, points = _select(short, constraints, layouts, plan)
@@ -338,19 +325,20 @@ def _select(
     return Selection(tuple(layouts), {}, ()), [plan(item) for item in layouts]
 
 
-def _find_constraints(loaded: LoadedConfig, target: Target, data: DataFacts) -> LayoutConstraints:
+def _find_constraints(loaded: LoadedConfig, facts: Facts) -> LayoutConstraints:
     """The sizes of the config and the number of processes, from a plan without layout and batch."""
     degrees = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "pp": 1, "cp": 1}
     values = {f"parallel.{key}": value for key, value in degrees.items()}
     neutral = with_values(
         loaded, {**values, "train.device_batch_size": 1, "train.global_batch_size": None}, ORIGIN
     )
-    plan = make_plan(neutral, detect_machine(), target)
+    assert facts.data is not None
+    plan = make_plan(neutral, replace(facts, data=None, missing=frozenset()))
     config, train = loaded.config, loaded.config.train
     return LayoutConstraints(
         world_size=plan.world_size,
         node_size=plan.workers_per_node,
-        shape=resolve_model_shape(config.model, data.vocab_size),
+        shape=resolve_model_shape(config.model, facts.data.vocab_size),
         seq_len=config.data.seq_len,
         device_batch_size=train.device_batch_size,
         global_batch_size=train.global_batch_size or train.device_batch_size * plan.world_size,

@@ -74,10 +74,9 @@ def command(
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, lists all of them and exits with 2.
     """
-    from trainkit.cluster.target import make_target
     from trainkit.config.loaded import origin_lines
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
     from trainkit.submit.run_folder import local_locks, require_locks
     from trainkit.submit.user_code_check import smoke_problems
@@ -95,8 +94,8 @@ def command(
     if smoke and not loaded.config.has_user_task:
         hint = "set task to FILE.py:CLASS, or remove --task-smoke"
         raise UsageError("--task-smoke requires a task of your own; task is causal_lm", hint=hint)
-    target = make_target(loaded)
-    plan = plan_run(loaded, target=target)
+    facts = gather(loaded)
+    plan, cluster = plan_run(loaded, facts), facts.target.cluster
     if smoke:
         problems = smoke_problems(loaded)
         if problems:
@@ -106,8 +105,8 @@ def command(
     if test_notification:
         _send_test(loaded.config)
     waits = None
-    if plan.slurm is not None and estimate is not False and target.cluster is not None:
-        waits = _waits(plan, loaded.config, target.cluster, must=bool(estimate))
+    if plan.slurm is not None and estimate is not False and cluster is not None:
+        waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
     require_locks(Path(RUNS_FOLDER))
     problem = None if plan.slurm is None else local_locks(Path(RUNS_FOLDER))
     if problem is not None:

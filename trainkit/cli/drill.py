@@ -75,10 +75,9 @@ def command(
     tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
-    from trainkit.cluster.target import make_target
     from trainkit.drill.run_drill import drill_config
     from trainkit.drill.scenarios import select, skip_reason
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
 
     workload = trailing_workload(launcher)
     if workload.is_command and steps is not None:
@@ -87,12 +86,12 @@ def command(
             hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
         )
     loaded = request.load_to_plan(workload)
-    target = make_target(loaded)
-    plan = plan_run(loaded, workload, target=target)
+    facts = gather(loaded, workload)
+    plan = plan_run(loaded, facts, workload)
     changes: list[Change] = []
     if not workload.is_command:
         loaded, changes = drill_config(loaded, steps or DEFAULT_STEPS, plan.device)
-        plan = plan_run(loaded, workload, target=target)
+        plan = plan_run(loaded, facts, workload)
     scenarios = select(only)
     reasons = {scenario.name: skip_reason(scenario, loaded.config, plan) for scenario in scenarios}
     if only_list:

@@ -76,7 +76,8 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
     """The model's shape; the data is inspected only if the vocabulary size depends on it."""
-    from trainkit.plan.make_plan import OURS, inspect_data
+    from trainkit.data.checks import inspect_data
+    from trainkit.plan.make_plan import OURS
     from trainkit.plan.model_shape import resolve_model_shape
 
     if loaded.config.has_user_task:

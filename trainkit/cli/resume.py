@@ -88,7 +88,7 @@ def command(
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
     from trainkit.submit.create import create_run
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.start import resume_run, start_run
 
     source, place = find_run(run_name, to_change=True), host.place(nodes)
@@ -114,15 +114,11 @@ def command(
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
         target = make_target(loaded, run=source.path) if place is None else hosts_target(place)
-        plan = plan_run(
-            loaded,
-            before.workload,
-            target=target,
-            code_dir=code_dir,
-            resumes=bool(published(source.checkpoints_dir)),
-        )
+        resumes = bool(published(source.checkpoints_dir))
+        facts = gather(loaded, before.workload, target=target, resumes=resumes)
+        plan = plan_run(loaded, facts, before.workload, code_dir=code_dir)
         if before.workload.knows_run:
-            refuse_incompatible(source, loaded)
+            refuse_incompatible(source, loaded, facts.data)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(read_effective(source.config_file), loaded.config):

@@ -59,7 +59,7 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.start import start_run
 
     nodes = request.flags.get("resources.nodes")
@@ -84,7 +84,7 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
             hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, start it on every "
             "host with --nodes N --node-rank I --master-addr HOST --master-port PORT",
         )
-    plan = plan_run(loaded, target=target)
+    plan = plan_run(loaded, gather(loaded, target=target))
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
@@ -104,13 +104,13 @@ def _run_on_hosts(request: ConfigRequest, run_dir: str | None, place: HostPlace)
     from trainkit.cli.hosts import facts_of, hosts_target, run_on_hosts
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.start import start_run
 
     folder = None if run_dir is None else named_folder(run_dir)
     target = hosts_target(place)
     loaded = request.load_to_plan(target=target)
-    plan = plan_run(loaded, target=target)
+    plan = plan_run(loaded, gather(loaded, target=target))
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     if place.node_rank == 0:
         click.echo(describe_plan(plan, loaded.config.name), err=True)
@@ -227,13 +227,13 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
     from trainkit.job.step_run import Announcement
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.step_backend import start_step_attempt, step_shape, step_target
 
     procs = request.flags.get("resources.gpus_per_node")
     target = step_target(task, None if procs is None else int(str(procs[1])))
     loaded = replace(request, flags={**request.flags, **step_shape(task, target)}).load_to_plan(target=target)
-    plan = plan_run(loaded, target=target)
+    plan = plan_run(loaded, gather(loaded, target=target))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)

@@ -84,10 +84,10 @@ def command(
         return _submit_group(request, group, options)
 
     from trainkit.plan.launch import describe_plan
-    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.plan_run import gather, plan_run
 
     loaded = request.load_to_plan(workload)
-    plan = plan_run(loaded, workload)
+    plan = plan_run(loaded, gather(loaded, workload), workload)
     if after:
         from trainkit.submit.dependency import start_after
 

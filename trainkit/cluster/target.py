@@ -33,6 +33,11 @@ class Target:
     per: Literal["gpu", "node"] | None = None
     """Whether that step has one task per GPU or one per node."""
 
+    @property
+    def is_slurm(self) -> bool:
+        """Whether a job is submitted to Slurm."""
+        return self.backend in ("sbatch", "submitit")
+
 
 LOCAL = Target("local", "this machine")
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import ModelConfig
 from trainkit.control.jobs import slurm_job
-from trainkit.data.checks import tokenizer_vocab_size
+from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
@@ -30,8 +30,11 @@ FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
 
 
-def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
-    """Raise ConfigError with every value of a config that is incompatible with the newest checkpoint."""
+def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | None) -> None:
+    """Raise ConfigError with every value of a config that is incompatible with the newest checkpoint.
+
+    `data` is None for a task of the user.
+    """
     found = published(run.checkpoints_dir)
     if not found:
         return
@@ -39,12 +42,14 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
         manifest = found[-1].manifest()
     except (OSError, ValueError):
         return  # damaged: the trainer falls back to an earlier one and checks that
-    problems = list(_problems(manifest, loaded, found[-1].path.name))
+    problems = list(_problems(manifest, loaded, data, found[-1].path.name))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> Iterator[Problem]:
+def _problems(
+    manifest: Mapping[str, Any], loaded: LoadedConfig, data: DataFacts | None, name: str
+) -> Iterator[Problem]:
     config = loaded.config
     hint = "use the old value, or start a new run"
     before, now = manifest.get("task", config.task), config.task
@@ -63,7 +68,7 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
     if config.train.steps is not None and config.train.steps < manifest["step"]:
         message = f"is {config.train.steps}, but the run is already at {name}"
         yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
-    if config.has_user_task:
+    if data is None:
         return  # the trainer compares its parameters
     # Only the class of a custom architecture counts: its path may have changed.
     before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
@@ -72,10 +77,9 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
         yield loaded.problem("model.architecture", f"is {now}, but {name} was trained with {before}", hint)
     if config.uses_transformers:
         return  # the trainer compares its parameters
-    vocab_size = tokenizer_vocab_size(config.data)
     if "model" in manifest:
-        before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)
-        if before_shape != _shape(config.model, vocab_size):
+        before_shape = _shape(ModelConfig(**manifest["model"]), data.vocab_size)
+        if before_shape != _shape(config.model, data.vocab_size):
             yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
 
 

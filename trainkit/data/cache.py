@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.data.dataset_file import LAYOUT_VERSION, VAL, check_shard_sizes, is_dataset, read_dataset_file
+from trainkit.data.dataset_file import (
+    LAYOUT_VERSION,
+    VAL,
+    TokenizerIdentity,
+    check_shard_sizes,
+    is_dataset,
+    read_dataset_file,
+)
 from trainkit.data.mixture import components
 from trainkit.data.sources import (
     STDLIB,
@@ -43,10 +50,9 @@ def cache_folder(config: DataConfig) -> Path:
     return Path(root) / "trainkit" / "data"
 
 
-def cache_key(spec: DatasetSpec, inputs: Sequence[Input]) -> str:
+def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerIdentity) -> str:
     """A cache key: a hash of the options and of the names, sizes and modification times of the files."""
     only_stdlib = {*spec.sources, *spec.val_sources} == {STDLIB}
-    tokenizer = identify(spec.tokenizer)
     contents = {
         "layout": LAYOUT_VERSION,
         "python": platform.python_version() if only_stdlib else "",
@@ -87,11 +93,12 @@ def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
     folder = prepared_folder(config)
     if folder is not None:
         refuse_val_source(config, folder)
-        check_made_by(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
+        wanted, used = identify(config.tokenizer), read_dataset_file(folder).tokenizer
+        check_made_by(config.tokenizer, wanted, folder, used)
         return folder
     spec = dataset_spec(config)
     cache = cache_folder(config)
-    target = cache / cache_key(spec, find_inputs(spec))
+    target = cache / cache_key(spec, find_inputs(spec), identify(spec.tokenizer))
     if checks_sizes:
         _set_aside_if_damaged(target)
     if not is_dataset(target):

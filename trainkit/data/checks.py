@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from trainkit.data.dataset_file import (
     SPLITS,
     TRAIN,
     VAL,
+    DatasetFile,
     TokenizerIdentity,
     check_shard_sizes,
     is_dataset,
@@ -35,11 +37,13 @@ from trainkit.data.sources import (
     prepared_folder,
     refuse_val_source,
 )
-from trainkit.data.tokenizer_identity import check_made_by, identify, refuse_several, vocab_size
+from trainkit.data.tokenizer_identity import check_made_by, identify, refuse_several
 from trainkit.errors import UsageError
 
 DataProblem = tuple[str, str, str]
 """Dotted key, message with the value, hint."""
+ANY_VOCABULARY = 1
+"""Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
 T = TypeVar("T")
 
 _READ_IN_FULL = 2 << 20
@@ -49,22 +53,35 @@ _ROWS_READ = 20
 _LONGEST_ROW = 1 << 20
 
 
-def data_problems(config: DataConfig) -> list[DataProblem]:
-    """The data problems of a config that can be found quickly and with certainty.
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known of the data of a config before any of it is tokenised."""
+
+    problems: tuple[DataProblem, ...] = ()
+    vocab_size: int = ANY_VOCABULARY
+    """The number of embedding rows: the largest id of its tokens plus one."""
+
+
+def inspect_data(config: DataConfig) -> DataFacts:
+    """What is quickly found out about the data of a config: its vocabulary, and problems that are certain.
 
     `trainkit data validate` reads all of the data.
     """
-    if not is_mixture(config):
-        return _source_problems(config)
+    unknown: list[DataProblem] = []
+    tokenizer = _collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))
     found: list[DataProblem] = []
+    used: list[tuple[str, TokenizerIdentity]] = []
     for part in components(config):
         name = _named(part.source)
-        for key, message, hint in _source_problems(part):
-            about_source = key in ("data.seq_len", "data.val_fraction")
+        problems, identity = _inspect_source(part, tokenizer, unknown)
+        for key, message, hint in problems:
+            about_source = is_mixture(config) and key in ("data.seq_len", "data.val_fraction")
             found.append((key, f"{name}: {message}" if about_source else message, hint))
+        if identity is not None:
+            used.append((name, identity))
     if not found:
-        _collect(found, "data.source", lambda: refuse_several(_tokenizers(config)))
-    return list(dict.fromkeys(found))
+        _collect(found, "data.source", lambda: refuse_several(used))
+    return DataFacts(tuple(dict.fromkeys(found)), ANY_VOCABULARY if found else used[0][1].vocab_size)
 
 
 def mixture_note(config: DataConfig) -> str | None:
@@ -72,46 +89,46 @@ def mixture_note(config: DataConfig) -> str | None:
     return describe_weights(config) if is_mixture(config) else None
 
 
-def _tokenizers(config: DataConfig) -> list[tuple[str, TokenizerIdentity]]:
-    """The sources of a mixture, each with its tokenizer."""
-    used = []
-    for part in components(config):
-        folder = prepared_folder(part)
-        identity = identify(part.tokenizer) if folder is None else read_dataset_file(folder).tokenizer
-        used.append((_named(part.source), identity))
-    return used
+def _inspect_source(
+    config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[DataProblem]
+) -> tuple[list[DataProblem], TokenizerIdentity | None]:
+    """The problems of one source, and the tokenizer of its tokens.
 
-
-def _source_problems(config: DataConfig) -> list[DataProblem]:
+    `tokenizer` is that of the config; None if it is `unknown`, for these reasons.
+    """
     problems: list[DataProblem] = []
     folder = prepared_folder(config)
     if folder is not None:
-        _collect(problems, "data.source", lambda: _check_shards(folder))
-        if not problems:
-            file = read_dataset_file(folder)
+        file = _collect(problems, "data.source", lambda: _checked_shards(folder))
+        if file is None:
+            return problems, None
+        if tokenizer is None:
+            problems += unknown
+        else:
+            wanted, used = tokenizer, file.tokenizer
             _collect(
-                problems, "data.tokenizer", lambda: check_made_by(config.tokenizer, folder, file.tokenizer)
+                problems, "data.tokenizer", lambda: check_made_by(config.tokenizer, wanted, folder, used)
             )
-            made = {split: file.num_tokens(split) for split in SPLITS}
-            _collect(problems, "data.val_source", lambda: refuse_val_source(config, folder))
-            problems += _length_problems(config, made, made[VAL] > 0)
-        return problems
-    _collect(problems, "data.tokenizer", lambda: identify(config.tokenizer))
+        made = {split: file.num_tokens(split) for split in SPLITS}
+        _collect(problems, "data.val_source", lambda: refuse_val_source(config, folder))
+        return problems + _length_problems(config, made, made[VAL] > 0), file.tokenizer
+    problems += unknown
     spec = dataset_spec(config)
     main = DatasetSpec(spec.sources, val_fraction=spec.split_fraction)
     inputs = _collect(problems, "data.source", lambda: find_inputs(main)) or []
     if spec.val_sources:
         separate = DatasetSpec((), val_sources=spec.val_sources)
         inputs += _collect(problems, "data.val_source", lambda: find_inputs(separate)) or []
-    if problems:
-        return problems
+    if problems or tokenizer is None:
+        return problems, tokenizer
     counts = _collect(problems, "data.source", lambda: _max_tokens(spec, inputs))
     if counts is None:
-        return problems
+        return problems, tokenizer
     cache = cache_folder(config)
-    if cannot_be_written(cache) and not is_dataset(cache / cache_key(spec, inputs)):
+    if cannot_be_written(cache) and not is_dataset(cache / cache_key(spec, inputs, tokenizer)):
         problems.append(("data.cache_dir", f"{cache} cannot be written", CACHE_HINT))
-    return problems + _length_problems(config, counts, bool(spec.val_sources or spec.val_fraction))
+    has_val = bool(spec.val_sources or spec.val_fraction)
+    return problems + _length_problems(config, counts, has_val), tokenizer
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:
@@ -120,7 +137,8 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
     folder = prepared_folder(components(config)[0])
-    return vocab_size(config.tokenizer) if folder is None else read_dataset_file(folder).tokenizer.vocab_size
+    used = identify(config.tokenizer) if folder is None else read_dataset_file(folder).tokenizer
+    return used.vocab_size
 
 
 def _collect(problems: list[DataProblem], key: str, check: Callable[[], T]) -> T | None:
@@ -134,10 +152,11 @@ def _collect(problems: list[DataProblem], key: str, check: Callable[[], T]) -> T
     return None
 
 
-def _check_shards(folder: Path) -> None:
+def _checked_shards(folder: Path) -> DatasetFile:
     file = read_dataset_file(folder)
     for split in SPLITS:
         check_shard_sizes(folder, file, split)
+    return file
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:

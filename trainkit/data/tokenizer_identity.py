@@ -33,17 +33,12 @@ def identify(tokenizer: str) -> TokenizerIdentity:
     return BYTES_IDENTITY if tokenizer == BYTES else _identify_file(tokenizer)
 
 
-def vocab_size(tokenizer: str) -> int:
-    """The largest id plus one, added tokens included."""
-    return BYTES_IDENTITY.vocab_size if tokenizer == BYTES else max(_read(tokenizer)[1].values()) + 1
-
-
-def check_made_by(wanted: str, folder: Path, used: TokenizerIdentity) -> None:
+def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: TokenizerIdentity) -> None:
     """Raise UsageError if a prepared dataset was made with another tokenizer than `data.tokenizer`.
 
     `bytes` is the default of the config and accepts any tokenizer.
     """
-    if wanted != BYTES and identify(wanted).sha256 != used.sha256:
+    if wanted != BYTES and identity.sha256 != used.sha256:
         raise UsageError(
             f"data.tokenizer {wanted} is not the tokenizer of {folder}, which was made with {used.name}",
             hint="remove data.tokenizer, or prepare the texts again with this tokenizer",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +16,7 @@ from trainkit.config import LoadedConfig
 from trainkit.doctor.check import Check, Request
 from trainkit.doctor.gpus import has_driver
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
-from trainkit.submit.interpreters import find_interpreter
+from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
 
 PYTHONS = ((3, 10), (3, 13))
 """The oldest and newest Python that are tested."""
@@ -30,24 +28,6 @@ COMPARED = (
 """Packages whose versions must be the same on all nodes."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """Variables of `launch.env` that decide what an interpreter imports."""
-MARK = "trainkit-doctor:"
-"""Before the result: what is imported may print, too."""
-_PACKAGES = """
-import importlib.util, json, platform, sys
-from importlib import metadata
-versions = {}
-for name in sys.argv[2:]:
-    try:
-        versions[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-spec = importlib.util.find_spec("trainkit")
-folders = [] if spec is None else list(spec.submodule_search_locations or ())
-print(sys.argv[1], json.dumps({
-    "python": platform.python_version(), "program": sys.executable, "versions": versions,
-    "trainkit": folders[0] if folders else None,
-}))
-"""
 _TORCH = """
 import json, sys, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
@@ -63,61 +43,34 @@ MAX_FILES = 2_000
 _NO_CODE = frozenset({"runs", "node_modules", "site-packages", "__pycache__"})
 
 
-class NoAnswer(Exception):
-    """An interpreter that does not run, or cannot import."""
-
-
-def _ask(request: Request, script: str, *args: str) -> Mapping[str, Any]:
-    """What a script prints in the environment of the ranks; raises NoAnswer."""
-    found = _answer(request.python, request.env, script, args)
-    if isinstance(found, str):
-        raise NoAnswer(found)
-    return found
+@lru_cache
+def _packages(request: Request) -> Packages:
+    """The packages of the ranks. Raises NoAnswer."""
+    return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
 
 
 @lru_cache
-def _answer(
-    python: tuple[str, ...], env: tuple[tuple[str, str], ...], script: str, args: tuple[str, ...]
-) -> Mapping[str, Any] | str:
-    """What a script prints, or why it does not; cached, since torch takes seconds to import."""
-    try:
-        done = subprocess.run(
-            [*python, "-c", script, MARK, *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            env={**os.environ, **dict(env)},
-        )
-    except subprocess.TimeoutExpired:
-        return f"{python[0]} took longer than {TIMEOUT_S:.0f} s"
-    except OSError as error:
-        return f"{python[0]} does not run: {error.strerror or error}"
-    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-    if done.returncode or line is None:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return (lines or [f"{python[0]} ended with exit code {done.returncode}"])[-1]
-    found: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
-    return found
+def _torch(request: Request) -> Mapping[str, Any]:
+    """What their torch says of itself, which takes seconds. Raises NoAnswer."""
+    return ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S)
 
 
 def check_python(request: Request) -> Check:
     """The interpreter of the ranks, and its version against those that are tested."""
     try:
-        found = _ask(request, _PACKAGES, *COMPARED)
+        found = _packages(request)
     except NoAnswer as error:
         hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
         return Check("Python", "failure", str(error), hint)
-    version = tuple(map(int, found["python"].split(".")[:2]))
-    value = f"{found['python']} ({found['program']})"
+    version = tuple(map(int, found.python.split(".")[:2]))
+    value = f"{found.python} ({found.program})"
     oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
     if version < PYTHONS[0]:
         return Check("Python", "failure", value, f"use Python {oldest} to {newest}")
-    if found["trainkit"] is None:
+    if "trainkit" not in found.files:
         hint = f"`{request.python[0]} -m pip install trainkit` installs it"
         return Check("Python", "failure", f"{value} has no trainkit", hint)
-    installed = found["versions"].get("trainkit", __version__)
+    installed = found.versions["trainkit"]
     if installed != __version__:
         hint = "install the same version there, or use the `trainkit` of that environment"
         text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
@@ -130,7 +83,7 @@ def check_python(request: Request) -> Check:
 def check_torch(request: Request) -> Iterator[Check]:
     """The release of torch, and whether it can use the GPUs."""
     try:
-        found = _ask(request, _TORCH)
+        found = _torch(request)
     except NoAnswer as error:
         hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
         if "took longer" in str(error):
@@ -162,13 +115,13 @@ def versions(request: Request) -> dict[str, str]:
     """
     values = {}
     try:
-        found = _ask(request, _PACKAGES, *COMPARED)
-        values = {"Python": found["python"], **found["versions"]}
-        if found["trainkit"] is not None:
-            package = Path(found["trainkit"])
+        found = _packages(request)
+        values = {"Python": found.python, **found.versions}
+        if "trainkit" in found.files:
+            package = Path(found.files["trainkit"]).parent
             values["trainkit's code"] = f"{digest(sorted(package.rglob('*.py')))} in {package}"
         if not request.quick:
-            torch = _ask(request, _TORCH)
+            torch = _torch(request)
             values["CUDA of torch"], values["NCCL"] = (str(torch[key] or "none") for key in ("cuda", "nccl"))
     except NoAnswer:
         pass  # what is known is compared

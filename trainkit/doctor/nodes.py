@@ -27,6 +27,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job.node.rendezvous import LOCAL_ADDR
 from trainkit.job.preflight import MAX_CLOCK_OFFSET_S
 from trainkit.job.processes import module_argv
+from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
@@ -59,7 +60,8 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
     if "SLURM_JOB_ID" in os.environ:
         return [*common, f"--jobid={os.environ['SLURM_JOB_ID']}", "--overlap", "--mem=0", *worker]
     known = make_target(loaded, "sbatch")
-    plan = make_plan(loaded, LOGIN_NODE, Target("sbatch", "doctor", known.cluster), Command(("true",)))
+    facts = Facts(LOGIN_NODE, Target("sbatch", "doctor", known.cluster))
+    plan = make_plan(loaded, facts, Command(("true",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_SRUN}
     options = {name: value for name, value in options.items() if name not in ("nodes", "ntasks")}

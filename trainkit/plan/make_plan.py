@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainkit.cluster.machine import Machine
-from trainkit.cluster.target import LOCAL, Target
+from trainkit.cluster.target import LOCAL
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import NotifyConfig, RequeueConfig
-from trainkit.config.training import DataConfig
-from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
+from trainkit.data.checks import DataFacts, mixture_note
 from trainkit.errors import ConfigError, Problem
+from trainkit.plan.facts import Facts
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
@@ -23,26 +21,67 @@ from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import parallel_with
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.manifest import MANIFEST_NAME
-from trainkit.run.rundir import RunDir
-
-if TYPE_CHECKING:
-    from trainkit.cluster.model import Cluster
 
 
-def make_plan(
-    loaded: LoadedConfig,
-    machine: Machine,
-    target: Target = LOCAL,
-    workload: Workload = TRAINER,
-) -> LaunchPlan:
-    """Make the plan of a config for a target; `machine` is this machine.
+def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
+    """The plan of a config: its layout, batch and job, with its model and memory checked. Pure.
 
-    The layout and batch of a command are not planned, except for what its launcher's tool gets. Raises
-    ConfigError with every problem.
+    Of a command there is no model or data to check, and layout and batch are only planned for what the tool
+    of its launcher gets. Raises ConfigError with every problem.
     """
-    draft = _draft(loaded, machine, target)
-    config = loaded.config
+    plan, problems = None, []
+    try:
+        plan = _launch_plan(loaded, facts, workload)
+    except ConfigError as error:
+        problems += error.problems
+    if not workload.is_command:
+        plan, found = _with_model(loaded, facts, plan)
+        problems += found
+    if facts.environment is not None:
+        found_there = [*facts.environment.problems]
+        if plan is not None and plan.device == "cuda" and not problems and facts.environment.gpu_problem:
+            found_there.append(facts.environment.gpu_problem)
+        problems += [loaded.problem(*item) for item in found_there]
+    if plan is None or problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _with_model(
+    loaded: LoadedConfig, facts: Facts, plan: LaunchPlan | None
+) -> tuple[LaunchPlan | None, list[Problem]]:
+    """The plan with what its model and data add, and every problem of these."""
+    config, data = loaded.config, facts.data
+    problems = list(_init_problems(loaded, facts))
+    if config.has_user_task:
+        return plan, [*problems, *_task_problems(loaded, facts)]
+    if data is None:
+        return plan, problems
+    problems += [loaded.problem(*item) for item in data.problems]
+    mixture = mixture_note(config.data)
+    if plan is not None and mixture is not None:
+        plan = replace(plan, reasons={**plan.reasons, "mixture": mixture})
+    if config.uses_transformers:
+        return plan, [*problems, *_transformers_problems(loaded, data)]
+    shape = None
+    try:
+        shape = resolve_model_shape(config.model, data.vocab_size)
+    except ConfigError as error:
+        problems += [_with_origin(loaded, problem) for problem in error.problems]
+    if plan is not None and config.precision.float8:
+        problems += _float8_problems(loaded, plan)
+    if plan is not None and shape is not None:
+        note = None if data.problems else vocabulary_note(config.model, data.vocab_size)
+        plan = plan if note is None else replace(plan, reasons={**plan.reasons, "vocabulary": note})
+        plan, found = _check_model(loaded, facts, plan, shape)
+        problems += found
+    return plan, problems
+
+
+def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> LaunchPlan:
+    """The plan without its model and data; raises ConfigError with every problem."""
+    config, target = loaded.config, facts.target
+    draft = _draft(loaded, facts)
     if target is not LOCAL:
         draft.reasons["backend"] = target.reason
     if target.cluster is not None:
@@ -119,7 +158,8 @@ def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> Launche
     return given
 
 
-def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
+    machine, target = facts.machine, facts.target
     if target.node_sizes is not None:
         return StepDraft(loaded, machine, node_sizes=target.node_sizes, is_task_per_rank=target.per == "gpu")
     if target.backend == "local":
@@ -129,7 +169,8 @@ def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraf
     # Imported only for Slurm: a run on this machine needs none of it.
     from trainkit.plan.slurm_draft import SlurmDraft
 
-    return SlurmDraft(loaded, machine, cluster=target.cluster or Cluster("unknown"))
+    assert target.cluster is not None
+    return SlurmDraft(loaded, machine, cluster=target.cluster)
 
 
 def _policy(requeue: RequeueConfig) -> RequeuePolicy:
@@ -167,100 +208,25 @@ def _notify_policy(notify: NotifyConfig) -> NotifyPolicy:
 
 OURS = "llama"
 """The architecture whose rules and memory are known without running its code."""
-ANY_VOCABULARY = 1
-"""Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """The facts about the data of a config that a plan needs."""
-
-    problems: tuple[tuple[str, str, str], ...]
-    """(dotted key, message, hint) of each problem."""
-    vocab_size: int
-
-
-def inspect_data(data: DataConfig) -> DataFacts:
-    """Check the data of a config; this lists its files but does not read them all."""
-    problems = tuple(data_problems(data))
-    return DataFacts(problems, ANY_VOCABULARY if problems else tokenizer_vocab_size(data))
-
-
-def check_config(
-    loaded: LoadedConfig,
-    machine: Machine,
-    target: Target = LOCAL,
-    workload: Workload = TRAINER,
-    data: DataFacts | None = None,
-    *,
-    resumes: bool = False,
-) -> LaunchPlan:
-    """Make the plan of a config and check its layout, model, memory and data.
-
-    Of a command there is no model or data to check. `data` is the result of `inspect_data`, for callers
-    that have it already. Raises ConfigError with every problem.
-    """
-    plan, problems = None, []
-    try:
-        plan = make_plan(loaded, machine, target, workload)
-    except ConfigError as error:
-        problems += error.problems
-    if workload.is_command:
-        if plan is None:
-            raise ConfigError(problems)
-        return plan
-    if not resumes:  # from its own checkpoint: others may be gone
-        problems += _init_problems(loaded)
-    if loaded.config.has_user_task:
-        problems += _task_problems(loaded)
-        if plan is None or problems:
-            raise ConfigError(problems)
-        return plan
-    data = data or inspect_data(loaded.config.data)
-    problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
-    mixture = mixture_note(loaded.config.data)
-    if plan is not None and mixture is not None:
-        plan = replace(plan, reasons={**plan.reasons, "mixture": mixture})
-    if loaded.config.uses_transformers:
-        problems += _transformers_problems(loaded, data)
-        if plan is None or problems:
-            raise ConfigError(problems)
-        return plan
-    shape = None
-    try:
-        shape = resolve_model_shape(loaded.config.model, data.vocab_size)
-    except ConfigError as error:
-        problems += [_with_origin(loaded, problem) for problem in error.problems]
-    if plan is not None and loaded.config.precision.float8:
-        problems += _float8_problems(loaded, plan)
-    if plan is not None and shape is not None:
-        note = None if data.problems else vocabulary_note(loaded.config.model, data.vocab_size)
-        plan = plan if note is None else replace(plan, reasons={**plan.reasons, "vocabulary": note})
-        plan, found = _check_model(loaded, plan, shape, machine, target)
-        problems += found
-    if plan is None or problems:
-        raise ConfigError(problems)
-    return plan
-
-
-def _init_problems(loaded: LoadedConfig) -> Iterator[Problem]:
-    """The problem of ``model.init_from``; a run that others wait for may have no checkpoint yet."""
-    name = loaded.config.model.init_from
-    if name is None:
-        return
-    path = Path(name)
-    if not (path / MANIFEST_NAME).is_file() and not RunDir(path).exists():
-        message = f"is {name}, which is neither a run folder nor a checkpoint"
+def _init_problems(loaded: LoadedConfig, facts: Facts) -> Iterator[Problem]:
+    if "model.init_from" in facts.missing:
+        message = f"is {loaded.config.model.init_from}, which is neither a run folder nor a checkpoint"
         yield loaded.problem("model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run")
 
 
-def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+def _file_problems(loaded: LoadedConfig, facts: Facts, key: str, name: str) -> Iterator[Problem]:
+    """The problem of FILE.py:CLASS whose file does not exist."""
+    if key in facts.missing:
+        message = f"is {name}, but there is no file {Path(name.rpartition(':')[0]).absolute()}"
+        yield loaded.problem(key, message, "FILE.py is relative to the current folder")
+
+
+def _task_problems(loaded: LoadedConfig, facts: Facts) -> Iterator[Problem]:
     """What a task of the user does not support, and its file if it does not exist."""
     task = loaded.config.task
-    file = Path(task.rpartition(":")[0])
-    if file.suffix == ".py" and not file.is_file():
-        message = f"is {task}, but there is no file {file.absolute()}"
-        yield loaded.problem("task", message, "FILE.py is relative to the current folder")
+    yield from _file_problems(loaded, facts, "task", task)
     yield from _no_stages(loaded, task)
     if loaded.config.precision.float8:
         message = f"is true, but task is {task}"
@@ -311,7 +277,7 @@ def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem
 
 
 def _check_model(
-    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
+    loaded: LoadedConfig, facts: Facts, plan: LaunchPlan, shape: ModelShape
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with its memory estimate, and all problems that prevent training the model with it."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
@@ -320,14 +286,15 @@ def _check_model(
         # The other rules and the memory of a custom architecture are unknown.
         found = list(batch_problems(plan.layout, parallel, size, seq_len, steps))
         found = [_with_origin(loaded, problem) for problem in found]
-        return plan, [*found, *_architecture_problems(loaded)]
+        name = config.model.architecture
+        return plan, [*found, *_file_problems(loaded, facts, "model.architecture", name)]
     found = list(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
     if plan.device != "cuda":
-        problem = host_problem(loaded, plan, shape, machine)
+        problem = host_problem(loaded, plan, shape, facts.machine)
         return plan, [] if problem is None else [problem]
-    names = gpu_names(config, machine, target)
+    names = gpu_names(config, facts.machine, facts.target)
     gpu = known_gpu(names)
     if gpu is None:
         plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(config, names)))
@@ -339,16 +306,8 @@ def _check_model(
         reason, problem = check_memory(loaded, plan, shape, gpu)
         if reason is not None:
             plan = replace(plan, reasons={**plan.reasons, "memory": reason})
-    problem = problem or staging_problem(loaded, plan, shape, machine)
+    problem = problem or staging_problem(loaded, plan, shape, facts.machine)
     return plan, [] if problem is None else [problem]
-
-
-def _architecture_problems(loaded: LoadedConfig) -> Iterator[Problem]:
-    name = loaded.config.model.architecture
-    file = Path(name.rpartition(":")[0])
-    if not file.is_file():
-        message = f"is {name}, but there is no file {file.absolute()}"
-        yield loaded.problem("model.architecture", message, "FILE.py is relative to the current folder")
 
 
 def _with_origin(loaded: LoadedConfig, problem: Problem) -> Problem:

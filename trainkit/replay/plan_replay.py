@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.bench.layouts import DEGREES, fill_degrees, parse_layout
 from trainkit.cluster.machine import Machine, detect_machine
-from trainkit.cluster.target import LOCAL, make_target
+from trainkit.cluster.target import LOCAL
 from trainkit.config import load_config, read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import changes, submission_folder
@@ -23,7 +23,7 @@ from trainkit.run.files import parse_time
 from trainkit.run.manifest import find_plain_damage, published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.submit.plan_run import plan_run
+from trainkit.submit.plan_run import gather, plan_run
 
 SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"
@@ -229,8 +229,8 @@ def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[Run
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"} - values.keys()
     loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
     with submission_folder(at.attempt.run, False) as code_dir:
-        target = make_target(loaded) if submits else LOCAL
-        plan = plan_run(loaded, target=target, code_dir=code_dir, resumes=True)
+        facts = gather(loaded, target=None if submits else LOCAL, resumes=True)
+        plan = plan_run(loaded, facts, code_dir=code_dir)
     return loaded.config, replace(plan, lr=at.plan.lr)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from trainkit.config.running import LaunchConfig
-from trainkit.submit.interpreters import LaunchProblem
+from trainkit.plan.facts import KeyProblem
 
 _APPTAINER_SCHEMES = ("docker://", "library://", "oras://", "shub://", "docker-archive:", "oci:")
 _SQUASHED = (".sqsh", ".squashfs")
@@ -92,7 +92,7 @@ def container_argv(
 
 def container_problems(
     launch: LaunchConfig, folders: Sequence[str], available: Sequence[str] = (), cwd: str = "."
-) -> Iterator[LaunchProblem]:
+) -> Iterator[KeyProblem]:
     """Problems of the container settings; paths of images are relative to `cwd`."""
     image = launch.container
     if image is None:

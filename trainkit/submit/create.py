@@ -28,7 +28,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.record import create_job
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.submit.code.snapshot import copy_code, wants_copy
-from trainkit.submit.interpreters import installed_torch
+from trainkit.submit.interpreters import own_packages
 from trainkit.submit.preflight_checks import refuse_leaks
 from trainkit.submit.run_folder import refuse_shared
 from trainkit.submit.secrets import mask_diff, without_secrets
@@ -163,7 +163,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
         "time": utc_now(),
         "trainkit": __version__,
         "python": platform.python_version(),
-        "torch": installed_torch(),
+        "torch": own_packages("torch").torch_version or None,
         "platform": platform.platform(),
         "executable": sys.executable,
         "cwd": str(cwd),

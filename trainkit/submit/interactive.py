@@ -10,6 +10,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError
+from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
@@ -28,7 +29,8 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     """
     backend = "sbatch" if loaded.config.launch.backend in ("auto", "local") else loaded.config.launch.backend
     known = make_target(loaded, backend)
-    plan = make_plan(loaded, NOWHERE, Target("sbatch", "shell", known.cluster), Command(("bash",)))
+    facts = Facts(NOWHERE, Target("sbatch", "shell", known.cluster))
+    plan = make_plan(loaded, facts, Command(("bash",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}
     # One task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.

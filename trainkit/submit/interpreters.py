@@ -5,49 +5,31 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.plan.facts import Interpreter, KeyProblem
 from trainkit.plan.gpus import release_problem
 
-LaunchProblem = tuple[str, str, str]
-"""A problem of the launch section: key, message, hint."""
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")
-
-
-@dataclass(frozen=True)
-class Interpreter:
-    """The Python interpreter of agents and ranks."""
-
-    argv: tuple[str, ...]
-    """The argv prefix of a rank; inside the container if there is one."""
-    host_argv: tuple[str, ...]
-    """The argv prefix of the supervisor, which runs outside of any container."""
-    options: tuple[str, ...] = ("-u",)
-    """Options of the interpreter; includes ``-P`` only if it is known to be newer than 3.10."""
-    host_options: tuple[str, ...] = PYTHON_OPTIONS
-    venv: str | None = None
-    """The folder of the bin/activate that the script sources."""
-    conda: str | None = None
-    """The argument of ``conda activate``: a name or a folder."""
-    conda_script: str | None = None
-    """The conda.sh that defines ``conda activate``; None uses the `conda` on PATH."""
 
 
 def find_interpreter(
     launch: LaunchConfig, executable: str, environ: Mapping[str, str], cwd: Path
-) -> tuple[Interpreter, list[LaunchProblem]]:
+) -> tuple[Interpreter, list[KeyProblem]]:
     """The interpreter of a launch section, and its problems; folders are relative to `cwd`.
 
     `executable` is the submitting interpreter: the default of the job.
@@ -92,85 +74,140 @@ def find_interpreter(
     return found, problems
 
 
-def installed_torch() -> str | None:
-    """The version of torch of this interpreter; None without torch."""
-    found = find_spec("torch")
-    return None if found is None else _torch_version(found.submodule_search_locations or ())
+class NoAnswer(Exception):
+    """Why an interpreter does not run, or cannot import what it is asked for."""
 
 
-def _torch_version(folders: Iterable[str]) -> str | None:
-    found = (_torch_facts(Path(folder)).get("__version__") for folder in folders)
-    return next((version for version in found if isinstance(version, str)), None)
-
-
-def _torch_facts(folder: Path) -> dict[str, object]:
-    """The constants of the version.py of a torch, which importing it would take seconds to tell."""
-    try:
-        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return {}
-    facts: dict[str, object] = {}
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(value := getattr(node, "value", None), ast.Constant):
-            facts |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-    return facts
-
-
+_MARK = "trainkit-answer:"
+"""Before the answer: what is imported may print, too."""
 _PACKAGES = """
-import importlib.util, json
-specs = {name: importlib.util.find_spec(name) for name in ("torch", "trainkit")}
-missing = [name for name, spec in specs.items() if spec is None]
-folders = [] if "torch" in missing else list(specs["torch"].submodule_search_locations or ())
-version = "" if "trainkit" in missing else __import__("trainkit").__version__
-print("packages:", json.dumps({"trainkit": version, "missing": missing, "torch": folders}))
+import importlib.util, json, platform, sys
+from importlib import metadata
+files, versions = {}, {}
+for name in sys.argv[2:]:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        files[name] = spec.origin
+    try:
+        versions[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+if "trainkit" in files:
+    versions["trainkit"] = __import__("trainkit").__version__
+print(sys.argv[1], json.dumps({
+    "python": platform.python_version(), "program": sys.executable, "files": files, "versions": versions,
+}))
 """
-_TORCH = """
-import importlib.util
-found = importlib.util.find_spec("torch")
-print("torch:", "" if found is None else found.origin, sep=" ")
-"""
-_PACKAGES_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 
 
-def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path) -> tuple[str, str] | None:
-    """Why ranks of the built-in trainer cannot run with an interpreter, and a hint; None when they can.
+def ask(
+    argv: Sequence[str],
+    script: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """The object that a script prints as JSON after its first argument, with an interpreter and its options.
 
-    `argv` is the interpreter with its options.
+    `env` is added to the variables of this process. Raises NoAnswer.
     """
-    program = argv[0]
     try:
         done = subprocess.run(
-            [*argv, "-c", _PACKAGES],
+            [*argv, "-c", script, _MARK, *args],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_PACKAGES_TIMEOUT_S,
-            env=dict(environ),
+            timeout=timeout_s,
+            env={**os.environ, **env},
             cwd=cwd,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"uses {program}, which does not run: {error}", f"`{shlex.quote(program)} -V` shows it"
-    line = next((line for line in done.stdout.splitlines() if line.startswith("packages:")), None)
-    if line is None:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return f"uses {program}, which does not run: {last}", f"`{shlex.quote(program)} -V` shows it"
-    found = json.loads(line.removeprefix("packages: "))
-    version, missing = found["trainkit"], found["missing"]
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise NoAnswer(f"{argv[0]} does not run: {error.strerror or error}") from None
+    line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
+    if done.returncode or line is None:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise NoAnswer((lines or [f"{argv[0]} ended with exit code {done.returncode}"])[-1])
+    found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+    return found
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What an interpreter would import. A folder of a package's name, such as W&B's ``wandb/``, is none."""
+
+    python: str
+    program: str
+    files: Mapping[str, str]
+    """Package -> the file that is imported first."""
+    versions: Mapping[str, str]
+
+    @cached_property
+    def torch(self) -> Mapping[str, object]:
+        """The constants of the version.py of its torch, which importing it would take seconds to tell."""
+        try:
+            text = Path(self.files["torch"]).with_name("version.py").read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (KeyError, OSError, ValueError, SyntaxError):
+            return {}
+        constants: dict[str, object] = {}
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if isinstance(value := getattr(node, "value", None), ast.Constant):
+                constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+        return constants
+
+    @property
+    def torch_version(self) -> str:
+        """Empty if unknown."""
+        return str(self.torch.get("__version__", ""))
+
+    @property
+    def cpu_only_torch(self) -> str | None:
+        """The version of its torch if that was built without CUDA and ROCm; None if not, or unknown."""
+        if self.torch.get("cuda", "") is not None or self.torch.get("hip") is not None:
+            return None
+        return self.torch_version or "of unknown version"
+
+
+def find_packages(
+    argv: Sequence[str],
+    names: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Packages:
+    """The packages among `names` that an interpreter with these options imports. Raises NoAnswer."""
+    return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
+
+
+def own_packages(*names: str) -> Packages:
+    """The ones of this interpreter, of which it need not start another."""
+    specs = ((name, find_spec(name)) for name in names)
+    files = {name: spec.origin for name, spec in specs if spec is not None and spec.origin is not None}
+    return Packages(platform.python_version(), sys.executable, files, {"trainkit": __version__})
+
+
+def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
+    """Why ranks of the built-in trainer cannot run with a `program`, and a hint; None when they can."""
+    missing = [name for name in ("torch", "trainkit") if name not in packages.files]
     if missing:
-        message = f"uses {program}, which has no {' and no '.join(missing)}"
+        message = f"has no {' and no '.join(missing)}"
         if missing == ["torch"]:
             return message, f"`{shlex.quote(program)} -m pip install torch` installs it"
         return message, "install trainkit there too, or remove the key: then this interpreter is used"
+    version = packages.versions["trainkit"]
     if version != __version__:
-        message = f"uses {program}, which has trainkit {version}, and this is trainkit {__version__}"
+        message = f"has trainkit {version}, and this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
-    problem = release_problem(_torch_version(found["torch"]) or "")
-    return None if problem is None else (f"uses {program}, which {problem[0]}", problem[1])
+    return release_problem(packages.torch_version)
 
 
-def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
+def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
     named = [key for key in ("venv", "conda", "uv") if getattr(launch, key) is not None]
     for key in named[1:]:
         message = f"is {getattr(launch, key)!r} while launch.{named[0]} is {getattr(launch, named[0])!r}"
@@ -180,71 +217,7 @@ def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
         yield "launch.conda", message, "launch.python names an interpreter in the container"
 
 
-@lru_cache
-def find_torch(argv: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> Path | None:
-    """The folder of the torch that an interpreter imports; None if it has none or does not run here.
-
-    `argv` is the interpreter with its options; this one is not started again, unless the variables `env` are
-    set for the other. Cached, since all points of a sweep use the same interpreter.
-    """
-    if argv[0] == sys.executable and not env:
-        found = find_spec("torch")
-        return None if found is None or found.origin is None else Path(found.origin).parent
-    try:
-        done = subprocess.run(
-            [*argv, "-c", _TORCH],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PACKAGES_TIMEOUT_S,
-            env={**os.environ, **dict(env)},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.splitlines()
-    origin = next((line.removeprefix("torch: ") for line in lines if line.startswith("torch: /")), None)
-    return None if origin is None else Path(origin).parent
-
-
-_HAS_MODULE = (
-    "import importlib.util, sys; found = importlib.util.find_spec(sys.argv[1]);"
-    " print('module:', bool(found and found.origin))"
-)
-
-
-@lru_cache
-def has_module(argv: tuple[str, ...], name: str) -> bool:
-    """Whether an interpreter can import a module; True if the interpreter does not run here.
-
-    `argv` is as for `find_torch`. A folder of that name, such as W&B's ``wandb/``, is no module.
-    """
-    if argv[0] == sys.executable:
-        found = find_spec(name)
-        return found is not None and found.origin is not None
-    try:
-        done = subprocess.run(
-            [*argv, "-c", _HAS_MODULE, name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PACKAGES_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return True
-    return "module: False" not in done.stdout
-
-
-def cpu_only_torch(folder: Path) -> str | None:
-    """The version of the torch in a folder if it was built without CUDA and ROCm; None if not, or unknown."""
-    facts = _torch_facts(folder)
-    if facts.get("cuda", "") is not None or facts.get("hip") is not None:
-        return None
-    return str(facts.get("__version__", "of unknown version"))
-
-
-def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[LaunchProblem]:
+def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[KeyProblem]:
     if in_container:
         return  # the folder may exist only in the container
     if not os.access(f"{folder}/bin/python", os.X_OK):
@@ -255,7 +228,7 @@ def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Ite
         yield key, message, "for an interpreter without an environment to activate, set launch.python"
 
 
-def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[LaunchProblem]]:
+def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[KeyProblem]]:
     """The environment folder of a uv project, and problems; a workspace has it above its members."""
     project = _absolute(given, cwd)
     hint = f"`uv sync --project {given}` creates it"
@@ -275,7 +248,7 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
 
 def _conda_environment(
     launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
-) -> tuple[str, str | None, str | None, list[LaunchProblem]]:
+) -> tuple[str, str | None, str | None, list[KeyProblem]]:
     """(name or folder to activate, conda.sh, folder of the environment if known here, problems)."""
     assert launch.conda is not None
     base = _conda_base(environ)
@@ -302,7 +275,7 @@ def _conda_environment(
     return launch.conda, found_script, None, [] if launch.modules else problems
 
 
-def _no_conda(launch: LaunchConfig, base: Path | None) -> list[LaunchProblem]:
+def _no_conda(launch: LaunchConfig, base: Path | None) -> list[KeyProblem]:
     """A module may provide conda; without modules it must be on PATH."""
     if base is not None or launch.modules:
         return []

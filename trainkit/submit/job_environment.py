@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.config.running import LaunchConfig
+from trainkit.plan.facts import Interpreter
 from trainkit.submit.containers import container_argv
-from trainkit.submit.interpreters import Interpreter
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
 """srun ignores the --cpus-per-task of sbatch from the first version until before the second."""

@@ -13,23 +13,24 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 from urllib.parse import quote as url_quote
 
+from trainkit.cluster.target import Target
 from trainkit.config import RunConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.notifications import url_problem
+from trainkit.plan.facts import Environment, Interpreter, KeyProblem
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.workload import SHELLS
+from trainkit.plan.workload import SHELLS, Workload
 from trainkit.slurm.conf_file import conf_file
 from trainkit.submit.containers import container_problems, runtimes
 from trainkit.submit.interpreters import (
-    LaunchProblem,
-    cpu_only_torch,
+    NoAnswer,
+    Packages,
     find_interpreter,
-    find_torch,
-    has_module,
-    installed_torch,
+    find_packages,
+    own_packages,
     package_problem,
 )
 from trainkit.submit.job_environment import RANK_VARIABLES
@@ -51,7 +52,7 @@ def check_name(name: str) -> None:
         )
 
 
-def launch_problems(launch: LaunchConfig) -> Iterator[LaunchProblem]:
+def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
     """(key, message, hint) for values that are invalid on any machine."""
     for name in launch.modules:
         if name.startswith("-") or len(name.split()) != 1:
@@ -122,125 +123,95 @@ def _script_of(command: Sequence[str]) -> str | None:
     return next((word for word in before if word.endswith(".py")), None)
 
 
-def find_launch_problems(
-    launch: LaunchConfig, cwd: Path, containers: Sequence[str], *, is_command: bool
-) -> Iterator[LaunchProblem]:
-    """(key, message, hint) for settings that would fail in the job: modules, interpreter, container.
-
-    `containers` are the container programs of the cluster.
-    """
-    yield from launch_problems(launch)
-    elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python, launch.modules)
-    if not is_command and not any(elsewhere) and not launch.setup:
-        yield from _own_torch_problem()
-    yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
-    yield from container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
-
-
-def find_local_problems(
-    launch: LaunchConfig, cwd: Path, *, is_command: bool, environ: Mapping[str, str] = os.environ
-) -> Iterator[LaunchProblem]:
-    """(key, message, hint) for an environment in which workers on this machine could not run."""
-    key = next((name for name in ("python", "venv", "uv") if getattr(launch, name) is not None), None)
-    if key is None or launch.container is not None:
-        if not is_command:
-            yield from _own_torch_problem()
-        return
-    interpreter, problems = find_interpreter(launch, sys.executable, environ, cwd)
-    yield from problems
-    if problems or is_command:
-        return  # a command may need neither torch nor trainkit
-    problem = package_problem((*interpreter.argv, *interpreter.options), {**environ, **launch.env}, cwd)
-    if problem is not None:
-        yield (f"launch.{key}", *problem)
-
-
 SYSTEM_FOLDER = "/usr"
 """What is installed below it may differ between this host and the nodes of a cluster."""
+_BATCH_ONLY = ("modules", "conda", "container", "setup")
+"""What only a batch script uses."""
 
 
-def find_torch_problem(
-    plan: LaunchPlan, launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
-) -> LaunchProblem | None:
-    """(key, message, hint) for a run on GPUs whose torch was built without CUDA, if that is known here.
+def find_environment(
+    config: RunConfig,
+    target: Target,
+    workload: Workload,
+    cwd: Path,
+    environ: Mapping[str, str] = os.environ,
+) -> Environment:
+    """The environment of the ranks, and what would fail in it, as far as that is known here.
 
-    The ranks check it too.
+    Where a package is not known, the ranks check it, or the job warns and trains.
     """
-    on_slurm = plan.slurm is not None
-    is_known = not plan.workload.is_command and not (on_slurm and _may_be_another(launch, environ))
-    if plan.device != "cuda" or not is_known:
-        return None
-    # Without a batch script, neither conda nor a container is used.
-    in_effect = launch if on_slurm else launch.model_copy(update={"container": None, "conda": None})
-    interpreter, problems = find_interpreter(in_effect, sys.executable, environ, cwd)
+    launch, on_slurm, trackers = config.launch, target.is_slurm, tuple(config.logging.trackers)
+    key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
+    if not on_slurm and (launch.container is not None or key in (None, "conda")):
+        key, launch = None, LaunchConfig(env=launch.env)
+    interpreter, found = find_interpreter(launch, sys.executable, environ, cwd)
     program = interpreter.argv[0]
-    if problems or "/" not in program:
-        return None  # on another host, PATH may lead to another program of this name
-    env = tuple((name, launch.env[name]) for name in ("PYTHONPATH", "PYTHONHOME") if name in launch.env)
-    folder = find_torch((*interpreter.argv, *interpreter.options), env)
-    if folder is None or (on_slurm and folder.is_relative_to(SYSTEM_FOLDER)):
-        return None
-    version = cpu_only_torch(folder)
-    if version is None:
-        return None
-    keys = (f"launch.{name}" for name in ("python", "venv", "uv", "conda") if getattr(in_effect, name))
-    message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
-    return next(keys, "device"), message, cuda_torch_hint(program)
+    # On another host, PATH may lead to another program of this name.
+    is_known = not found and "/" in program and launch.container is None
+    is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
+    trains_here = not workload.is_command and (key is None or not on_slurm)
+    may_use_gpus = not workload.is_command and config.device != "cpu"
+    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch, environ))
+    if "PYTHONPATH" in launch.env:
+        trackers = ()
+    packages = None
+    if is_known and (trackers or trains_here or may_use_gpus):
+        try:
+            packages = _packages_of(interpreter, ("torch", "trainkit", *trackers), launch.env, cwd)
+        except NoAnswer as error:
+            if trains_here:
+                reason = str(error).removeprefix(f"{program} does not run: ")
+                message = f"uses {program}, which does not run: {reason}"
+                found.append((f"launch.{key}", message, f"`{quote(program)} -V` shows it"))
+    if packages is not None and trains_here:
+        problem = package_problem(packages, program) if key else release_problem(packages.torch_version)
+        if problem is not None:
+            subject = f"uses {program}, which" if key else program
+            found.append((f"launch.{key}" if key else "", f"{subject} {problem[0]}", problem[1]))
+    if on_slurm:
+        containers = () if target.cluster is None else target.cluster.containers
+        found = [*launch_problems(launch), *found]
+        found += container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
+    if packages is not None:
+        for name in trackers:
+            if name not in packages.files:
+                hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+                found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
+    found += webhook_problem(config.notify, environ)
+    gpu_problem = None
+    if packages is not None and may_use_gpus and (version := packages.cpu_only_torch) is not None:
+        message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
+        gpu_problem = "device" if key is None else f"launch.{key}", message, cuda_torch_hint(program)
+        if on_slurm and Path(packages.files["torch"]).is_relative_to(SYSTEM_FOLDER):
+            gpu_problem = None
+    return Environment(interpreter, tuple(found), gpu_problem)
 
 
-def find_tracker_problems(
-    config: RunConfig, cwd: Path, *, on_slurm: bool, environ: Mapping[str, str] = os.environ
-) -> Iterator[LaunchProblem]:
-    """(key, message, hint) for trackers whose module the interpreter of the job lacks, if that is known here.
-
-    Where it is not known, the job warns and trains, and `trainkit sync` sends the metrics later.
-    """
-    trackers, launch = config.logging.trackers, config.launch
-    if not trackers or "PYTHONPATH" in launch.env:
-        return
-    # Without a batch script, none of these is used.
-    unused = {"container": None, "conda": None, "modules": (), "setup": ()}
-    launch = launch if on_slurm else launch.model_copy(update=unused)
-    if launch.container is not None or launch.modules or launch.setup:
-        return
-    interpreter, problems = find_interpreter(launch, sys.executable, environ, cwd)
-    program = interpreter.argv[0]
-    if problems or "/" not in program:
-        return
-    for name in trackers:
-        if not has_module((*interpreter.argv, *interpreter.options), name):
-            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
-            yield f"logging.{name}", f"is set, but {program} has no {name}", hint
+def _packages_of(
+    interpreter: Interpreter, names: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> Packages:
+    if interpreter.argv[0] == sys.executable and not {"PYTHONPATH", "PYTHONHOME"} & env.keys():
+        return own_packages(*names)
+    return find_packages((*interpreter.argv, *interpreter.options), names, env, cwd)
 
 
-def _may_be_another(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
-    """Whether a job may import another torch than its interpreter does here."""
-    if launch.container is not None or launch.modules or launch.setup:
-        return True
+def _is_cluster_of_host(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
+    """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
     has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
-    # Else it is planned here for another cluster, by the profile of that one.
-    return not has_sbatch or (launch.cluster is not None and conf_file(environ) is None)
+    return has_sbatch and (launch.cluster is None or conf_file(environ) is not None)
 
 
-def _own_torch_problem() -> Iterator[LaunchProblem]:
-    """The problem of the torch of this interpreter, for ranks that use it; of no key of the config."""
-    problem = release_problem(installed_torch() or "")
-    if problem is not None:
-        yield "", f"{sys.executable} {problem[0]}", problem[1]
-
-
-def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) -> LaunchPlan:
+def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, interpreter: Interpreter) -> LaunchPlan:
     """The plan of a run whose agents no batch script starts, so that they use the interpreter of `launch`.
 
     What needs a batch script is named among the reasons of the plan.
     """
-    unused = [name for name in ("modules", "conda", "container", "setup") if getattr(launch, name)]
+    unused = [name for name in _BATCH_ONLY if getattr(launch, name)]
     if unused:
         keys = ", ".join(f"launch.{name}" for name in unused)
         plan = replace(plan, reasons={**plan.reasons, "launch": f"{keys}: only batch jobs of Slurm use it"})
     if launch.container is not None or not any((launch.venv, launch.uv, launch.python)):
         return plan
-    interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
     plan = replace(plan, reasons={**plan.reasons, "python": f"{interpreter.argv[0]}, as launch says"})
     if not plan.workload.is_command:
         plan = replace(plan, python=(*interpreter.argv, *interpreter.options))
@@ -255,7 +226,7 @@ def experimental_settings(launch: LaunchConfig) -> str | None:
     return None
 
 
-def webhook_problem(notify: NotifyConfig, environ: Mapping[str, str]) -> Iterator[LaunchProblem]:
+def webhook_problem(notify: NotifyConfig, environ: Mapping[str, str]) -> Iterator[KeyProblem]:
     """(key, message, hint) if the value of the variable that `notify.webhook` names is not a URL."""
     url = environ.get(notify.webhook or "", "")
     problem = url_problem(url) if url else None

@@ -23,7 +23,9 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     """The plan of a run on `world_size` GPUs; raises ConfigError with all problems."""
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.target import Target
-    from trainkit.plan.make_plan import check_config
+    from trainkit.data.checks import inspect_data
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.make_plan import make_plan
 
     if loaded.config.has_user_task:
         message = f"is {loaded.config.task}, which cannot be simulated"
@@ -39,7 +41,7 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
         raise ConfigError([Problem("--simulate-world", message, hint="set --gpus-per-node N")])
     target = Target("local", "simulated", node_sizes=(per_node,) * (world_size // per_node))
     machine = Machine(1, per_node, (), f"{per_node} simulated GPUs per node")
-    return check_config(loaded, machine, target)
+    return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
 
 
 def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:

@@ -11,13 +11,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.cluster.target import Target, make_target
+from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.training import DataConfig
 from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import difference, filled_in, key_without_seed, names_key, shown, shown_value
 from trainkit.plan.workload import TRAINER, Workload
@@ -28,7 +26,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.slurm.conf_file import cluster_name
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
 from trainkit.submit.create import new_folder, write_origin
-from trainkit.submit.plan_run import plan_run
+from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.preflight_checks import refuse_leaks
 from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file
 from trainkit.submit.script import JobScript, script_for
@@ -61,26 +59,23 @@ def plan_points(
     ConfigError with the problems of all points, and UsageError when one array cannot run them.
     """
     planned: dict[int, PlannedPoint | ConfigError] = {}
-    target: Target | None = None
-    data: dict[str, DataFacts] = {}  # by data section, since most sweeps read the same data
+    gatherer = Gatherer()
     # By values without the seed, on which no plan depends unless the command names it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for index, loaded in configs:
         if isinstance(loaded, ConfigError):
             planned[index] = loaded
             continue
-        if target is None:
-            target = make_target(loaded)
-            _refuse_other_backends(target, config_path)
-            if array is not None:
-                refuse_too_large(array)
         own = replace(workload, argv=workload.argv and filled_in(workload.argv, values[index]))
         key = (key_without_seed(values[index]), own.argv)
         if key not in plans:
             try:
-                needs_facts = not own.is_command and not loaded.config.has_user_task
-                facts = _data_facts(loaded.config.data, data) if needs_facts else None
-                plans[key] = plan_run(loaded, own, target=target, data=facts)
+                facts = gatherer.facts(loaded, own)
+                if not plans:
+                    _refuse_other_backends(facts.target, config_path)
+                    if array is not None:
+                        refuse_too_large(array)
+                plans[key] = plan_run(loaded, facts, own)
             except ConfigError as error:
                 plans[key] = error
         plan = plans[key]
@@ -89,13 +84,6 @@ def plan_points(
         else:
             planned[index] = plan
     return check_points(values, planned)
-
-
-def _data_facts(config: DataConfig, known: dict[str, DataFacts]) -> DataFacts:
-    key = config.model_dump_json()
-    if key not in known:
-        known[key] = inspect_data(config)
-    return known[key]
 
 
 def check_points(

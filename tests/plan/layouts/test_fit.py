@@ -11,9 +11,11 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
+from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, Problem
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import check_config
+from trainkit.plan.make_plan import make_plan
 
 NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 LLAMA = ("model.preset=7b", "model.vocab_size=32000", "data.seq_len=4096", "train.global_batch_size=64")
@@ -26,7 +28,7 @@ def cluster(gpu_type: str, gpus: int = 8) -> Target:
 
 def check(tmp_path: Path, target: Target, *overrides: str, machine: Machine = NO_GPU) -> LaunchPlan:
     loaded = load_config(None, overrides=(*LLAMA, *overrides), environ={}, cwd=tmp_path)
-    return check_config(loaded, machine, target)
+    return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
 
 
 def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = NO_GPU) -> Problem:

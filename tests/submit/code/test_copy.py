@@ -13,6 +13,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.control.resume import submission_folder
 from trainkit.errors import UsageError
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
@@ -32,7 +33,9 @@ def loaded(project: Path):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
     target = Target("sbatch", "a test", Cluster("unknown"))
-    return make_plan(loaded, Machine(4, 0, (), "a login node"), target, Command(("python", "train.py")))
+    return make_plan(
+        loaded, Facts(Machine(4, 0, (), "a login node"), target), Command(("python", "train.py"))
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""What is true where a run would start: gathered once per command, then passed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.target import LOCAL, Target
+from trainkit.data.checks import DataFacts
+
+KeyProblem = tuple[str, str, str]
+"""A problem of a value: dotted key, message, hint."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """The Python interpreter of agents and ranks."""
+
+    argv: tuple[str, ...]
+    """The argv prefix of a rank; inside the container if there is one."""
+    host_argv: tuple[str, ...]
+    """The argv prefix of the supervisor, which runs outside of any container."""
+    options: tuple[str, ...] = ("-u",)
+    """Options of the interpreter; includes ``-P`` only if it is known to be newer than 3.10."""
+    host_options: tuple[str, ...] = ("-u",)
+    venv: str | None = None
+    """The folder of the bin/activate that the script sources."""
+    conda: str | None = None
+    """The argument of ``conda activate``: a name or a folder."""
+    conda_script: str | None = None
+    """The conda.sh that defines ``conda activate``; None uses the `conda` on PATH."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment of a run's ranks, as far as it is known outside of the job."""
+
+    interpreter: Interpreter
+    problems: tuple[KeyProblem, ...] = ()
+    """What would fail in the job: the interpreter and its packages, the container, the webhook."""
+    gpu_problem: KeyProblem | None = None
+    """Why its torch cannot use GPUs."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The place, data and environment of a config, as `trainkit.submit.plan_run.gather` finds them."""
+
+    machine: Machine
+    """The one on which the command runs."""
+    target: Target = LOCAL
+    data: DataFacts | None = None
+    """None for what trains no model of trainkit: neither model nor data is then checked."""
+    missing: frozenset[str] = frozenset()
+    """The keys that name a file or run which does not exist: task, model.architecture, model.init_from."""
+    environment: Environment | None = None
+    """None for a plan of which only the size matters."""
