@@ -6,6 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from trainkit.backends import BACKENDS
 from trainkit.cluster.machine import detect_machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import InvalidConfig, LoadedConfig
@@ -91,7 +92,7 @@ def _check(
     resumes: bool = False,
 ) -> LaunchPlan:
     """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
-    on_slurm = target.backend in ("sbatch", "submitit")
+    on_slurm = BACKENDS[target.backend].template is not None
     if on_slurm:
         containers = () if target.cluster is None else target.cluster.containers
         found = find_launch_problems(
