@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.control.jobs import kill
+from trainkit.backends import backend_of
 from trainkit.run.files import read_json
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
@@ -131,4 +131,4 @@ class Desk:
             run = RunDir(job_file.parent)
             entry = read_job(run).newest
             if entry is not None and entry.liveness() is Liveness.ALIVE:
-                kill(run, entry)
+                backend_of(entry).kill(run, entry)

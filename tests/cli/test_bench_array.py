@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.benches import train_made_up
+from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
 from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
@@ -16,7 +17,7 @@ from trainkit.job.array_tasks import create_task_run
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
-from trainkit.submit import array_spec, sbatch_backend
+from trainkit.submit import array_spec
 
 CONFIG = """
 name: small
@@ -36,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(array_spec, "show_config", dict)
-    monkeypatch.setattr(sbatch_backend, "submit_script", lambda *args, **more: "77")
+    monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
     monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
     return tmp_path

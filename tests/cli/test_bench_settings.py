@@ -11,6 +11,7 @@ import pytest
 from steering import Desk
 
 from tests.support.benches import train_made_up
+from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
 from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
@@ -23,7 +24,7 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import array_spec, sbatch_backend
+from trainkit.submit import array_spec
 
 CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
@@ -146,7 +147,7 @@ class Sbatch:
         self.refused: int | None = None
         self.unreachable: int | None = None
         monkeypatch.setattr(array_spec, "show_config", dict)
-        monkeypatch.setattr(sbatch_backend, "submit_script", self.submit)
+        monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
         if len(self.taken) == self.refused:

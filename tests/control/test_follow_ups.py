@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.backends import slurm as slurm_backend
+from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control import jobs as control_jobs
 from trainkit.control.cancel import cancel_run
-from trainkit.control.jobs import (
-    cancel_follow_ups,
-    job_statuses,
-    live_entry,
-    liveness_probe,
-    open_job_ids,
-    require_not_running,
-)
+from trainkit.control.jobs import job_statuses, live_entry, liveness_probe, open_job_ids, require_not_running
 from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
@@ -30,8 +25,6 @@ from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
-from trainkit.submit import sbatch_backend
-from trainkit.submit.sbatch_backend import submit_follow_ups
 from trainkit.submit.start import requeue_run
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
@@ -54,7 +47,7 @@ class Sbatch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Path, str, Sequence[str]]] = []
         self.last = 99
-        monkeypatch.setattr(sbatch_backend, "submit_script", self.submit)
+        monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
     def submit(
         self, script: Path, *, token: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
@@ -76,14 +69,13 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that were taken out of the queue."""
     ids: list[str] = []
-    monkeypatch.setattr(control_jobs, "cancel_waiting", ids.extend)
+    monkeypatch.setattr(slurm_backend, "cancel_waiting", ids.extend)
     return ids
 
 
-def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
-    said: list[str] = []
-    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8", "9", "10"]
-    assert said == ["8, 9, 10 wait in the queue to continue 7"]
+def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch, capsys: Any) -> None:
+    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8", "9", "10"]
+    assert capsys.readouterr().err == "8, 9, 10 wait in the queue to continue 7\n"
     assert [argv for _, _, argv in sbatch.calls] == [
         (
             f"--comment={submission_token(run, 1, number)} my words",
@@ -104,14 +96,14 @@ def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
 
 def test_none_are_asked_for(run: RunDir, sbatch: Sbatch) -> None:
     before = run.job_file.read_text()
-    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 0, print) == []
+    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 0) == []
     assert run.job_file.read_text() == before
 
 
-def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch) -> None:
+def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch, capsys: Any) -> None:
     sbatch.last = 8
-    said: list[str] = []
-    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8"]
+    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8"]
+    said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
     assert said[1:] == ["8 waits in the queue to continue 7"]
     assert read_job(run).waiting == ["8"]
@@ -122,7 +114,7 @@ def test_submitits_follow_ups_find_their_pickles(run: RunDir, sbatch: Sbatch) ->
     folder.mkdir()
     (folder / "7_submission.sh").write_text("#!/bin/bash\n")
     (folder / "7_submitted.pkl").write_bytes(b"pickle")
-    submit_follow_ups(run.attempt(1), "7", REQUEST, 2, print)
+    submit_follow_ups(run.attempt(1), "7", REQUEST, 2)
     assert sbatch.calls[0][0] == folder / "7_submission.sh"
     assert (folder / "8_submitted.pkl").read_bytes() == (folder / "9_submitted.pkl").read_bytes() == b"pickle"
 
@@ -150,10 +142,13 @@ def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]
 def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> dict[str, JobInfo]:
     """What Slurm has, by the number of the job behind a letter."""
     known = {name[1:]: replace(info, job_id=name[1:]) for name, info in jobs.items()}
-    monkeypatch.setattr(
-        control_jobs, "query_jobs", lambda ids: {key: known[key] for key in ids if key in known}
-    )
+    answers(monkeypatch, lambda ids: {key: known[key] for key in ids if key in known})
     return known
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], dict[str, JobInfo]]) -> None:
+    for module in (control_jobs, slurm_backend):
+        monkeypatch.setattr(module, "query_jobs", query)
 
 
 def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +274,7 @@ def test_a_requeue_of_a_job_that_waits_leaves_no_request(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job would find it when it starts, and go back into the queue at once."""
-    monkeypatch.setattr(control_jobs, "query_jobs", lambda ids: dict.fromkeys(ids, WAITS))
+    answers(monkeypatch, lambda ids: dict.fromkeys(ids, WAITS))
     with pytest.raises(UsageError, match="7 is already pending"):
         requeue_run(run)
     assert read_job(run).attempts[-1].requeue_requested_at is None
@@ -294,7 +289,7 @@ def test_a_requeue_stands_in_the_record_before_it_is_signalled(
         requests.append(read_job(run).attempts[-1].requeue_requested_at)
 
     runs = JobInfo("7", JobState.RUNNING, "RUNNING")
-    monkeypatch.setattr(control_jobs, "query_jobs", lambda ids: dict.fromkeys(ids, runs))
-    monkeypatch.setattr(control_jobs, "send_signal", signalled)
+    answers(monkeypatch, lambda ids: dict.fromkeys(ids, runs))
+    monkeypatch.setattr(slurm_backend, "send_signal", signalled)
     assert requeue_run(run)[1] is False
     assert len(requests) == 1

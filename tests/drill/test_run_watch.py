@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.drill import run_watch
 from trainkit.drill.run_watch import RunWatch
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
@@ -32,7 +31,7 @@ def test_a_run_of_which_slurm_says_nothing_is_waited_for(
         looks.append(None)
         return len(looks) > 3
 
-    monkeypatch.setattr(run_watch, "slurm_job", away)
+    monkeypatch.setattr("trainkit.backends.slurm.query_jobs", away)
     monkeypatch.setattr(RunWatch, "over", over)
     lines: list[str] = []
     watch = RunWatch(run, poll_s=0.01, patience_s=0.0, log_line=lines.append)

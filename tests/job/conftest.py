@@ -14,11 +14,11 @@ from job_tree import PREAMBLE, Job
 from slurm_job import Slurm
 
 import trainkit
-from tests.support.runs import make_attempt
+from tests.support.runs import make_attempt, start_local
+from trainkit.backends import backend_of
 from trainkit.config import dump_effective
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
-from trainkit.control.jobs import kill
 from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
@@ -26,7 +26,6 @@ from trainkit.run.lock import run_lock
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.local_backend import start_local_attempt
 
 EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 
@@ -71,7 +70,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})
         config_text = dump_effective(RunConfig.model_validate(config))
         with run_lock(run):
-            entry = start_local_attempt(run, config_text, json.dumps(plan.to_dict()), "submit")
+            entry = start_local(run, config_text, json.dumps(plan.to_dict()), "submit")
         jobs.append(Job(run, entry, plan))
         return jobs[-1]
 
@@ -79,7 +78,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     for job in jobs:
         entry = read_job(job.run).newest if job.run.path.is_dir() else job.entry
         if entry is not None and entry.liveness() is Liveness.ALIVE:
-            kill(job.run, entry)
+            backend_of(entry).kill(job.run, entry)
 
 
 @pytest.fixture

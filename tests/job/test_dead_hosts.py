@@ -13,7 +13,7 @@ import pytest
 from slurm_job import Slurm, reasons
 
 from tests.support.webhooks import webhook
-from trainkit.control.jobs import cancel_follow_ups
+from trainkit.backends.slurm import cancel_follow_ups
 from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision, Outcome
@@ -196,7 +196,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 
         monkeypatch.setattr(Path, "read_text", read_text)
 
-    monkeypatch.setattr("trainkit.control.jobs.cancel_waiting", stale)
+    monkeypatch.setattr("trainkit.backends.slurm.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):
         cancel_follow_ups(run)
     assert run.job_file.read_bytes() == before

@@ -12,8 +12,10 @@ from trainkit.job.decision import (
 )
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
+from trainkit.plan.workload import Command
 
 POLICY = RequeuePolicy()
+COMMAND = Command(("train",))
 HERE = RestartOptions(restart=True, requeue=True)
 NAN = Failure("ValueError: bad", 37)
 
@@ -63,7 +65,7 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
 def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
     stop_signal, cause, is_done, action
 ):
-    result = AttemptResult([0, 0], stop_signal, cause, is_command=True, is_done=is_done)
+    result = AttemptResult([0, 0], stop_signal, cause, workload=COMMAND, is_done=is_done)
     assert after(result).action == action
 
 
@@ -72,12 +74,12 @@ def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
 )
 def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
     """A rank without a handler dies of the signal, and its peers fail because it is gone."""
-    decision = after(AttemptResult([1, 143], "SIGTERM", cause, is_command=True))
+    decision = after(AttemptResult([1, 143], "SIGTERM", cause, workload=COMMAND))
     assert (decision.action, decision.exit_code) == (action, 75)
     assert "no worker reported a save" in decision.reason
-    assert after(AttemptResult([1], None, None, is_command=True)).cause == "crash"
-    assert after(AttemptResult([78], "SIGTERM", cause, is_command=True)).action == "failed"
-    earlier = after(AttemptResult([137], "SIGTERM", cause, is_command=True, had_failed=True))
+    assert after(AttemptResult([1], None, None, workload=COMMAND)).cause == "crash"
+    assert after(AttemptResult([78], "SIGTERM", cause, workload=COMMAND)).action == "failed"
+    earlier = after(AttemptResult([137], "SIGTERM", cause, workload=COMMAND, had_failed=True))
     assert (earlier.cause, earlier.resumes) == ("crash", cause is not None)
 
 

@@ -51,7 +51,7 @@ class Script:
             "other_workdir": None,
             **changes,
         }
-        return f"{render(PARTIAL, context, self.folder).text}\n{body}\n"
+        return f"{render(PARTIAL, context, self.folder)}\n{body}\n"
 
     def bash(self, body: str, *, changes: dict[str, Any] | None = None, **environ: str) -> Any:
         file = self.folder / "slurm_script"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.backends import BACKENDS, JobScript
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
@@ -20,8 +21,7 @@ from trainkit.plan.workload import Command, workload_of
 from trainkit.run.record import submission_token
 from trainkit.run.rundir import RunDir
 from trainkit.submit.containers import container_program
-from trainkit.submit.script import JobScript, script_for
-from trainkit.submit.submitit_backend import submitit_text
+from trainkit.submit.script import script_for
 
 LOGIN_NODE = Machine(4, 0, (), "a login node")
 
@@ -162,7 +162,6 @@ def test_a_template_of_the_project_takes_the_place_of_ours(tmp_path: Path) -> No
     own.write_text("#!/bin/bash\n# mine\n{% for word in step %}\n{{ word | quote }}\n{% endfor %}\n")
     found = script(tmp_path)
     assert found.text.startswith("#!/bin/bash\n# mine\nsrun\n")
-    assert found.own_templates == (own,)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
     given = replace(script(tmp_path), host_python=(str(supervisor),), setup="")
     file = tmp_path / "submission.sh"  # of `bash -c` the last command replaces the shell
-    file.write_text(submitit_text(RunDir(tmp_path / "runs/mine"), given))
+    file.write_text(BACKENDS["submitit"].finish_script(RunDir(tmp_path / "runs/mine"), given).text)
     with subprocess.Popen(
         ["bash", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as shell:

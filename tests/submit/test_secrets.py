@@ -10,8 +10,8 @@ from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.record import open_attempt
+from trainkit.slurm.quoting import quote
 from trainkit.submit.preflight_checks import present_secrets, refuse_leaks, refuse_secrets
-from trainkit.submit.quoting import quote
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")

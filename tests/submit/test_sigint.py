@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import start_local
+from trainkit.backends import local
 from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
 from trainkit.bench.run_bench import run_here
 from trainkit.run.end import KILLED, read_end
@@ -15,7 +17,6 @@ from trainkit.run.files import write_json
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit import local_backend
 from trainkit.submit.start import defer_sigint
 
 
@@ -78,10 +79,10 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     steps = []
 
     def start(index: int, item: BenchRun) -> RunDir:
-        monkeypatch.setattr(local_backend, "module_argv", lambda *args: ["sleep", "600"])
+        monkeypatch.setattr(local, "module_argv", lambda *args: ["sleep", "600"])
         interrupt()
         steps.append("interrupted")
-        local_backend.start_local_attempt(run, "", "{}", "run")
+        start_local(run, "", "{}", "run")
         steps.append("started")
         return run
 

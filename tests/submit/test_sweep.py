@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import make_group, planned
+from trainkit.backends import slurm as slurm_backend
 from trainkit.cli.options import ConfigRequest, GroupRequest
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
@@ -19,7 +20,7 @@ from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.sweep import difference
 from trainkit.run.files import read_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import sbatch_backend, sweep
+from trainkit.submit import sweep
 from trainkit.submit.sweep import create_group, group_script, start_group
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
@@ -171,7 +172,7 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
     def refuse(*args: object, **more: object) -> str:
         raise error
 
-    monkeypatch.setattr(sbatch_backend, "submit_script", refuse)
+    monkeypatch.setattr(slurm_backend, "submit_script", refuse)
     with pytest.raises(type(error)):
         start_group(group)
     assert group.path.exists() == is_kept

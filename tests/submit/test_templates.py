@@ -9,6 +9,7 @@ import pytest
 
 from trainkit.errors import UsageError
 from trainkit.resources import shipped_templates
+from trainkit.submit import templates
 from trainkit.submit.job_environment import JobEnvironment
 from trainkit.submit.templates import render
 
@@ -35,32 +36,22 @@ def refusal(project: Path, name: str = "mine.j2", **context: Any) -> UsageError:
 
 
 def test_shipped_template_without_any_of_the_project(tmp_path: Path) -> None:
-    rendered = render(PARTIAL, CONTEXT, tmp_path)
-    assert rendered.text.startswith("umask 077")
-    assert [(used.name, used.path, used.own) for used in rendered.templates] == [
-        (PARTIAL, shipped_templates() / PARTIAL, False)
-    ]
-    assert rendered.own_templates == ()
+    assert render(PARTIAL, CONTEXT, tmp_path).startswith("umask 077")
 
 
 def test_partial_of_the_project_takes_the_place_of_the_shipped_one(project: Path) -> None:
     write(project, "{% include 'partials/environment.sh.j2' %}\necho {{ x }}\n", "outer.j2")
-    own = write(project, "echo mine", PARTIAL)
-    rendered = render("outer.j2", {"x": 1}, project)
-    assert rendered.text == "echo mine\necho 1\n"
-    assert [(used.name, used.own) for used in rendered.templates] == [("outer.j2", True), (PARTIAL, True)]
-    assert rendered.own_templates[1].path == own
+    write(project, "echo mine", PARTIAL)
+    assert render("outer.j2", {"x": 1}, project) == "echo mine\necho 1\n"
 
 
 def test_template_of_the_project_uses_shipped_partials(project: Path) -> None:
     write(project, "echo before\n{% include 'partials/environment.sh.j2' %}", "outer.j2")
-    rendered = render("outer.j2", CONTEXT, project)
-    assert rendered.text.startswith("echo before\numask 077")
-    assert [used.own for used in rendered.templates] == [True, False]
+    assert render("outer.j2", CONTEXT, project).startswith("echo before\numask 077")
 
 
 def test_a_checkout_of_trainkit_overrides_nothing() -> None:
-    assert render(PARTIAL, CONTEXT, shipped_templates().parent).own_templates == ()
+    assert templates._folders(shipped_templates().parent) == [shipped_templates()]
 
 
 def test_nothing_outside_of_templates_is_taken(project: Path) -> None:
@@ -71,18 +62,18 @@ def test_nothing_outside_of_templates_is_taken(project: Path) -> None:
 def test_text_is_tidy_but_not_what_is_verbatim(project: Path) -> None:
     write(project, "\n\na   \n{% if true %}\n\n\n\nb {{ '' }}\n{% endif %}\n{{ line | verbatim }}\n\n\n")
     line = "cat <<X\n\n\n\nkept   \nX \\ "
-    assert render("mine.j2", {"line": line}, project).text == f"a\n\nb\n{line}\n"
+    assert render("mine.j2", {"line": line}, project) == f"a\n\nb\n{line}\n"
 
 
 def test_verbatim_text_is_no_template(project: Path) -> None:
     write(project, "{{ line | verbatim }}\n{{ more | verbatim }}\n")
     lines = {"line": "{{ more }} {% raw %} \\1 \\g<0>", "more": "second"}
-    assert render("mine.j2", lines, project).text == "{{ more }} {% raw %} \\1 \\g<0>\nsecond\n"
+    assert render("mine.j2", lines, project) == "{{ more }} {% raw %} \\1 \\g<0>\nsecond\n"
 
 
 def test_filters(project: Path) -> None:
     write(project, "# {{ a | comment }}\n#SBATCH --x={{ a | directive }}\n{{ a | quote }} {{ b | words }}\n")
-    text = render("mine.j2", {"a": "it's", "b": ["x y", 2]}, project).text
+    text = render("mine.j2", {"a": "it's", "b": ["x y", 2]}, project)
     assert text == "# it's\n#SBATCH --x=\"it's\"\n'it'\"'\"'s' 'x y' 2\n"
 
 
@@ -131,7 +122,7 @@ def test_length_of_bash_is_a_comment_of_jinja(project: Path) -> None:
     error = refusal(project)
     assert error.message == f"{path}:2: Missing end of comment tag"
     write(project, "echo ${{ '{#' }}name}\n")
-    assert render("mine.j2", {}, project).text == "echo ${#name}\n"
+    assert render("mine.j2", {}, project) == "echo ${#name}\n"
     assert "${{ '{#' }}name}" in error.hint
 
 
@@ -144,9 +135,9 @@ def test_a_changed_template_is_rendered_as_it_is_now(tmp_path: Path) -> None:
     own = tmp_path / "templates" / "mine.j2"
     own.parent.mkdir()
     own.write_text("one {{ word }}\n")
-    assert render("mine.j2", {"word": "a"}, tmp_path).text == "one a\n"
+    assert render("mine.j2", {"word": "a"}, tmp_path) == "one a\n"
     own.write_text("two {{ word }}\n")
-    assert render("mine.j2", {"word": "a"}, tmp_path).text == "two a\n"
+    assert render("mine.j2", {"word": "a"}, tmp_path) == "two a\n"
     own.write_text("{{ word\n")
     with pytest.raises(UsageError, match=r"mine\.j2:1: "):
         render("mine.j2", {"word": "a"}, tmp_path)
@@ -158,7 +149,7 @@ def test_what_is_written_as_it_is_may_be_known_when_the_template_is_compiled(tmp
     own.parent.mkdir()
     own.write_text("{{ 'echo  ${#x}  ' | verbatim }}\n{{ line | verbatim }}\n")
     for line in ("a  ", "caf\u00e9 \udcff"):
-        assert render("mine.j2", {"line": line}, tmp_path).text == f"echo  ${{#x}}  \n{line}\n"
+        assert render("mine.j2", {"line": line}, tmp_path) == f"echo  ${{#x}}  \n{line}\n"
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
+from trainkit.backends import NewAttempt
+from trainkit.backends.local import LocalBackend
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.events import read_metrics
 from trainkit.run.files import write_json
+from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FAST = (
@@ -56,6 +59,12 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
     run.config_file.write_text(dump_effective(loaded.config))
     write_json(attempt.plan_file, make_plan(loaded, Facts(machine)).to_dict())
     return attempt
+
+
+def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> AttemptRecord:
+    """Start the next attempt on this machine, whatever the text of its plan; with the run's lock held."""
+    no_plan: Any = None
+    return LocalBackend().start(run, NewAttempt(config_text, plan_text, no_plan, reason))
 
 
 def free_port() -> int:

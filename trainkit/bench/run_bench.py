@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
+from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.bench.bench_file import Bench, BenchRun
 from trainkit.bench.measure import measured
 from trainkit.control.jobs import (
-    SUPERVISOR_EXIT_S,
     JobQuery,
-    kill,
     live_entry,
     liveness_probe,
     query_job_status,
     query_known_jobs,
     recover_group_job_id,
-    wait_until_gone,
 )
 from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import NOT_STARTED, ORDER, GroupFiles, GroupStatus, PointStatus
@@ -70,14 +68,14 @@ def _wait(run: RunDir) -> None:
         time.sleep(POLL_S)
     entry = read_job(run).newest
     if entry is not None:
-        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # or it would disturb the next run
+        backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # or it would disturb the next run
 
 
 def _kill(run: RunDir) -> None:
     with run_lock(run):
         entry = live_entry(run, "cancel")
         if entry is not None:
-            kill(run, entry)
+            backend_of(entry).kill(run, entry)
 
 
 def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:

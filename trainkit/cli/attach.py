@@ -19,24 +19,16 @@ from trainkit.errors import UsageError
 )
 def command(run_name: str, node: int | None) -> int:
     """Open a shell on a node of RUN's job, next to its processes."""
-    from trainkit.control.jobs import slurm_job
+    from trainkit.backends import backend_of
     from trainkit.control.run_registry import find_run
-    from trainkit.run.record import read_job
+    from trainkit.run.record import AttemptRecord, read_job
     from trainkit.slurm.environment import scrubbed
     from trainkit.slurm.hosts import expand_hosts
-    from trainkit.slurm.states import JobState
     from trainkit.submit.interactive import attach_argv
 
     run = find_run(run_name)
-    entry = read_job(run).newest
-    if entry is None or not entry.is_slurm:
-        raise UsageError(
-            f"{run.path} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
-        )
-    job = slurm_job(entry)
-    if job is None or job.state is not JobState.RUNNING:
-        state = "is no longer known to Slurm" if job is None else f"is {job.state.value}, not running"
-        raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
+    entry = read_job(run).newest or AttemptRecord()
+    job = backend_of(entry).running_job(run, entry)
     hosts = expand_hosts(job.nodes)
     if node is not None and node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")

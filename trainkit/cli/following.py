@@ -14,7 +14,8 @@ from shlex import quote
 
 import click
 
-from trainkit.control.jobs import SUPERVISOR_EXIT_S, liveness_probe, wait_until_gone
+from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
+from trainkit.control.jobs import liveness_probe
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
@@ -44,7 +45,7 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
     entry = read_job(run).newest
     if entry is not None:
         # Otherwise the next command, for example `resume`, might find the supervisor still running.
-        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
+        backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run)
 

@@ -25,6 +25,7 @@ from trainkit.cli.options import (
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 
 if TYPE_CHECKING:
+    from trainkit.cluster.target import Target
     from trainkit.job.node.slurm_step import SlurmTask
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.job.step_run import Announcement
@@ -141,7 +142,7 @@ class _Forwarder:
 
     def forward(self, run: RunDir) -> None:
         """Forward the signals received since the last call."""
-        from trainkit.control.jobs import signal_supervisor
+        from trainkit.backends import backend_of
         from trainkit.run.record import read_job
 
         while self.num_sent < len(self.received):
@@ -155,7 +156,7 @@ class _Forwarder:
                 )
             entry = read_job(run).newest
             if entry is not None:
-                signal_supervisor(entry, number)
+                backend_of(entry).signal(run, entry, signal.Signals(number))
 
 
 SRUN_READ_S = 1.0
@@ -228,15 +229,42 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import gather, plan_run
-    from trainkit.submit.step_backend import start_step_attempt, step_shape, step_target
+    from trainkit.submit.start import start_run
 
     procs = request.flags.get("resources.gpus_per_node")
-    target = step_target(task, None if procs is None else int(str(procs[1])))
-    loaded = replace(request, flags={**request.flags, **step_shape(task, target)}).load_to_plan(target=target)
+    sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))
+    shape: dict[str, tuple[str, object]] = {
+        "resources.nodes": (f"srun, {task.num_nodes} nodes", task.num_nodes),
+        "resources.gpus_per_node": (f"srun, {max(sizes)} per node", max(sizes)),
+    }
+    loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(target=target)
     plan = plan_run(loaded, gather(loaded, target=target))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-    entry = start_step_attempt(created.run, loaded.config, plan, task)
+    entry = start_run(created.run, loaded.config, plan, "run")
     click.echo(str(created.run.path))
     return Announcement(created.run, entry.attempt)
+
+
+def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
+    """The workers of each node of the step, and the step as a target.
+
+    Each task is one rank or, with `num_procs`, the agent of one node. Raises UsageError for `num_procs` with
+    several tasks on a node.
+    """
+    from trainkit.cluster.target import Target
+
+    step = f"step {task.job_id}.{task.step_id}"
+    if num_procs is None:
+        reason = f"srun: {task.num_tasks} tasks in {step}, each one rank"
+        return task.tasks, Target("srun", reason, node_sizes=task.tasks, per="gpu")
+    if set(task.tasks) != {1}:
+        raise UsageError(
+            f"--procs {num_procs} starts {num_procs} ranks in each task, but this step has {task.num_tasks} "
+            f"tasks on {task.num_nodes} nodes",
+            hint="use srun --ntasks-per-node=1 … --procs N, or one task per rank without --procs",
+        )
+    sizes = (num_procs,) * task.num_nodes
+    reason = f"srun: one task per node in {step}, each with {num_procs} ranks"
+    return sizes, Target("srun", reason, node_sizes=sizes, per="node")

@@ -89,9 +89,9 @@ def command(
     loaded = request.load_to_plan(workload)
     plan = plan_run(loaded, gather(loaded, workload), workload)
     if after:
-        from trainkit.submit.dependency import start_after
+        from trainkit.submit.dependency import job_ids_of, with_dependency
 
-        plan = start_after(plan, after, _warn)
+        plan = with_dependency(plan, after, () if plan.slurm is None else job_ids_of(after, _warn))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     _check_locks(plan, folder)
     _warn_of_secrets(workload)
@@ -147,25 +147,25 @@ def _warn_of_secrets(workload: Workload) -> None:
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
     """Print the script or plan that would be submitted, or Slurm's estimate of its start."""
+    from trainkit.backends import BACKENDS
     from trainkit.submit.create import future_run
 
-    if plan.backend == "local":
+    run = future_run(loaded.config.name, folder)
+    if BACKENDS[plan.backend].template is None:
         if test_only:
             raise UsageError(
                 "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
             )
         click.echo(plan.to_text(), nl=False)
-        _print_files(future_run(loaded.config.name, folder), plan)
+        _print_files(run, plan)
         return EXIT_OK
     from trainkit.config import dump_effective
     from trainkit.submit.code.snapshot import planned_code
     from trainkit.submit.preflight_checks import refuse_leaks
-    from trainkit.submit.start import script_of_attempt
+    from trainkit.submit.script import script_for
 
     config, cwd = loaded.config, Path.cwd()
-    run = future_run(config.name, folder)
-    code = planned_code(run, config, plan, cwd)
-    script = script_of_attempt(run, 1, plan, config, cwd, code)
+    script = script_for(run, 1, plan, config, cwd, planned_code(run, config, plan, cwd))
     texts = {
         "the script": script.text,
         "plan.json": plan.to_text(),
@@ -188,14 +188,12 @@ def _print_files(run: RunDir, plan: LaunchPlan) -> None:
         click.echo(f"==> {run.path / name} <==\n{text}", nl=False, err=True)
 
 
-def _print_script(text: str, test_only: bool) -> int:
-    if not test_only:
-        click.echo(text, nl=False)
-        return EXIT_OK
-    from trainkit.submit.sbatch_backend import estimate_start
+def _print_script(text: str, test_only: bool) -> None:
+    if test_only:
+        from trainkit.backends.slurm import estimate_start
 
-    click.echo(estimate_start(text))
-    return EXIT_OK
+        text = f"{estimate_start(text)}\n"
+    click.echo(text, nl=False)
 
 
 @dataclass(frozen=True)
@@ -213,12 +211,12 @@ class GroupSubmission:
 def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: GroupSubmission) -> int:
     """Submit a group of runs as one Slurm array, or show what would be submitted."""
     from trainkit.cli.start_output import print_copied
-    from trainkit.plan.launch import describe_plan, with_dependency
+    from trainkit.plan.launch import describe_plan
     from trainkit.run.group import RunGroup
     from trainkit.slurm.client import require_controller
     from trainkit.submit.code.snapshot import planned_code
     from trainkit.submit.create import future_run
-    from trainkit.submit.dependency import job_ids_of
+    from trainkit.submit.dependency import job_ids_of, with_dependency
     from trainkit.submit.sweep import (
         common_plan,
         create_group,
@@ -244,7 +242,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     _check_locks(points[0].plan, options.run_dir)
     _warn_of_secrets(options.workload)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
-    if command is not None and group_request.sweeps:
+    if command and group_request.sweeps:
         generated = {json.dumps(item.plan.launcher_files) for item in points}
         if len(generated) == 1 and not reaches_command(values, command):
             click.echo(

@@ -86,6 +86,17 @@ class RunConfig(Section):
         return self.task != "causal_lm"
 
     @property
+    def model_source(self) -> tuple[str, str]:
+        """The key that says where the code of the model is, and its value."""
+        own = self.has_user_task
+        return ("task", self.task) if own else ("model.architecture", self.model.architecture)
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model is built from trainkit's own classes, on tokens that `data` names."""
+        return not self.has_user_task and self.model.architecture != TRANSFORMERS
+
+    @property
     def secrets(self) -> tuple[str, ...]:
         """The environment variables whose values must be written nowhere."""
         webhook = self.notify.webhook
@@ -94,4 +105,4 @@ class RunConfig(Section):
     @property
     def uses_transformers(self) -> bool:
         """Whether the transformers library has the code of the model."""
-        return not self.has_user_task and self.model.architecture == TRANSFORMERS
+        return self.model_source == ("model.architecture", TRANSFORMERS)

@@ -254,9 +254,8 @@ def _document_mask(loaded: LoadedConfig) -> Iterator[Problem]:
         degree = getattr(config.parallel, key)
         if degree > 1:
             yield loaded.problem("data.document_mask", f"is true, but parallel.{key} is {degree}", reason)
-    if config.model.architecture != "llama" or config.has_user_task:
-        key = "task" if config.has_user_task else "model.architecture"
-        name = config.task if config.has_user_task else config.model.architecture
+    key, name = config.model_source
+    if name != "llama":
         message = f"is true, but {key} is {name}, which masks attention itself"
         yield loaded.problem("data.document_mask", message, "remove data.document_mask")
 

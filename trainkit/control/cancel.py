@@ -11,20 +11,10 @@ from datetime import datetime, timezone
 from shlex import quote
 from typing import Any
 
-from trainkit.control.jobs import (
-    cancel_follow_ups,
-    in_queue,
-    kill,
-    lingering_job,
-    live_entry,
-    recover_group_job_id,
-    recover_job_id,
-    require_this_cluster,
-    signal_job,
-    step_of,
-    wait_until_gone,
-    write_cancelled,
-)
+from trainkit.backends import backend_of
+from trainkit.backends.base import write_cancelled
+from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
+from trainkit.control.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
 from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
@@ -71,9 +61,9 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             # First, because the end of this job would start its follow-up jobs.
             cancel_follow_ups(run, keep=entry.job_id)
             if now:
-                kill(run, entry)
+                backend_of(entry).kill(run, entry)
             else:
-                outcome = signal_job(run, entry, signal.SIGTERM)
+                outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, now)
     job_id = entry.job_id
@@ -84,7 +74,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     grace_s = LaunchPlan.read(run.plan_file).grace_s
     if not wait:
         return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
-    if wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
+    if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
     message = f"{job_id} is still running; `trainkit cancel {quote(str(run.path))} --now` kills it"
     return _run_result(run, job_id, "cancelling", message)

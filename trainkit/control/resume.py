@@ -11,9 +11,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from trainkit.backends import backend_of
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import ModelConfig
-from trainkit.control.jobs import slurm_job
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
@@ -131,7 +131,7 @@ def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
     entry = read_job(run).newest
     if entry is None or not entry.is_slurm or is_exiting(run, entry):
         return []
-    return note_bad_hosts(run, slurm_job(entry), cluster_name() or "", warn)
+    return note_bad_hosts(run, backend_of(entry).job(entry), cluster_name() or "", warn)
 
 
 @contextmanager

@@ -12,17 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainkit.control.jobs import (
-    FIRST_QUERY_INTERVAL_S,
-    cancel_follow_ups,
-    kill,
-    live_entry,
-    liveness,
-    recover_job_id,
-    signal_job,
-    slurm_job,
-    step_of,
-)
+from trainkit.backends import backend_of
+from trainkit.backends.slurm import cancel_follow_ups, step_of
+from trainkit.control.jobs import live_entry, recover_job_id
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -96,6 +88,7 @@ def kill_node(run: RunDir, node_rank: int) -> int:
 
 
 GONE_WITHIN_S = 120.0
+POLL_S = 1.0
 FLIPPED_BYTES = 8
 
 # Kills every process whose environment contains all given assignments; ignores processes that have ended.
@@ -166,7 +159,7 @@ class SlurmFaultInjector:
 
     def _kill_where(self, *words: str) -> bool:
         entry = read_job(self.run).newest
-        job = None if entry is None else slurm_job(entry)
+        job = None if entry is None else backend_of(entry).job(entry)
         if entry is None or job is None or not job.num_nodes:
             return False
         own = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry.attempt}"]
@@ -181,13 +174,13 @@ class SlurmFaultInjector:
 
 def injector_for(run: RunDir, backend: str) -> FaultInjector:
     """The fault injector for a run with this backend."""
-    return LocalFaultInjector(run) if backend == "local" else SlurmFaultInjector(run)
+    return {"local": LocalFaultInjector}.get(backend, SlurmFaultInjector)(run)
 
 
 def notify(run: RunDir) -> bool:
     """Signal a run to save and requeue; False if it is no longer running."""
     entry = read_job(run).newest
-    return entry is not None and signal_job(run, entry, signal.SIGUSR2) == "signalled"
+    return entry is not None and backend_of(entry).signal(run, entry, signal.SIGUSR2) == "signalled"
 
 
 def requeue_job(run: RunDir) -> bool:
@@ -215,11 +208,11 @@ def kill_job(run: RunDir) -> bool:
         mark_cancelled(run, now=True)
         # First, because the end of this job would start its follow-up jobs.
         cancel_follow_ups(run, keep=entry.job_id)
-        kill(run, entry)
+        backend_of(entry).kill(run, entry)
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
-    while liveness(entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
-        time.sleep(FIRST_QUERY_INTERVAL_S)
+    while backend_of(entry).liveness(entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
     return True
 
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.control.jobs import liveness_probe, slurm_job
+from trainkit.backends import backend_of
+from trainkit.control.jobs import liveness_probe
 from trainkit.drill.loss_curve import points_of
 from trainkit.observe.follow import LogTail, run_is_over
 from trainkit.run.end import AttemptEnd, read_end
@@ -104,7 +105,7 @@ class RunWatch:
         entry = read_job(self.run).newest
         self._progress_s = time.monotonic()
         try:
-            job = slurm_job(entry) if entry is not None and entry.is_slurm else None
+            job = None if entry is None else backend_of(entry).job(entry)
         except SlurmUnreachable as error:
             self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
             return True  # asked again after `patience_s`

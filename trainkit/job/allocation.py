@@ -261,7 +261,8 @@ class SlurmAllocation(Allocation):
             )
 
     def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        is_finished = outcome.stop_signal is None or plan.command is None
+        was_stopped = outcome.stop_signal is not None
+        is_finished = plan.workload.is_finished(was_stopped=was_stopped, is_done=False)
         if is_finished and all(code == EXIT_OK for code in outcome.exit_codes):
             return
         self.step_may_still_run |= outcome.step_may_still_run

@@ -74,7 +74,7 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         step=last_step(attempt, outcome.failure),
         failure=None if outcome.failure is None else repeatable_failure(outcome.failure),
         failed_after_signal=_is_after_signal(attempt, outcome.failure),
-        is_command=plan.command is not None,
+        workload=plan.workload,
         is_done=attempt.done_file.exists(),
     )
     previous = [earlier for _, earlier in previous_attempts(attempt)]

@@ -13,6 +13,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, Cause
 from trainkit.run.failure import RankFailure
 
@@ -124,9 +125,8 @@ class AttemptResult:
     failure: Failure | None = None
     failed_after_signal: bool = False
     """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
-    is_command: bool = False
-    """Whether a command ran, which may know nothing of trainkit: it often exits with 0 after it has saved,
-    and with any code when the signal has ended one of its ranks."""
+    workload: Workload = TRAINER
+    """What the workers ran."""
     is_done: bool = False
     """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
@@ -177,23 +177,24 @@ def decide(
     """Decide what follows one attempt; `previous` are the attempts before it, oldest first."""
     codes, starts = result.exit_codes, previous
     previous = [attempt for attempt in previous if attempt.cause != "not_started"]
-    if all(code == EXIT_OK for code in codes) and (
-        result.stop_signal is None or result.is_done or not result.is_command
-    ):
+    was_stopped = result.stop_signal is not None
+    is_finished = result.workload.is_finished(was_stopped=was_stopped, is_done=result.is_done)
+    if is_finished and all(code == EXIT_OK for code in codes):
         return Decision("finished", "all workers finished", EXIT_OK)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
     # A save that fails when a person cancels the run is reported as the failure that it is.
     is_interrupted = result.failed_after_signal and result.cause is not None
-    is_any_code = result.is_command and not result.had_failed
+    # A command exits with any code when the signal has ended one of its ranks.
+    is_any_code = result.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
     ended_on_signal = is_excused or _ended_on_signal(codes)
-    if result.stop_signal is not None and (saved or ended_on_signal):
+    if was_stopped and (saved or ended_on_signal):
         return _after_request(result, saved, previous, policy, options)
     if saved:
         return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
-    if result.not_started and not result.lost_nodes and result.stop_signal is None:
+    if result.not_started and not result.lost_nodes and not was_stopped:
         return _after_no_start(result, starts, options)
     return _after_failure(result, previous, policy, options)
 

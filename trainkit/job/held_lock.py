@@ -13,11 +13,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.allocation import REQUEUE_PATIENCE_S, Allocation, SlurmAllocation
 from trainkit.job.attempt_end import previous_attempts
-from trainkit.job.decision import (
-    MAX_STARTS,
-    Decision,
-    Outcome,
-)
+from trainkit.job.decision import MAX_STARTS, Decision, Outcome
 from trainkit.job.failure.termination_cause import query_job, termination_cause
 from trainkit.job.processes import log_line
 from trainkit.job.requeue import await_eviction

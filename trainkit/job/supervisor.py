@@ -183,7 +183,8 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     watch.collect_outcome()
                 # A command exits with 0 after a save too, and the newer attempt continues from that.
-                is_finished = plan.command is None or attempt.done_file.exists()
+                is_done = attempt.done_file.exists()
+                is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                 if not is_finished or set(outcome.exit_codes) != {EXIT_OK}:
                     reason = watch.superseded_by.takeover
                     return outcome, Decision("stopped", reason, EXIT_STOPPED)
@@ -271,9 +272,7 @@ class Supervisor:
 def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
     """Tell the agents the folder in which they start a command. Raises OSError."""
     os.environ.pop(WORK_DIR_VARIABLE, None)  # of a job in which this one was submitted
-    if plan.command is None:
-        return
-    folder = retry_on_disk_error(lambda: prepare_work_folder(run))
+    folder = retry_on_disk_error(lambda: prepare_work_folder(run)) if plan.workload.is_command else None
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)
 

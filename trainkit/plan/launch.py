@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
@@ -267,77 +264,3 @@ def describe_plan(plan: LaunchPlan, name: str) -> str:
 
 UNFINISHED_STATES = ("pending", "starting", "running", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""
-MAX_NAMED = 3
-
-
-@dataclass(frozen=True)
-class Dependency:
-    """A run that a job waits for."""
-
-    name: str
-    """The name to show in messages: the run's folder or its index in a group."""
-    state: str
-    job_id: str | None
-    """None if the run was never submitted."""
-    reason: str | None = None
-
-
-def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
-    """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
-
-    Empty if all have finished. `array` is the job id of a group. Raises UsageError if a run has failed, is
-    unknown, or runs on this machine.
-    """
-    open_runs = [run for run in runs if run.state != "finished"]
-    wrong = [run for run in open_runs if run.state not in UNFINISHED_STATES or run.job_id is None]
-    if wrong:
-        raise UsageError(_unfinishable(text, wrong, len(runs)), hint=_hint(wrong[0]))
-    local = next((run for run in open_runs if str(run.job_id).startswith("local-")), None)
-    if local is not None:
-        raise UsageError(
-            f"--after {text}: {local.name} runs on this machine, and Slurm cannot wait for it",
-            hint=f"`trainkit logs {quote(local.name)} -f` returns when it has ended",
-        )
-    own = f"{array}_"
-    if array is not None and open_runs and all(str(run.job_id).startswith(own) for run in runs):
-        return [array]
-    return [str(run.job_id) for run in open_runs]
-
-
-def _unfinishable(text: str, wrong: Sequence[Dependency], count: int) -> str:
-    first = wrong[0]
-    reason = f" ({first.reason})" if first.reason else ""
-    if count == 1:
-        return f"--after {text}: {first.name} is {first.state}{reason}"
-    named = ", ".join(f"{run.name} is {run.state}" for run in wrong[:MAX_NAMED])
-    more = f" and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
-    return f"--after {text}: {named}{more}, of {count:,} runs"
-
-
-def _hint(wrong: Dependency) -> str:
-    if wrong.state == "unknown":
-        return f"`trainkit status {quote(wrong.name)}` says why; without --after the run starts immediately"
-    return f"resume it first: `trainkit resume {quote(wrong.name)}`"
-
-
-def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:
-    """The plan with a dependency on `job_ids`; `texts` are the runs of --after as typed.
-
-    Raises UsageError for a plan without Slurm.
-    """
-    if not texts:
-        return plan
-    if plan.slurm is None:
-        raise UsageError(
-            "--after requires Slurm, but this run starts on this machine",
-            hint="`trainkit logs RUN -f` returns when a run has ended",
-        )
-    names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
-    if not job_ids:
-        reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
-        return dataclasses.replace(plan, reasons=reasons)
-    # Without --kill-on-invalid-dep: a job whose dependency failed stays pending, and `status` reports it.
-    dependency = "afterok:" + ":".join(dict.fromkeys(job_ids))
-    reasons = {**plan.reasons, "after": f"{dependency}: starts once {names} {verb} finished successfully"}
-    slurm = dataclasses.replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
-    return dataclasses.replace(plan, slurm=slurm, reasons=reasons)

@@ -144,7 +144,8 @@ def _differences(
 ) -> Iterator[tuple[str, Any]]:
     for key, value in other.items():
         before = base.get(key)
-        if key in base and before == value and type(before) is type(value):
+        # As JSON: in Python 1 is True, also inside of lists.
+        if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
             continue
         if isinstance(before, dict) and isinstance(value, dict) and _fits_in(before, value):
             yield from _differences(before, value, (*path, key))

@@ -138,7 +138,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
         )
     run, config = at.attempt.run, at.config
     with submission_folder(run, False):
-        if config.has_user_task or config.uses_transformers:
+        if not config.has_decoder:
             return list(_items(at))
         import numpy as np
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
 
@@ -12,21 +13,85 @@ from trainkit.control.run_registry import find_run_or_group
 from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.status import read_status
-from trainkit.plan.launch import UNFINISHED_STATES, Dependency, LaunchPlan, dependency_ids, with_dependency
+from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
 
+MAX_NAMED = 3
 
-def start_after(plan: LaunchPlan, names: Sequence[str], warn: Callable[[str], None]) -> LaunchPlan:
-    """The plan of a job that starts when the newest attempts of these runs and groups have finished.
 
-    Raises UsageError for a run that has failed, is unknown or runs on this machine, and for a plan without
-    Slurm.
+@dataclass(frozen=True)
+class Dependency:
+    """A run that a job waits for."""
+
+    name: str
+    """The name to show in messages: the run's folder or its index in a group."""
+    state: str
+    job_id: str | None
+    """None if the run was never submitted."""
+    reason: str | None = None
+
+
+def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
+    """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
+
+    Empty if all have finished. `array` is the job id of a group. Raises UsageError if a run has failed, is
+    unknown, or runs on this machine.
     """
+    open_runs = [run for run in runs if run.state != "finished"]
+    wrong = [run for run in open_runs if run.state not in UNFINISHED_STATES or run.job_id is None]
+    if wrong:
+        raise UsageError(_unfinishable(text, wrong, len(runs)), hint=_hint(wrong[0]))
+    local = next((run for run in open_runs if str(run.job_id).startswith("local-")), None)
+    if local is not None:
+        raise UsageError(
+            f"--after {text}: {local.name} runs on this machine, and Slurm cannot wait for it",
+            hint=f"`trainkit logs {quote(local.name)} -f` returns when it has ended",
+        )
+    own = f"{array}_"
+    if array is not None and open_runs and all(str(run.job_id).startswith(own) for run in runs):
+        return [array]
+    return [str(run.job_id) for run in open_runs]
+
+
+def _unfinishable(text: str, wrong: Sequence[Dependency], count: int) -> str:
+    first = wrong[0]
+    reason = f" ({first.reason})" if first.reason else ""
+    if count == 1:
+        return f"--after {text}: {first.name} is {first.state}{reason}"
+    named = ", ".join(f"{run.name} is {run.state}" for run in wrong[:MAX_NAMED])
+    more = f" and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
+    return f"--after {text}: {named}{more}, of {count:,} runs"
+
+
+def _hint(wrong: Dependency) -> str:
+    if wrong.state == "unknown":
+        return f"`trainkit status {quote(wrong.name)}` says why; without --after the run starts immediately"
+    return f"resume it first: `trainkit resume {quote(wrong.name)}`"
+
+
+def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:
+    """The plan with a dependency on `job_ids`; `texts` are the runs of --after as typed.
+
+    Raises UsageError for a plan without Slurm.
+    """
+    if not texts:
+        return plan
     if plan.slurm is None:
-        return with_dependency(plan, names, ())
-    return with_dependency(plan, names, job_ids_of(names, warn))
+        raise UsageError(
+            "--after requires Slurm, but this run starts on this machine",
+            hint="`trainkit logs RUN -f` returns when a run has ended",
+        )
+    names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
+    if not job_ids:
+        reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
+        return replace(plan, reasons=reasons)
+    # Without --kill-on-invalid-dep: a job whose dependency failed stays pending, and `status` reports it.
+    dependency = "afterok:" + ":".join(dict.fromkeys(job_ids))
+    reasons = {**plan.reasons, "after": f"{dependency}: starts once {names} {verb} finished successfully"}
+    slurm = replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
+    return replace(plan, slurm=slurm, reasons=reasons)
 
 
 def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
@@ -57,13 +57,11 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
     """
     interpreter, problems = find_interpreter(config.launch, sys.executable, os.environ, cwd)
     if problems:
-        from trainkit.errors import Problem
-
         raise ConfigError([Problem(key, message, hint) for key, message, hint in problems])
     launch = config.launch.model_copy(update={"container": None})
     environment = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
-    return render("shell.sh.j2", {**environment.context, "workdir": str(cwd), "bin": bin_folder}, cwd).text
+    return render("shell.sh.j2", {**environment.context, "workdir": str(cwd), "bin": bin_folder}, cwd)
 
 
 def attach_argv(job_id: str, host: str | None) -> list[str]:

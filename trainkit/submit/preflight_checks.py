@@ -24,6 +24,7 @@ from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import SHELLS, Workload
 from trainkit.slurm.conf_file import conf_file
+from trainkit.slurm.quoting import quote
 from trainkit.submit.containers import container_problems, runtimes
 from trainkit.submit.interpreters import (
     NoAnswer,
@@ -34,7 +35,6 @@ from trainkit.submit.interpreters import (
     package_problem,
 )
 from trainkit.submit.job_environment import RANK_VARIABLES
-from trainkit.submit.quoting import quote
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SLURM_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN)_\w+")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainkit import __version__
+from trainkit.backends import BACKENDS, JobScript
 from trainkit.config import RunConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
@@ -20,31 +21,10 @@ from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.run.group import RunGroup
 from trainkit.run.record import submission_token
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.quoting import log_path
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.job_environment import JobEnvironment, make_job_environment
-from trainkit.submit.quoting import log_path
 from trainkit.submit.templates import render
-
-TEMPLATE = "submit.sbatch.j2"
-SETUP_TEMPLATE = "partials/setup.sh.j2"
-"""The part before the step; with submitit it is the only one, submitit writes the others."""
-
-
-@dataclass(frozen=True)
-class JobScript:
-    """A batch script and its parts."""
-
-    text: str
-    directives: Options
-    """The options of the `#SBATCH` lines by name; True for an option without a value."""
-    setup: str
-    """For submitit, the shell lines between the directives and the step; else empty."""
-    step: tuple[str, ...]
-    """The argv of the step that starts the ranks."""
-    host_python: tuple[str, ...]
-    """The argv prefix of Python for the supervisor."""
-    own_templates: tuple[Path, ...]
-    """Templates of the project that override shipped ones."""
 
 
 def script_for(
@@ -60,10 +40,12 @@ def script_for(
 
     `code` describes the copy of the code; None without one. With an `array`, such as ``0-9%4``, `run` is the
     folder of a group, in which each task finds its run. Templates in ``cwd/templates`` override the shipped
-    ones. For submitit the text contains only the setup. Raises UsageError for values that a script cannot
+    ones. Raises UsageError for values that a script cannot
     contain.
     """
+    backend = BACKENDS[plan.backend]
     assert plan.slurm is not None
+    assert backend.template is not None
     environment = _job_environment(run, plan, config, cwd, code)
     agent = (*environment.rank_python, "-m", "trainkit.job.node.agent", str(run.path))
     step = ("srun", *option_argv(plan.slurm.srun), *environment.srun_options, *agent)
@@ -82,16 +64,9 @@ def script_for(
         "supervisor": (*environment.host_python, "-m", "trainkit.job.supervisor"),
         **environment.context,
     }
-    by_submitit = plan.backend == "submitit"
-    rendered = render(SETUP_TEMPLATE if by_submitit else TEMPLATE, context, cwd)
-    return JobScript(
-        text=rendered.text,
-        directives=context["directives"],
-        setup=rendered.text if by_submitit else "",
-        step=step,
-        host_python=environment.host_python,
-        own_templates=tuple(used.path for used in rendered.own_templates),
-    )
+    text = render(backend.template, context, cwd)
+    script = JobScript(text, context["directives"], text, step, environment.host_python)
+    return backend.finish_script(run, script)
 
 
 def _other_workdir(run: RunDir, plan: LaunchPlan, code: Mapping[str, Any] | None) -> str | None:

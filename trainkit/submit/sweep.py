@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-from trainkit.cluster.target import Target
+from trainkit.backends import BACKENDS, JobScript
+from trainkit.backends.slurm import removed_unless_submitted, submit_file
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
@@ -28,8 +28,7 @@ from trainkit.submit.array_spec import ArraySpec, refuse_too_large
 from trainkit.submit.create import new_folder, write_origin
 from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.preflight_checks import refuse_leaks
-from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file
-from trainkit.submit.script import JobScript, script_for
+from trainkit.submit.script import script_for
 
 MAX_SHOWN = 10
 """The maximum number of problems that are listed."""
@@ -72,7 +71,9 @@ def plan_points(
             try:
                 facts = gatherer.facts(loaded, own)
                 if not plans:
-                    _refuse_other_backends(facts.target, config_path)
+                    target = facts.target
+                    if problem := BACKENDS[target.backend].array_problem(target.reason, config_path):
+                        raise UsageError(*problem)
                     if array is not None:
                         refuse_too_large(array)
                 plans[key] = plan_run(loaded, facts, own)
@@ -120,18 +121,6 @@ def check_points(
                 "submit a run or a sweep for each of these",
             )
     return points
-
-
-def _refuse_other_backends(target: Target, config_path: str) -> None:
-    """Raise UsageError for a backend without Slurm arrays."""
-    if target.backend == "local":
-        raise UsageError(
-            f"--sweep and --array need Slurm, but this would run on this machine ({target.reason})",
-            hint="run them in a shell loop: "
-            f"for lr in 1e-4 3e-4; do trainkit run {quote(config_path)} --set optimizer.lr=$lr; done",
-        )
-    if target.backend == "submitit":
-        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
 
 
 def common_plan(points: Sequence[PlannedPoint]) -> LaunchPlan:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
 from trainkit.resources import shipped_templates
-from trainkit.submit.quoting import comment, directive, quote, words
+from trainkit.slurm.quoting import comment, directive, quote, words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -21,31 +20,7 @@ LENGTH_HINT = "{# starts a comment of the template: write bash's ${#name} as ${{
 _UNDEFINED = re.compile(r"'(?P<name>\w+)' is undefined")
 
 
-@dataclass(frozen=True)
-class UsedTemplate:
-    """A template or partial that was rendered."""
-
-    name: str
-    """Relative to templates/, for example ``partials/environment.sh.j2``."""
-    path: Path
-    own: bool
-    """Whether it is the project's, not a shipped one."""
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A text and the templates it was rendered from, in order of use."""
-
-    text: str
-    templates: tuple[UsedTemplate, ...]
-
-    @property
-    def own_templates(self) -> tuple[UsedTemplate, ...]:
-        """The templates of the project."""
-        return tuple(template for template in self.templates if template.own)
-
-
-def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
+def render(name: str, context: Mapping[str, Any], project: Path) -> str:
     """Render `name` from ``project/templates/``, or else from the shipped templates.
 
     The text has no trailing spaces and no repeated empty lines. Filters: `quote` for one word of bash,
@@ -73,18 +48,13 @@ def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
         if not place:
             raise
         raise UsageError(f"{place}{type(error).__name__}: {error}", _shadow_hint(folders, used)) from error
-    templates = tuple(UsedTemplate(item, path, _is_own(path, folders)) for item, path in used.items())
-    return Rendered(_with_verbatim(_tidy(text)), templates)
+    return _with_verbatim(_tidy(text))
 
 
 def _folders(project: Path) -> list[Path]:
     """The template folders, the project's first; in a checkout of trainkit both are the same folder."""
     own, shipped = project / TEMPLATES_FOLDER, shipped_templates()
     return [own, shipped] if own.is_dir() and not own.samefile(shipped) else [shipped]
-
-
-def _is_own(path: Path, folders: list[Path]) -> bool:
-    return len(folders) > 1 and path.is_relative_to(folders[0])
 
 
 def _environment(folders: list[Path], used: dict[str, Path]) -> Environment:
@@ -146,7 +116,7 @@ def _place(error: BaseException, folders: list[Path]) -> str:
 
 
 def _shadow_hint(folders: list[Path], used: Mapping[str, Path]) -> str:
-    if not any(_is_own(path, folders) for path in used.values()):
+    if len(folders) < 2 or not any(path.is_relative_to(folders[0]) for path in used.values()):
         return ""
     return f"it overrides the template in {folders[-1]}; compare the two, or remove yours"
 

@@ -65,7 +65,7 @@ def export(request: ExportRequest) -> list[str]:
     """Write the files of a model into the empty folder `out`; returns remarks for the user."""
     config, out = read_effective(request.config_file), Path(request.out)
     reader = SafeReader(request.checkpoint)
-    if config.has_user_task or config.uses_transformers:
+    if not config.has_decoder:
         return _export_task(config, RunDir(Path(request.run)), reader, out, request)
     if config.model.architecture != "llama":
         raise UsageError(

@@ -133,6 +133,6 @@ def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool =
 
     With `checks_data` this rank looks at the size of every shard, which one of a job does.
     """
-    if config.has_user_task or config.uses_transformers:
+    if not config.has_decoder:
         return UserTask(config, run)
     return CausalLM(config, run, checks_data)

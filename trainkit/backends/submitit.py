@@ -1,22 +1,24 @@
-"""Submits the job of a run through submitit."""
+"""Runs on Slurm whose jobs submitit submits."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.backends.base import JobScript
+from trainkit.backends.slurm import SbatchBackend, print_note
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.files import write_json
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.environment import scrubbed
+from trainkit.slurm.quoting import directive
 from trainkit.slurm.submit import submit_once
-from trainkit.submit.quoting import directive
-from trainkit.submit.script import JobScript
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -64,40 +66,43 @@ def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
     return executor
 
 
-def submitit_text(run: RunDir, script: JobScript) -> str:
-    """The batch script that submitit would submit."""
-    executor: Any = make_executor(run, script)._executor
-    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
-    return text
+class SubmititBackend(SbatchBackend):
+    """A job that submitit submits, with its own script around the part that starts the ranks."""
 
+    name = "submitit"
+    template = "partials/setup.sh.j2"
 
-def submit_with_submitit(
-    run: RunDir, script: JobScript, token: str, notify: Callable[[str], None] = lambda text: None
-) -> str:
-    """Submit a script and return the job id; `notify` gets a sentence while Slurm does not answer.
+    def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
+        executor: Any = make_executor(run, script)._executor
+        text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+        return replace(script, text=text)
 
-    Raises TrainkitError when Slurm refuses, SlurmUnreachable when the job may exist.
-    """
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    def array_problem(self, reason: str, config_path: str) -> tuple[str, str]:
+        return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
-    from trainkit.job.supervisor import SubmititJob
+    def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:
+        """Submit the script; raises SlurmUnreachable when the job may exist."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    write_json(run.step_file, list(script.step))
-    executor = make_executor(run, script)
-    clean = scrubbed(os.environ)
+        from trainkit.job.supervisor import SubmititJob
 
-    def submit() -> str:
-        try:
-            with _environment(clean):
-                return str(executor.submit(SubmititJob(str(run.path))).job_id)
-        except FailedJobError as error:
-            raise _submission_error(error) from None
-        except FailedSubmissionError as error:  # sbatch printed no job id
-            raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
+        run = attempt.run
+        write_json(run.step_file, list(script.step))
+        executor = make_executor(run, script)
+        clean = scrubbed(os.environ)
 
-    job_id = submit_once(submit, token=token, environ=clean, notify=notify)
-    _rename_files(run, job_id)
-    return job_id
+        def submit() -> str:
+            try:
+                with _environment(clean):
+                    return str(executor.submit(SubmititJob(str(run.path))).job_id)
+            except FailedJobError as error:
+                raise _submission_error(error) from None
+            except FailedSubmissionError as error:  # sbatch printed no job id
+                raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
+
+        job_id = submit_once(submit, token=token, environ=clean, notify=print_note)
+        _rename_files(run, job_id)
+        return job_id
 
 
 @contextmanager

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.plan.launch import Batch, Dependency, LaunchPlan, Layout, dependency_ids, with_dependency
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.submit.dependency import Dependency, dependency_ids, with_dependency
 
 
 def plan(slurm: SlurmRequest | None) -> LaunchPlan:

@@ -1,0 +1,116 @@
+"""Runs without Slurm: a supervisor process on this machine, or several hosts that were started by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+
+from trainkit.backends.base import ALIVE, SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.processes import descendants, dies_with, module_argv
+from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.run.end import KILLED
+from trainkit.run.events import log_event
+from trainkit.run.process import Liveness
+from trainkit.run.record import AttemptRecord, add_attempt, is_exiting, open_attempt, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.slurm.jobs import JobInfo
+
+KILL_TIMEOUT_S = 10.0
+
+
+class LocalBackend(Backend):
+    """A supervisor process on this machine, which survives the terminal unless it runs in the foreground."""
+
+    poll_s = 0.05
+
+    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
+        attempt = open_attempt(run, new.config_text, new.plan_text)
+        # A stop signal stays pending while the supervisor's interpreter starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
+        try:
+            pid = self._supervisor(attempt, new.foreground)
+            entry = add_attempt(run, attempt.number, pid, new.reason)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
+        return entry
+
+    def _supervisor(self, attempt: AttemptDir, foreground: bool) -> int:
+        """Start the supervisor of an attempt, in the folder of the submission; returns its pid."""
+        cwd = read_job(attempt.run).cwd
+        with attempt.supervisor_log.open("ab") as log:
+            return subprocess.Popen(
+                module_argv(
+                    "trainkit.job.supervisor", str(attempt.run.path), "--attempt", str(attempt.number)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=cwd if cwd is not None and Path(cwd).is_dir() else None,
+                start_new_session=True,
+                preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
+            ).pid
+
+    def array_problem(self, reason: str, config_path: str) -> tuple[str, str]:
+        loop = f"for lr in 1e-4 3e-4; do trainkit run {quote(config_path)} --set optimizer.lr=$lr; done"
+        message = f"--sweep and --array need Slurm, but this would run on this machine ({reason})"
+        return message, f"run them in a shell loop: {loop}"
+
+    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
+        raise UsageError(
+            f"{run.path} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
+        )
+
+    def liveness(self, entry: AttemptRecord) -> Liveness:
+        return entry.liveness()
+
+    def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+        return JobStatus(ALIVE[entry.liveness()])
+
+    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+        if is_exiting(run, entry):
+            # The supervisor is about to exit and ignores signals.
+            self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
+        state = entry.liveness()
+        if state is Liveness.UNKNOWN:
+            raise UsageError(
+                f"cannot tell from here whether {run.path} is running: it was started on {entry.host}",
+                hint=f"run `trainkit {command} {quote(str(run.path))}` on that host",
+            )
+        return entry if state is Liveness.ALIVE else None
+
+    def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
+        if entry.pid is not None and entry.liveness() is Liveness.ALIVE:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(entry.pid, number)
+        return "signalled"
+
+    def kill(self, run: RunDir, entry: AttemptRecord) -> None:
+        """Send SIGKILL to the supervisor and all its descendants, and write end.json in its place."""
+        assert entry.pid is not None, entry
+        for pid in (entry.pid, *descendants(entry.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not self.wait_until_gone(run, entry, KILL_TIMEOUT_S):
+            raise TrainkitError(
+                f"{entry.job_id} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
+                hint=f"`ps -o pid,stat,wchan {entry.pid}` shows what it waits for",
+            )
+        try:
+            write_cancelled(run, entry, KILLED)
+        except OSError as error:
+            message = f"{entry.job_id} was killed, but that could not be recorded ({error})"
+            raise TrainkitError(message) from None
+
+
+class HostsBackend(LocalBackend):
+    """This process, which supervises an attempt on several hosts that were started by hand."""
+
+    def _supervisor(self, attempt: AttemptDir, foreground: bool) -> int:
+        return os.getpid()

@@ -1,0 +1,314 @@
+"""Runs on Slurm: as a job that sbatch submits, with jobs that may continue it, or in a step that exists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import TypeGuard
+
+from trainkit.backends.base import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.node.slurm_step import find_slurm_task
+from trainkit.job.signals import AGENT_SIGNAL
+from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.run.end import KILLED
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, write_atomic
+from trainkit.run.process import Liveness
+from trainkit.run.record import (
+    AttemptRecord,
+    add_slurm_attempt,
+    claim_entry,
+    copy_submitit_files,
+    discard_attempt,
+    is_exiting,
+    next_attempt_number,
+    open_attempt,
+    read_job,
+    set_follow_ups,
+    submission_token,
+    submitit_file,
+)
+from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.conf_file import cluster_name, other_cluster
+from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
+from trainkit.slurm.jobs import JobInfo, query_jobs
+from trainkit.slurm.states import JobState
+from trainkit.slurm.submit import find_by_token, query_start, submit_script
+
+
+class SlurmBackend(Backend):
+    """A job of Slurm, whose state only Slurm knows."""
+
+    poll_s = 1.0
+
+    def queue_id(self, entry: AttemptRecord) -> str | None:
+        return None if other_cluster(entry.cluster) else entry.job_id
+
+    def job(self, entry: AttemptRecord) -> JobInfo | None:
+        require_this_cluster(entry.cluster, entry.job_id)
+        return query_jobs([entry.job_id]).get(entry.job_id)
+
+    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
+        job = self.job(entry)
+        if job is None or job.state is not JobState.RUNNING:
+            state = "is no longer known to Slurm" if job is None else f"is {job.state.value}, not running"
+            raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
+        return job
+
+    def liveness(self, entry: AttemptRecord) -> Liveness:
+        # A job that squeue does not list is not running, whatever accounting says.
+        return Liveness.ALIVE if in_queue(self.job(entry)) else Liveness.GONE
+
+    def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+        if jobs is None or other_cluster(entry.cluster):
+            return JobStatus(None)
+        job = jobs.get(entry.job_id)
+        if not in_queue(job):
+            # `jobs` has no follow-ups of a run that recorded its end.
+            job = next((item for item in map(jobs.get, read_job(run).waiting) if in_queue(item)), job)
+        return JobStatus(in_queue(job), job)
+
+    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+        """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
+        if is_exiting(run, entry):
+            return None
+        if self.liveness(entry) is Liveness.ALIVE:
+            return entry
+        waiting = read_job(run).waiting
+        jobs = query_jobs(waiting)
+        return next((replace(entry, job_id=job_id) for job_id in waiting if in_queue(jobs.get(job_id))), None)
+
+    def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
+        job = self.job(entry)
+        if job is not None and job.state.is_waiting:
+            if number == signal.SIGUSR2:
+                return "waiting"
+            cancel([entry.job_id])
+            write_cancelled(run, entry, "cancelled before it started")
+            return "cancelled"
+        # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
+        sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
+        send_signal([entry.job_id], sent.name, Receiver.STEPS)
+        return "signalled"
+
+    def kill(self, run: RunDir, entry: AttemptRecord) -> None:
+        step_id = step_of(run, entry)
+        if step_id is not None:
+            # Before scancel, whose SIGTERM would make the ranks start to save.
+            with contextlib.suppress(UsageError):
+                kill_step(entry.job_id, step_id)
+        cancel([entry.job_id])
+        write_cancelled(run, entry, KILLED)
+
+    def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
+        return is_exiting(run, entry) or super().is_gone(run, entry)
+
+
+class SbatchBackend(SlurmBackend):
+    """A job that sbatch submits."""
+
+    name = "sbatch"
+    template = "submit.sbatch.j2"
+
+    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
+        """Submit a run's next attempt and cancel its pending follow-up jobs.
+
+        A rejected submission leaves the run unchanged. If the answer was lost, the attempt is kept: the job
+        may exist. Raises UsageError when the run folder cannot be written.
+        """
+        assert new.script is not None
+        assert new.plan.slurm is not None
+        cancel_follow_ups(run)
+        attempt = _write_attempt(run, new, new.script.text)
+        token = submission_token(run, attempt.number)
+        try:
+            with removed_unless_submitted(attempt.path, token):
+                job_id = self.submit(attempt, new.script, token)
+        except BaseException:
+            if not attempt.path.exists():
+                discard_attempt(attempt)
+            raise
+        try:
+            entry = add_slurm_attempt(run, attempt.number, job_id, new.reason, self.name)
+            log_event(run, attempt.number, "submitted", job_id=job_id, reason=new.reason)
+            submit_follow_ups(attempt, job_id, new.plan.slurm, new.num_follow_ups)
+        except OSError as error:
+            raise TrainkitError(
+                f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
+                hint=f"free disk space, which the job needs too, or cancel it with `scancel {job_id}`",
+            ) from error
+        return entry
+
+    def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:
+        """Submit the script of an attempt once; returns the job id."""
+        return submit_file(attempt.script_file, token, attempt.run.path)
+
+
+class StepBackend(SlurmBackend):
+    """The Slurm step in which this process is a task, for ``srun … trainkit run``."""
+
+    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
+        task = find_slurm_task()
+        assert task is not None
+        attempt = open_attempt(run, new.config_text, new.plan_text)
+        entry = add_slurm_attempt(run, attempt.number, task.job_id, new.reason, "srun", step_id=task.step_id)
+        claim_entry(run, attempt.number, os.getpid())
+        log_event(run, attempt.number, "submitted", job_id=task.job_id, reason=new.reason)
+        log_event(run, attempt.number, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
+        return entry
+
+
+def require_this_cluster(named: str | None, job_id: str | None) -> None:
+    """Raise UsageError when a job is on a cluster that cannot be queried from here."""
+    cluster = other_cluster(named)
+    if cluster is not None:
+        raise UsageError(
+            f"job {job_id} is on the cluster {cluster}, but this is {cluster_name()}",
+            hint=f"log in to {cluster}, or `export SLURM_CLUSTERS={quote(cluster)}`",
+        )
+
+
+def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
+    """Whether the job is in Slurm's queue, pending or running."""
+    return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
+
+
+def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
+    """The id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
+    if entry.step_id is not None:
+        return entry.step_id
+    try:
+        found = str(read_json(run.attempt(entry.attempt).rendezvous_file)["step_id"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return found
+
+
+def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
+    """Cancel the pending follow-up jobs except `keep`; call with the run's lock held.
+
+    Raises SlurmUnreachable.
+    """
+    waiting = [job_id for job_id in read_job(run).waiting if job_id != keep]
+    if waiting:
+        cancel_waiting(waiting)
+        set_follow_ups(run, [])
+
+
+def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
+    """Write all files of the run's next attempt, or none."""
+    attempt = run.attempt(next_attempt_number(run))
+    try:
+        open_attempt(run, new.config_text, new.plan_text)
+        for file in (attempt.script_file, run.script_file):
+            write_atomic(file, script)
+    except FileExistsError:
+        raise  # another command has just opened this attempt
+    except OSError as error:
+        discard_attempt(attempt)
+        raise UsageError(
+            f"{run.path} cannot be written: {error.strerror or error}; nothing was submitted",
+            hint="check its disk and your quota, or choose another folder with --run-dir",
+        ) from error
+    return attempt
+
+
+def submit_file(script: Path, token: str, cwd: Path, extra_argv: Sequence[str] = ()) -> str:
+    """Submit a script once and return its job id; prints to stderr while Slurm does not answer."""
+    return submit_script(
+        script, token=token, environ=os.environ, cwd=cwd, extra_argv=extra_argv, notify=print_note
+    )
+
+
+@contextmanager
+def removed_unless_submitted(folder: Path, token: str) -> Iterator[None]:
+    """Remove a folder when the job submitted within the block certainly does not exist."""
+    began = time.time()
+    try:
+        yield
+    except BaseException as error:
+        may_exist = isinstance(error, SlurmUnreachable) and error.may_have_arrived
+        if isinstance(error, KeyboardInterrupt):
+            may_exist = not _cancel_interrupted(token, began)
+        if not may_exist:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _cancel_interrupted(token: str, since: float) -> bool:
+    """Cancel the job with this token after Ctrl-C; False when Slurm does not say whether there is one."""
+    try:
+        found = find_by_token(token, since=since)
+        if found is not None:
+            cancel([found])
+            print_note(f"{found} had already been submitted and was cancelled")
+    except TrainkitError as error:
+        print_note(f"cannot tell whether the job was submitted: {error.message}")
+        return False
+    return True
+
+
+def print_note(text: str) -> None:
+    """Print a sentence to stderr at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, count: int) -> list[str]:
+    """Submit the script of an attempt `count` more times, as jobs that continue it; returns their ids.
+
+    Call with the run's lock held. A rejected submission is only reported: the run itself has started.
+    """
+    run = attempt.run
+    submitit_script = submitit_file(run, job_id, "submission.sh")
+    script = submitit_script if submitit_script.exists() else attempt.script_file
+    ids: list[str] = []
+    for number in range(1, count + 1):
+        token = submission_token(run, attempt.number, number)
+        comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
+        # A job removed from the queue counts as failed in Slurm, so each depends on all before it.
+        dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
+        options = (f"--comment={comment}", f"--dependency={dependency}", "--kill-on-invalid-dep=yes")
+        try:
+            new_id = submit_script(
+                script,
+                token=token,
+                environ=os.environ,
+                cwd=run.path,
+                extra_argv=options,
+                is_only_job=False,
+                notify=print_note,
+            )
+        except TrainkitError as error:
+            print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
+            break
+        copy_submitit_files(run, job_id, new_id)
+        ids.append(new_id)
+        set_follow_ups(run, ids)
+    if ids:
+        print_note(
+            f"{', '.join(ids)} {'waits' if len(ids) == 1 else 'wait'} in the queue to continue {job_id}"
+        )
+    return ids
+
+
+def estimate_start(script: str) -> str:
+    """Slurm's estimate for a script that is not submitted, in one sentence.
+
+    Raises SlurmRefused when Slurm would reject it.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        path = Path(folder) / "submit.sbatch"
+        path.write_text(script, encoding="utf-8", errors="surrogateescape")
+        return query_start(path, environ=os.environ, cwd=Path(folder)).message
