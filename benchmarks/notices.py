@@ -89,7 +89,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "task": (TASK % ("Mapped", 2), (), ()),
     "stream": (TASK % ("Streamed", 0), (), ()),
     "loop": ("train: {steps: 20000}\n", (), (PYTHON, "attached.py")),
-    "HF Trainer": ("", (), (PYTHON, "hf_trainer.py")),
+    "HF Trainer": ("", (), (PYTHON, "hf_trainer.py", "jit")),
+    "HF Trainer, agreed": ("", (), (PYTHON, "hf_trainer.py", "callback")),
     "Lightning": ("", ("--launcher", "lightning"), (PYTHON, "lightning_fit.py", *LIGHTNING)),
     "DeepSpeed": ("", ("--launcher", "deepspeed"), (PYTHON, "deepspeed_loop.py")),
 }

@@ -1,6 +1,12 @@
-"""The Hugging Face Trainer with its just-in-time checkpoint and data workers."""
+"""The Hugging Face Trainer with data workers: hf_trainer.py jit|callback.
+
+jit: its just-in-time checkpoint. callback: its ranks agree after the step, as docs/own-script.md shows.
+"""
 
 import os
+import shutil
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 OUT = Path(os.environ["TRAINKIT_JOB_RUN_DIR"], "out")
+HAS_CALLBACK = sys.argv[1] == "callback"
+asked = []
 
 
 class Sums(torch.utils.data.Dataset):
@@ -36,6 +44,18 @@ class Print(TrainerCallback):
         time.sleep(0.1)
 
 
+class SaveWhenAsked(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        flag = torch.tensor(float(bool(asked)), device=args.device)
+        torch.distributed.all_reduce(flag)
+        if flag.item() > 0:
+            control.should_save = control.should_training_stop = True
+
+
+callbacks = [Print()]
+if HAS_CALLBACK:
+    callbacks.append(SaveWhenAsked())
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 args = TrainingArguments(
     output_dir=str(OUT),
     max_steps=20_000,
@@ -46,7 +66,11 @@ args = TrainingArguments(
     disable_tqdm=True,
     ddp_backend="gloo",
     dataloader_num_workers=2,
-    enable_jit_checkpoint=True,
+    enable_jit_checkpoint=not HAS_CALLBACK,
 )
-trainer = Trainer(model=Model(), args=args, train_dataset=Sums(), callbacks=[Print()])
+for unfinished in OUT.glob("checkpoint-*/checkpoint-is-incomplete.txt"):
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
+trainer = Trainer(model=Model(), args=args, train_dataset=Sums(), callbacks=callbacks)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(str(OUT)) if OUT.is_dir() else None)
+if HAS_CALLBACK and trainer.state.global_step < trainer.state.max_steps:
+    sys.exit(75)
