@@ -197,8 +197,8 @@ def arrows_in(folder: Path) -> dict[str, dict[str, str]]:
     arrows: dict[str, dict[str, str]] = {}
     for path in folder.rglob("*.py"):
         importer = path.relative_to(folder).parts[0].removesuffix(".py")
-        names = [item for item in imports_of(path) if item.module.startswith(prefix)]
-        found = {item.module.removeprefix(prefix).partition(".")[0]: item.place for item in names}
+        names = [item for item in imports_of(path) if f"{item.module}.".startswith(prefix)]
+        found = {item.module[len(prefix) :].partition(".")[0] or "__init__": item.place for item in names}
         arrows.setdefault(importer, {}).update((name, found[name]) for name in found if name != importer)
     return arrows
 
