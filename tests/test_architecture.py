@@ -29,19 +29,19 @@ ALLOWED = {
     "errors": set(),
     "folders": set(),
     "locks": set(),
-    "resources": {"errors"},
+    "resources": set(),
     "tables": set(),
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources", "tables"},
-    "data": {"errors", "folders", "locks", "run", "config"},
+    "data": {"errors", "folders", "locks", "run"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "locks", "slurm"},
     "cluster": {"errors", "folders", "locks", "resources", "run", "tables", "config", "slurm"},
-    "plan": {"errors", "resources", "run", "tables", "config", "cluster", "data.checks"},
+    "plan": {"errors", "run", "tables", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "folders", "locks", "run", "config", "plan", "slurm"),
+        *("errors", "folders", "run", "config", "plan", "slurm"),
         "cluster.bad_nodes",
     },
     # What reaches a run that is there.
@@ -69,7 +69,7 @@ ALLOWED = {
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
-        *("errors", "run", "tables", "config", "data", "cluster", "plan", "job", "control"),
+        *("errors", "run", "config", "data", "cluster", "plan", "job", "control"),
         *("submit", "bench.layouts"),  # `--layout` is spelled as there
     },
     # Checks machines before there is a run.
