@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (337, 61_290), "tests": (379, 54_420)}
+SIZES = {"trainkit": (337, 61_280), "tests": (379, 54_400)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -29,19 +29,19 @@ ALLOWED = {
     "errors": set(),
     "folders": set(),
     "locks": set(),
-    "resources": {"errors"},
+    "resources": set(),
     "tables": set(),
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources", "tables"},
-    "data": {"errors", "folders", "locks", "run", "config"},
+    "data": {"errors", "folders", "locks", "run"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "locks", "slurm"},
     "cluster": {"errors", "folders", "locks", "resources", "run", "tables", "config", "slurm"},
-    "plan": {"errors", "resources", "run", "tables", "config", "cluster", "data.checks"},
+    "plan": {"errors", "run", "tables", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "folders", "locks", "run", "config", "plan", "slurm"),
+        *("errors", "folders", "run", "config", "plan", "slurm"),
         "cluster.bad_nodes",
     },
     # Where it executes: starts an attempt, says how its job is, signals and kills it.
@@ -74,7 +74,7 @@ ALLOWED = {
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
-        *("errors", "run", "tables", "config", "data", "cluster", "plan", "job", "control"),
+        *("errors", "run", "config", "data", "cluster", "plan", "job", "control"),
         *("submit", "bench.layouts"),  # `--layout` is spelled as there
     },
     # Checks machines before there is a run.
@@ -202,8 +202,8 @@ def arrows_in(folder: Path) -> dict[str, dict[str, str]]:
     arrows: dict[str, dict[str, str]] = {}
     for path in folder.rglob("*.py"):
         importer = path.relative_to(folder).parts[0].removesuffix(".py")
-        names = [item for item in imports_of(path) if item.module.startswith(prefix)]
-        found = {item.module.removeprefix(prefix).partition(".")[0]: item.place for item in names}
+        names = [item for item in imports_of(path) if f"{item.module}.".startswith(prefix)]
+        found = {item.module[len(prefix) :].partition(".")[0] or "__init__": item.place for item in names}
         arrows.setdefault(importer, {}).update((name, found[name]) for name in found if name != importer)
     return arrows
 

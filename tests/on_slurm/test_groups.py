@@ -20,7 +20,6 @@ from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.submit import write_batch_script
 
 HELD = settings("resources.extra.hold=true")
 TRAINED = ("train.steps=3", "train.eval_every=3", "train.eval_batches=1", "checkpoint.every_steps=null")
@@ -78,7 +77,7 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
     group = submit(login, *args)
     assert group.job_id is not None
     assert group.script_file.read_text() == shown.stdout
-    assert write_batch_script(group.job_id, environ=login.cluster.environ).decode() == shown.stdout
+    assert login.cluster.batch_script(group.job_id).decode() == shown.stdout
     seen = wait_for_states(login, group, 400.0, finished=2)
     assert [point["values"]["optimizer.lr"] for point in seen["points"]] == [1e-3, 1e-2]
     assert [point["job_id"] for point in seen["points"]] == [f"{group.job_id}_0", f"{group.job_id}_1"]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings
-from trainkit.slurm.submit import write_batch_script
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def test_the_dry_run_is_what_is_submitted(quoted: Login, backend: str, command: 
     assert shown.returncode == 0, shown.stderr
     assert set(quoted.folder.rglob("*")) == files
     run = quoted.submit(*args, *command)
-    held = write_batch_script(quoted.job_id(run), environ=quoted.cluster.environ)
+    held = quoted.cluster.batch_script(quoted.job_id(run))
     assert held.decode() == shown.stdout
     assert run.script_file.read_bytes() == held
     assert run.attempt(1).script_file.read_bytes() == held

@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 
 from tests.on_slurm.login import BACKENDS, Login, log_of
-from trainkit.slurm.submit import write_batch_script
 
 SECRETS = {"HF_TOKEN": "hf_verysecretvalue123", "WANDB_API_KEY": 'it\'s $ecret "value" é'}
 TELLS = """
@@ -33,7 +32,7 @@ def test_secrets_reach_the_ranks_and_no_file(login: Login) -> None:
         shown = login.trainkit("submit", str(login.config), *args, "--dry-run", *command, env=SECRETS)
         assert shown.returncode == 0, shown.stderr
         run = login.submit(*args, *command, env=SECRETS)
-        script = write_batch_script(login.job_id(run), environ=login.cluster.environ).decode()
+        script = login.cluster.batch_script(login.job_id(run)).decode()
         job = login.run(["scontrol", "--details", "show", "job", login.job_id(run)], check=True).stdout
         login.run(["scontrol", "release", login.job_id(run)], check=True)
         printed += shown.stdout + shown.stderr + script + job

@@ -13,7 +13,6 @@ from trainkit.slurm.control import (
     cancel_waiting,
     has_expedited_requeue,
     move_dependents,
-    needs_srun_cpus_per_task,
     parse_config,
     parse_version,
     requeue,
@@ -177,7 +176,6 @@ def test_version_of_what_is_here(fake: FakeSlurm) -> None:
 
 def test_features() -> None:
     versions = [(21, 8, 0), (22, 5, 0), (22, 5, 8), (23, 2, 7), (23, 11, 0), (25, 11, 0)]
-    assert [needs_srun_cpus_per_task(v) for v in versions] == [False, True, True, True, False, False]
     enabled = {"SlurmctldParameters": "cloud_dns,enable_expedited_requeue"}
     assert [has_expedited_requeue(v, enabled) for v in versions] == [False] * 5 + [True]
     assert has_expedited_requeue((25, 11, 0), {"SchedulerParameters": "enable_expedited_requeue"})

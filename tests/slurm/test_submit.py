@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
-from trainkit.errors import UsageError
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.submit import (
@@ -17,7 +16,6 @@ from trainkit.slurm.submit import (
     parse_start_estimate,
     query_start,
     submit_script,
-    write_batch_script,
 )
 
 MARK = "trainkit:5eed"
@@ -242,11 +240,3 @@ def test_would_not_start(fake: FakeSlurm, script: Path) -> None:
         query_start(script, environ=fake.environ, cwd=script.parent)
     with pytest.raises(SlurmRefused, match="cannot parse the output of sbatch --test-only: 'hm'"):
         parse_start_estimate("hm\n")
-
-
-def test_write_batch_script(fake: FakeSlurm) -> None:
-    fake.add("scontrol", r"printf '#!/bin/sh\n\377\n'")
-    assert write_batch_script("12", environ=fake.environ) == b"#!/bin/sh\n\xff\n"
-    assert fake.calls == [["scontrol", "write", "batch_script", "12", "-"]]
-    with pytest.raises(UsageError, match="is not a Slurm job id"):
-        write_batch_script("--help", environ=fake.environ)

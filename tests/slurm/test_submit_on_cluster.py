@@ -17,16 +17,14 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import version
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_by_token, query_start, write_batch_script
+from trainkit.slurm.submit import find_by_token, query_start
 
 
 def test_what_is_submitted_is_what_slurm_keeps(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "a b;'$(touch injected)"
     folder.mkdir()
     job_id = send(cluster, folder, "touch ran # ü $(never)\n", token="trainkit:keep")
-    assert (
-        write_batch_script(job_id, environ=cluster.environ) == (folder / "trainkit:keep.sbatch").read_bytes()
-    )
+    assert cluster.batch_script(job_id) == (folder / "trainkit:keep.sbatch").read_bytes()
     done = wait_for(cluster, job_id, JobState.COMPLETED, JobState.FAILED)
     assert (done.state, done.exit_code, done.restarts) == (JobState.COMPLETED, 0, 0)
     assert (folder / "ran").exists()

@@ -117,6 +117,12 @@ class Cluster:
         shown = self.run(["scontrol", "--oneliner", "show", "job", job_id], timeout_s=30, check=True).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", shown.splitlines()[0]))
 
+    def batch_script(self, job_id: str) -> bytes:
+        """The batch script of a job, as Slurm keeps it."""
+        file = self.state.path / f"batch-script-{job_id}"
+        self.run(["scontrol", "write", "batch_script", job_id, str(file)], timeout_s=30, check=True)
+        return file.read_bytes()
+
     def wait_for_job(self, job_id: str, states: str | Sequence[str], timeout_s: float = 60) -> dict[str, str]:
         """Wait until a job has one of these states, and return its `job()`. Raises TimeoutError.
 

@@ -217,11 +217,6 @@ def parse_version(text: str) -> Version:
     return int(match["major"]), int(match["minor"]), int(match["patch"] or 0)
 
 
-def needs_srun_cpus_per_task(slurm: Version) -> bool:
-    """Whether srun ignores the job's --cpus-per-task unless SRUN_CPUS_PER_TASK is exported."""
-    return (22, 5, 0) <= slurm < (23, 11, 0)
-
-
 def has_expedited_requeue(slurm: Version, config: Mapping[str, str]) -> bool:
     """Whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"

@@ -30,7 +30,7 @@ from trainkit.slurm.client import (
 )
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.job_id import base_id, checked_job_id
+from trainkit.slurm.job_id import base_id
 
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
@@ -262,9 +262,3 @@ def parse_start_estimate(text: str) -> StartEstimate:
         num_cpus=int(match["cpus"]),
         message=match[0].replace(match["start"], shown, 1),
     )
-
-
-def write_batch_script(job_id: str, *, environ: Mapping[str, str] | None = None) -> bytes:
-    """The batch script of one of this user's jobs, as stored by Slurm while it knows the job."""
-    argv = ["scontrol", "write", "batch_script", checked_job_id(job_id), "-"]
-    return query(argv, environ=environ).stdout_bytes
