@@ -42,7 +42,7 @@ ALLOWED = {
     # Inside the allocation.
     "job": {
         *("errors", "folders", "locks", "run", "config", "plan", "slurm"),
-        "cluster.bad_nodes",
+        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver
     },
     # What reaches a run that is there.
     "control": {
