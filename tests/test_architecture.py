@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (337, 61_280), "tests": (379, 54_400)}
+SIZES = {"trainkit": (336, 61_260), "tests": (379, 54_390)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -42,7 +42,7 @@ ALLOWED = {
     # Inside the allocation.
     "job": {
         *("errors", "folders", "run", "config", "plan", "slurm"),
-        "cluster.bad_nodes",
+        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver
     },
     # Where it executes: starts an attempt, says how its job is, signals and kills it.
     "backends": {

@@ -12,9 +12,8 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.bad_nodes import note_failure
 from trainkit.cluster.discovery import discover_cluster, gpu_option
 from trainkit.cluster.init_files import MAX_KINDS, differences, profile_text, write_new
-from trainkit.cluster.known_cluster import known_cluster
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.cluster.profile import user_folder
+from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import UsageError
 from trainkit.slurm.client import FIELD, RECORD

@@ -225,12 +225,9 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
     assert plan_run(on_cpus, gather(on_cpus, target=LOCAL)).device == "cpu"
 
 
-SLURM = Target("sbatch", "a test", Cluster("unknown"))
-
-
 def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:
     config = RunConfig.model_validate({"logging": {"mlflow": True}, "launch": launch})
-    return list(find_environment(config, SLURM, Command(("true",)), folder).problems)
+    return list(find_environment(config, True, Command(("true",)), folder).problems)
 
 
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +238,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         f"is set, but {sys.executable} has no mlflow",
         f"`{sys.executable} -m pip install 'trainkit[mlflow]'` installs it",
     )
-    assert not find_environment(RunConfig(), SLURM, Command(("true",)), tmp_path).problems
+    assert not find_environment(RunConfig(), True, Command(("true",)), tmp_path).problems
 
 
 @pytest.mark.parametrize("launch", [{"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}])

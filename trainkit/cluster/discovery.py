@@ -10,8 +10,8 @@ import getpass
 import os
 import re
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -111,20 +111,15 @@ def _run_all(
     commands: Sequence[Sequence[str]], environ: Mapping[str, str], timeout_s: float
 ) -> list[str | TrainkitError]:
     """Run commands in parallel; return the output or error of each, in order."""
-    outputs: list[str | TrainkitError] = [""] * len(commands)
 
-    def run(index: int) -> None:
+    def run(argv: Sequence[str]) -> str | TrainkitError:
         try:
-            outputs[index] = run_slurm(commands[index], timeout_s, environ=environ)
+            return run_slurm(argv, timeout_s, environ=environ)
         except TrainkitError as error:
-            outputs[index] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(commands))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outputs
+    with ThreadPoolExecutor(len(commands)) as threads:
+        return list(threads.map(run, commands))
 
 
 def discover_cluster(environ: Mapping[str, str] = os.environ, user: str | None = None) -> Cluster | None:

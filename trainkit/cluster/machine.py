@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,21 +72,35 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
     return min(quotas, default=None)
 
 
+class NoDriver(Exception):
+    """Why NVML cannot be used, as the end of a sentence."""
+
+
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """NVML while it is initialized. Raises NoDriver."""
+    try:
+        import pynvml
+    except ImportError:
+        raise NoDriver("the Python package nvidia-ml-py is missing") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NoDriver(f"NVML does not answer: {error}") from None
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine"
     try:
-        import pynvml
-    except ImportError:
-        return (), "an NVIDIA driver is loaded, but the Python package nvidia-ml-py is missing"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return (), f"an NVIDIA driver is loaded, but NVML does not answer: {error}"
-    try:
-        devices = [_device(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
+        with nvml() as driver:
+            devices = [_device(driver, index) for index in range(driver.nvmlDeviceGetCount())]
+    except NoDriver as error:
+        return (), f"an NVIDIA driver is loaded, but {error}"
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     names = visible_names(devices, chosen)
     if names:

@@ -1,26 +1,30 @@
-"""Cluster profiles: the file format, and which profile a run uses.
+"""The cluster of a config: its profile, whose file format is here, or what Slurm answers.
 
 A profile is a file `clusters/NAME.yaml` in the current folder or in the user's config folder.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
+from trainkit.cluster.bad_nodes import excluded, memory_file
+from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.units import memory_mib, time_limit_s
 from trainkit.config.names import near, schema_words, show_value
-from trainkit.config.running import SLURM_TIME, OneLine
+from trainkit.config.running import SLURM_TIME, OneLine, ResourcesConfig
 from trainkit.config.section import AtLeastOne, Section, list_field
 from trainkit.config.yamlfile import Entry, read_yaml_file
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.resources import shipped_configs
 from trainkit.slurm.conf_file import cluster_name
 
@@ -127,6 +131,70 @@ def _found(path: Path, cwd: Path, reason: str) -> FoundProfile:
 @lru_cache(maxsize=4)
 def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry | None]:
     return read_profile(path, shown)
+
+
+def known_cluster(
+    loaded: LoadedConfig,
+    environ: Mapping[str, str] = os.environ,
+    cwd: Path | None = None,
+    run: Path | None = None,
+) -> Cluster:
+    """The cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
+
+    `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
+    Raises ConfigError for a profile that is invalid or does not exist.
+    """
+    known = _profile_or_slurm(loaded, environ, cwd)
+    name = known.name if known.partitions else cluster_name(environ) or known.name
+    bad = excluded(name, environ=environ, run=None if run is None else str(run))
+    hint = f"`rm {quote(str(memory_file(name, environ)))}` clears the list"
+    return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
+
+
+def _profile_or_slurm(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Cluster:
+    found = find_profile(loaded, environ, cwd)
+    if found is None:
+        return _cluster_from_slurm(loaded, environ)
+    hint = f"this is from {found.shown}; if it is out of date, delete it and run `trainkit init`"
+    known = found.profile.to_cluster(found.reason, hint)
+    if known.partitions:
+        return known
+    live = _cluster_from_slurm(loaded, environ)
+    return replace(
+        known,
+        partitions=live.partitions,
+        accounts=live.accounts if known.accounts is None else known.accounts,
+        qos=live.qos if known.qos is None else known.qos,
+        reason=f"{known.reason}; it lists no partitions, so Slurm was queried",
+        error=live.error,
+    )
+
+
+def _cluster_from_slurm(loaded: LoadedConfig, environ: Mapping[str, str]) -> Cluster:
+    """Query Slurm for the cluster; if Slurm does not answer, only `error` and `reason` are set."""
+    resources = loaded.config.resources
+    try:
+        cluster = query_cluster(environ, with_accounts=bool(resources.account or resources.qos))
+    except SlurmError as error:
+        message = error.message.splitlines()[0]
+        reason = f"unknown: Slurm did not answer, so no limits were checked ({message})"
+        return Cluster("unknown", reason=reason, error=f"Slurm did not answer ({message})")
+    reason = f"{cluster.name}: no profile found, so Slurm was queried (`trainkit init` writes a profile)"
+    cluster = replace(cluster, reason=reason)
+    if resources.qos is None or not _exceeds_a_partition(resources, cluster):
+        return cluster
+    # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.
+    qos = query_qos(environ)
+    return cluster if qos is None else replace(cluster, qos=qos)
+
+
+def _exceeds_a_partition(resources: ResourcesConfig, cluster: Cluster) -> bool:
+    time_s = None if resources.time is None else time_limit_s(resources.time) or math.inf
+    return any(
+        (time_s is not None and item.max_time_s is not None and time_s > item.max_time_s)
+        or (item.max_nodes is not None and resources.nodes + resources.spare_nodes > item.max_nodes)
+        for item in cluster.requested_partitions(resources.partition)
+    )
 
 
 Time = Annotated[

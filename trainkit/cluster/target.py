@@ -96,7 +96,7 @@ def make_target(
         return Target("local", reason)
 
     # Imported only for Slurm: a run on this machine needs neither profiles nor Slurm's commands.
-    from trainkit.cluster.known_cluster import known_cluster
+    from trainkit.cluster.profile import known_cluster
 
     cluster = known_cluster(loaded, environ, cwd, run)
     return Target("submitit" if chosen == "submitit" else "sbatch", reason, cluster)

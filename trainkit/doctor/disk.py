@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.doctor.check import Check, Request
-from trainkit.job.preflight import MAX_CLOCK_OFFSET_S, MIN_FREE_MIB, clock_offset_s
+from trainkit.job.preflight import (
+    MAX_CLOCK_OFFSET_S,
+    MIN_FREE_MIB,
+    clock_difference,
+    clock_offset_s,
+    free_mib,
+)
 from trainkit.run.files import refresh_listing
 from trainkit.run.process import own_host
 
@@ -50,11 +56,10 @@ def check_folder(request: Request) -> Iterator[Check]:
     existing = request.folder
     try:
         existing = nearest_folder(request.folder)
-        found = os.statvfs(existing)
         # Named after the shared file, whose host removes what a killed task has left.
         prefix = PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
-            yield _free_space(existing, found)
+            yield _free_space(existing)
             if request.shared is not None and request.shared[1] != own_host():
                 yield _is_shared(*request.shared)
             yield _write_speed(Path(name), request.quick)
@@ -118,22 +123,20 @@ def _is_shared(name: str, host: str) -> Check:
 
 def check_space(name: str, folder: Path, hint: str) -> Check:
     """The free space of a folder for temporary files; under what a job refuses, a failure."""
-    try:
-        found = os.statvfs(folder)
-    except FileNotFoundError:
+    free = free_mib(folder)
+    if free is None:
         return Check(name, "ok", "there is none")
-    free_mib = found.f_bavail * found.f_frsize / 2**20
-    size = f"{free_mib / 1024:,.1f} GiB" if free_mib >= 1024 else f"{free_mib:,.0f} MiB"
+    size = f"{free / 1024:,.1f} GiB" if free >= 1024 else f"{free:,.0f} MiB"
     value = f"{size} free in {folder}"
-    if not found.f_blocks or free_mib >= FEW_TEMPORARY_GIB * 1024:
+    if free >= FEW_TEMPORARY_GIB * 1024:
         return Check(name, "ok", value)
-    return Check(name, "failure" if free_mib < MIN_FREE_MIB else "warning", value, hint)
+    return Check(name, "failure" if free < MIN_FREE_MIB else "warning", value, hint)
 
 
-def _free_space(folder: Path, found: os.statvfs_result) -> Check:
-    free = found.f_bavail * found.f_frsize / 2**30
+def _free_space(folder: Path) -> Check:
+    free = (free_mib(folder) or 0.0) / 1024
     value = f"{free:,.1f} GiB free in {folder}"
-    if not found.f_blocks or free >= FEW_GIB:
+    if free >= FEW_GIB:
         return Check("disk", "ok", value)
     hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or choose another disk"
     return Check("disk", "failure" if free < MIN_FREE_GIB else "warning", value, hint)
@@ -178,8 +181,7 @@ def _clock(folder: Path) -> Check:
     """This host's clock against that of the file server, or against itself on a local disk."""
     offset_s = clock_offset_s(folder)
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-        ahead = "ahead of" if offset_s > 0 else "behind"
-        value = f"{abs(offset_s):.0f} s {ahead} the clock of the run folder's file server"
+        value = f"{clock_difference(offset_s)} the clock of the run folder's file server"
         return Check("clock", "failure", value, CLOCK_HINT)
     return Check("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
 

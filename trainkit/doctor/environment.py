@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import __version__
+from trainkit.cluster.machine import NVIDIA_DRIVER
 from trainkit.config import LoadedConfig
 from trainkit.doctor.check import Check, Request
-from trainkit.doctor.gpus import has_driver
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
 
@@ -44,24 +44,29 @@ _NO_CODE = frozenset({"runs", "node_modules", "site-packages", "__pycache__"})
 
 
 @lru_cache
-def _packages(request: Request) -> Packages:
-    """The packages of the ranks. Raises NoAnswer."""
-    return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
+def _packages(request: Request) -> Packages | NoAnswer:
+    """The packages of the ranks; cached, as `_torch` is."""
+    try:
+        return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
+    except NoAnswer as error:
+        return error
 
 
 @lru_cache
-def _torch(request: Request) -> Mapping[str, Any]:
-    """What their torch says of itself, which takes seconds. Raises NoAnswer."""
-    return ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S)
+def _torch(request: Request) -> Mapping[str, Any] | NoAnswer:
+    """What their torch says of itself, which takes seconds."""
+    try:
+        return ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S)
+    except NoAnswer as error:
+        return error
 
 
 def check_python(request: Request) -> Check:
     """The interpreter of the ranks, and its version against those that are tested."""
-    try:
-        found = _packages(request)
-    except NoAnswer as error:
+    found = _packages(request)
+    if isinstance(found, NoAnswer):
         hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
-        return Check("Python", "failure", str(error), hint)
+        return Check("Python", "failure", str(found), hint)
     version = tuple(map(int, found.python.split(".")[:2]))
     value = f"{found.python} ({found.program})"
     oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
@@ -82,13 +87,12 @@ def check_python(request: Request) -> Check:
 
 def check_torch(request: Request) -> Iterator[Check]:
     """The release of torch, and whether it can use the GPUs."""
-    try:
-        found = _torch(request)
-    except NoAnswer as error:
+    found = _torch(request)
+    if isinstance(found, NoAnswer):
         hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
-        if "took longer" in str(error):
+        if found.is_slow:
             hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
-        yield Check("torch", "failure", str(error), hint)
+        yield Check("torch", "failure", str(found), hint)
         return
     value = f"{found['version']}, CUDA {found['cuda'] or 'none'}, NCCL {found['nccl'] or 'none'}"
     problem = release_problem(found["version"])
@@ -96,10 +100,10 @@ def check_torch(request: Request) -> Iterator[Check]:
         yield Check("torch", "failure", value, problem[1])
     elif not found["distributed"]:
         yield Check("torch", "failure", f"{value}: built without torch.distributed", "install another torch")
-    elif has_driver() and found["cuda"] is None:
+    elif NVIDIA_DRIVER.exists() and found["cuda"] is None:
         hint = cuda_torch_hint(request.python[0])
         yield Check("torch", "failure", f"{value}: built without CUDA", hint)
-    elif has_driver() and not found["gpus"]:
+    elif NVIDIA_DRIVER.exists() and not found["gpus"]:
         hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
@@ -114,17 +118,15 @@ def versions(request: Request) -> dict[str, str]:
     An interpreter or torch that does not run is left out, which `check_python` and `check_torch` report.
     """
     values = {}
-    try:
-        found = _packages(request)
+    found = _packages(request)
+    if isinstance(found, Packages):
         values = {"Python": found.python, **found.versions}
         if "trainkit" in found.files:
             package = Path(found.files["trainkit"]).parent
             values["trainkit's code"] = f"{digest(sorted(package.rglob('*.py')))} in {package}"
-        if not request.quick:
-            torch = _torch(request)
+        torch = None if request.quick else _torch(request)
+        if torch is not None and not isinstance(torch, NoAnswer):
             values["CUDA of torch"], values["NCCL"] = (str(torch[key] or "none") for key in ("cuda", "nccl"))
-    except NoAnswer:
-        pass  # what is known is compared
     if request.code is not None:
         files = code_files(request.code)
         values["your code"] = f"{digest(files)} in {request.code}" if files else f"missing in {request.code}"

@@ -5,59 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
+from trainkit.cluster.machine import NVIDIA_DRIVER, NoDriver, nvml
 from trainkit.doctor.check import Check
 from trainkit.job.preflight import gpu_problem
 from trainkit.job.rank_env import visible_gpus
 
-DRIVER = Path("/proc/driver/nvidia/version")
 HOT_C = 85
 BUSY_SHARE = 0.05
 """Share of a GPU's memory that others may use."""
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def driver() -> Iterator[Any]:
-    """NVML while it is initialized. Raises NoDriver where there is a driver that does not answer."""
-    try:
-        import pynvml
-    except ImportError as error:
-        raise NoDriver(f"{error}") from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise NoDriver(f"the driver does not answer: {error}") from None
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-class NoDriver(Exception):
-    """NVML cannot be used."""
-
-
-def has_driver() -> bool:
-    """Whether this host has an NVIDIA driver."""
-    return DRIVER.exists()
-
-
 def check_gpus() -> Iterator[Check]:
     """The driver, and every GPU that a process here would use."""
-    if not has_driver():
+    if not NVIDIA_DRIVER.exists():
         yield Check("GPU", "ok", "none: there is no NVIDIA driver, runs use CPUs")
         return
     try:
-        with driver() as nvml:
-            version = driver_version(nvml) or "unknown version"
-            yield Check("driver", "ok", f"{version}, CUDA {driver_cuda(nvml) or 'unknown'}")
+        with nvml() as driver:
+            version = driver_version(driver) or "unknown version"
+            yield Check("driver", "ok", f"{version}, CUDA {driver_cuda(driver) or 'unknown'}")
             chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            for index in range(_known(nvml, nvml.nvmlDeviceGetCount) or 0):
+            for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0):
                 if chosen is None or str(index) in chosen or not all(map(str.isdigit, chosen)):
-                    yield check_gpu(nvml, index)
+                    yield check_gpu(driver, index)
     except NoDriver as error:
         hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
         yield Check("GPU", "failure", str(error), hint)
@@ -113,21 +86,21 @@ def _known(nvml: Any, query: Callable[[], T]) -> T | None:
 
 def num_gpus() -> int:
     """The GPUs that a process would see here, as the driver and CUDA_VISIBLE_DEVICES say."""
-    if not has_driver():
+    if not NVIDIA_DRIVER.exists():
         return 0
     chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if chosen is not None:
         return len(chosen)
-    with contextlib.suppress(NoDriver), driver() as nvml:  # `check_gpus` reports it
-        return _known(nvml, nvml.nvmlDeviceGetCount) or 0
+    with contextlib.suppress(NoDriver), nvml() as driver:  # `check_gpus` reports it
+        return _known(driver, driver.nvmlDeviceGetCount) or 0
     return 0
 
 
 def driver_versions() -> dict[str, str]:
     """The version of the driver, by which nodes are compared; empty without one."""
-    if has_driver():
-        with contextlib.suppress(NoDriver), driver() as nvml:  # `check_gpus` reports it
-            return {"NVIDIA driver": driver_version(nvml) or "unknown"}
+    if NVIDIA_DRIVER.exists():
+        with contextlib.suppress(NoDriver), nvml() as driver:  # `check_gpus` reports it
+            return {"NVIDIA driver": driver_version(driver) or "unknown"}
     return {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import socket
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainkit.cluster.machine import NoDriver, nvml
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job import processes
 from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
@@ -43,19 +45,9 @@ def check_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[st
 
     Passes where NVML is not available: a broken GPU then fails the ranks.
     """
-    try:
-        import pynvml
-    except ImportError:
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return
-    try:
-        visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
-        _check(pynvml, local_ranks, visible, is_task=plan.per == "gpu", granted=granted)
-    finally:
-        pynvml.nvmlShutdown()
+    visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
+    with contextlib.suppress(NoDriver), nvml() as driver:
+        _check(driver, local_ranks, visible, is_task=plan.per == "gpu", granted=granted)
 
 
 def _check(
@@ -229,22 +221,31 @@ def _compare_views(attempt: AttemptDir, offset_s: float, view: str) -> None:
         )
     # If the supervisor's clock is off as well, the file server's clock is the wrong one.
     if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisor_offset_s)):
-        ahead = "ahead of" if offset_s > 0 else "behind"
         raise PreflightFailed(
-            f"the clock of {host} is {abs(offset_s):.0f} s {ahead} the clock of the run folder's file server",
+            f"the clock of {host} is {clock_difference(offset_s)} the clock of the run folder's file server",
             hint="ask the administrators to synchronize it; `chronyc tracking` there shows the offset",
         )
 
 
-def _check_space(folder: Path) -> None:
+def clock_difference(offset_s: float) -> str:
+    """``8 s ahead of`` or ``8 s behind``."""
+    return f"{abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'}"
+
+
+def free_mib(folder: Path) -> float | None:
+    """The free space of a folder, infinite where there is no limit; None if it does not exist."""
     try:
         found = os.statvfs(folder)
     except FileNotFoundError:
-        return
-    free_mib = found.f_bavail * found.f_frsize / 2**20
-    if found.f_blocks and free_mib < MIN_FREE_MIB:
+        return None
+    return found.f_bavail * found.f_frsize / 2**20 if found.f_blocks else math.inf
+
+
+def _check_space(folder: Path) -> None:
+    free = free_mib(folder)
+    if free is not None and free < MIN_FREE_MIB:
         raise PreflightFailed(
-            f"{folder} on {socket.gethostname()} has only {free_mib:.1f} MiB free",
+            f"{folder} on {socket.gethostname()} has only {free:.1f} MiB free",
             hint="remove the files that other jobs left there, or set TMPDIR to another folder",
         )
 

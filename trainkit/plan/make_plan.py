@@ -47,6 +47,15 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     return plan
 
 
+def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
+    """Everything that is wrong with a config where the facts hold, as one list."""
+    try:
+        make_plan(loaded, facts, workload)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def _with_model(
     loaded: LoadedConfig, facts: Facts, plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:

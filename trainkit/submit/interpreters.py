@@ -77,6 +77,10 @@ def find_interpreter(
 class NoAnswer(Exception):
     """Why an interpreter does not run, or cannot import what it is asked for."""
 
+    def __init__(self, reason: str, *, is_slow: bool = False) -> None:
+        super().__init__(reason)
+        self.is_slow = is_slow
+
 
 _MARK = "trainkit-answer:"
 """Before the answer: what is imported may print, too."""
@@ -125,7 +129,7 @@ def ask(
             cwd=cwd,
         )
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s") from None
+        raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s", is_slow=True) from None
     except OSError as error:
         raise NoAnswer(f"{argv[0]} does not run: {error.strerror or error}") from None
     line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)

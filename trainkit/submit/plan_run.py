@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.cluster.machine import Machine, detect_machine
-from trainkit.cluster.target import Target, make_target
+from trainkit.cluster.target import Target, choose_backend, make_target
 from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.plan.facts import Environment, Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan
+from trainkit.plan.make_plan import make_plan, problems
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
-from trainkit.submit.containers import container_program
+from trainkit.submit.containers import container_problems, container_program, runtimes
 from trainkit.submit.preflight_checks import (
     check_name,
     command_python,
@@ -39,7 +39,7 @@ class Gatherer:
         self._target = target
         self._machine: Machine | None = None
         self._data: dict[str, DataFacts] = {}
-        self._environments: dict[tuple[str, bool], Environment] = {}
+        self._environments: dict[tuple[str, bool, bool], Environment] = {}
 
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
         """The facts of a config; `resumes`, whether the run has a checkpoint of its own.
@@ -47,20 +47,40 @@ class Gatherer:
         Raises ConfigError for a cluster profile that is invalid or does not exist.
         """
         if self._target is None:
-            self._target = make_target(loaded)
+            self._target = self._find_target(loaded, workload)
         if self._machine is None:
             self._machine = detect_machine()
-        environment = self._environment_of(loaded.config, self._target, workload)
+        environment = self._environment_of(loaded.config, self._target.is_slurm, workload)
+        launch, cluster = loaded.config.launch, self._target.cluster
+        if cluster is not None:
+            cwd = str(Path.cwd())
+            found = container_problems(launch, [cwd], runtimes(cluster.containers), cwd=cwd)
+            environment = dataclasses.replace(environment, problems=(*environment.problems, *found))
         data, missing = None, frozenset[str]()
         if not workload.is_command:
             data, missing = self._data_of(loaded.config), frozenset(_missing(loaded.config, resumes))
         return Facts(self._machine, self._target, data, missing, environment)
 
-    def _environment_of(self, config: RunConfig, target: Target, workload: Workload) -> Environment:
+    def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
+        """The target; while Slurm answers, the data is read and another interpreter is asked."""
+        config, launch = loaded.config, loaded.config.launch
+        if choose_backend(launch.backend, launch.cluster)[0] == "local":
+            return make_target(loaded)
+        # Imported only where something is waited for.
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(2) as threads:
+            target = threads.submit(make_target, loaded)
+            threads.submit(self._environment_of, config, True, workload)
+            if not workload.is_command:
+                self._data_of(config)
+            return target.result()
+
+    def _environment_of(self, config: RunConfig, on_slurm: bool, workload: Workload) -> Environment:
         used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})
-        key = used, workload.is_command
+        key = used, on_slurm, workload.is_command
         if key not in self._environments:
-            self._environments[key] = find_environment(config, target, workload, Path.cwd())
+            self._environments[key] = find_environment(config, on_slurm, workload, Path.cwd())
         return self._environments[key]
 
     def _data_of(self, config: RunConfig) -> DataFacts | None:
@@ -116,8 +136,8 @@ def plan_run(
     if note is not None:
         plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
     plan = with_notifications(plan, config.notify, os.environ)
-    if workload.argv is None and (problems := find_code_problems(loaded)):
-        raise ConfigError(problems)
+    if workload.argv is None and (found := find_code_problems(loaded)):
+        raise ConfigError(found)
     if launch.container is not None and cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, cluster.containers))
     if workload.argv is not None:
@@ -134,9 +154,7 @@ def planning_error(
 ) -> ConfigError:
     """All problems of an invalid config: those of loading it, and those of planning with its valid keys."""
     try:
-        make_plan(invalid.rest, gather(invalid.rest, workload, target=target), workload)
-    except ConfigError as error:
-        return invalid.with_problems_of_rest(error.problems)
-    except TrainkitError:
-        return invalid  # Slurm or a file cannot be read: report at least the problems of the load
-    return invalid
+        facts = gather(invalid.rest, workload, target=target)
+        return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
+    except TrainkitError as error:  # Slurm or a file cannot be read: report at least the problems of the load
+        return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])

@@ -13,7 +13,6 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 from urllib.parse import quote as url_quote
 
-from trainkit.cluster.target import Target
 from trainkit.config import RunConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
@@ -25,7 +24,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import SHELLS, Workload
 from trainkit.slurm.conf_file import conf_file
 from trainkit.slurm.quoting import quote
-from trainkit.submit.containers import container_problems, runtimes
 from trainkit.submit.interpreters import (
     NoAnswer,
     Packages,
@@ -131,7 +129,7 @@ _BATCH_ONLY = ("modules", "conda", "container", "setup")
 
 def find_environment(
     config: RunConfig,
-    target: Target,
+    on_slurm: bool,
     workload: Workload,
     cwd: Path,
     environ: Mapping[str, str] = os.environ,
@@ -140,7 +138,7 @@ def find_environment(
 
     Where a package is not known, the ranks check it, or the job warns and trains.
     """
-    launch, on_slurm, trackers = config.launch, target.is_slurm, tuple(config.logging.trackers)
+    launch, trackers = config.launch, tuple(config.logging.trackers)
     key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
     if not on_slurm and (launch.container is not None or key in (None, "conda")):
         key, launch = None, LaunchConfig(env=launch.env)
@@ -169,9 +167,7 @@ def find_environment(
             subject = f"uses {program}, which" if key else program
             found.append((f"launch.{key}" if key else "", f"{subject} {problem[0]}", problem[1]))
     if on_slurm:
-        containers = () if target.cluster is None else target.cluster.containers
         found = [*launch_problems(launch), *found]
-        found += container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
     if packages is not None:
         for name in trackers:
             if name not in packages.files:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -111,35 +111,27 @@ def _ask(
     """The answers by index of the question; questions for which there was no time are missing."""
     answers: dict[int, Wait | SlurmRefused] = {}
     lost: list[TrainkitError] = []
-    waiting, give_up = iter(list(questions.items())), time.monotonic() + ENOUGH_S
-    lock = threading.Lock()
+    give_up = time.monotonic() + ENOUGH_S
 
-    def work(script: Path) -> None:
-        while not lost and time.monotonic() < give_up:
-            with lock:
-                index, name = next(waiting, (None, ""))
-            if index is None:
-                return
-            argv = [*options, f"--partition={name}"]
-            try:
-                found = query_start(
-                    script, environ=environ, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv
-                )
-            except SlurmRefused as error:
-                answers[index] = error
-            except TrainkitError as error:
-                lost.append(error)
-            else:
-                answers[index] = Wait(name, False, found.start_time, tuple(found.nodes))
+    def ask(index: int) -> None:
+        if lost or time.monotonic() > give_up:
+            return
+        argv = [*options, f"--partition={questions[index]}"]
+        try:
+            found = query_start(
+                script, environ=environ, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv
+            )
+        except SlurmRefused as error:
+            answers[index] = error
+        except TrainkitError as error:
+            lost.append(error)
+        else:
+            answers[index] = Wait(questions[index], False, found.start_time, tuple(found.nodes))
 
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder, ThreadPoolExecutor(AT_ONCE) as threads:
         script = Path(folder) / "nothing.sh"
         script.write_text("#!/bin/sh\n", encoding="utf-8")
-        threads = [threading.Thread(target=work, args=(script,)) for _ in range(min(AT_ONCE, len(questions)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(threads.map(ask, questions))
     if lost and not answers:
         raise lost[0]
     return answers

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import Problem, TrainkitError
+from trainkit.plan.facts import KeyProblem
 from trainkit.plan.make_plan import OURS
 
 CHECK_TIMEOUT_S = 60.0
@@ -59,16 +60,8 @@ def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
     return [(key, message) for key, message, _ in _try(loaded, "--samples")]
 
 
-def _try(loaded: LoadedConfig, option: str) -> list[tuple[str, str, str]]:
-    from trainkit.job.processes import module_argv
-
-    done = subprocess.run(
-        module_argv(TASK_CHECK, option),
-        input=loaded.config.model_dump_json(by_alias=True),
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+def _try(loaded: LoadedConfig, option: str) -> list[KeyProblem]:
+    done = _run(TASK_CHECK, option, text=loaded.config.model_dump_json(by_alias=True))
     answer = _answer(done)
     if answer is None:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
@@ -91,24 +84,29 @@ def _file(name: str) -> tuple[Path, int]:
 
 
 @lru_cache
-def _check(module: str, facts: str, file: Path, modified_ns: int) -> list[tuple[str, str, str]]:
-    from trainkit.job.processes import module_argv
-
+def _check(module: str, facts: str, file: Path, modified_ns: int) -> list[KeyProblem]:
     try:
-        done = subprocess.run(
-            module_argv(module),
-            input=facts,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CHECK_TIMEOUT_S,
-        )
+        return _answer(_run(module, text=facts, timeout_s=CHECK_TIMEOUT_S)) or []
     except subprocess.TimeoutExpired:
         return []
-    return _answer(done) or []
 
 
-def _answer(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str, str]] | None:
+def _run(
+    module: str, *options: str, text: str, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    from trainkit.job.processes import module_argv
+
+    return subprocess.run(
+        module_argv(module, *options),
+        input=text,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+    )
+
+
+def _answer(done: subprocess.CompletedProcess[str]) -> list[KeyProblem] | None:
     answers = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
     if done.returncode or not answers:
         return None
