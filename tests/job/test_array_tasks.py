@@ -103,7 +103,7 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
 def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS, cancelled_at=SUBMITTED_AT)
     create_task_run(group.run(0), "12_0")
-    assert claim_attempt(group.run(0), "12_0") == "it was cancelled before it started"
+    assert claim_attempt(group.run(0), "12_0").reason == "it was cancelled before it started"
 
 
 def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from slurm_job import RUNNING, Slurm, reasons
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import allocation, supervisor
-from trainkit.job.claim_attempt import claim_attempt
+from trainkit.job.claim_attempt import NothingToDo, claim_attempt
 from trainkit.job.decision import Decision
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
@@ -58,7 +58,7 @@ def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: Run
 def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
-    assert claim_attempt(run, "7") == "it was cancelled before it started"
+    assert claim_attempt(run, "7").reason == "it was cancelled before it started"
 
 
 def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
@@ -72,8 +72,9 @@ def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
     monkeypatch.setattr("trainkit.job.claim_attempt.job_details", details)
 
 
-def leaves_to(job_id: str, claimed: AttemptDir | str) -> bool:
-    return isinstance(claimed, str) and claimed.startswith(f"job {job_id} runs or is pending for this run; ")
+def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
+    words = f"job {job_id} runs or is pending for this run; "
+    return isinstance(claimed, NothingToDo) and claimed.reason.startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,6 @@ from trainkit.job.attempt_end import (
     write_end,
 )
 from trainkit.job.claim_attempt import (
-    CANCELLED_BEFORE_START,
-    RUN_CANCELLED,
     cancelled_attempt,
     claim_attempt,
     register_start,
@@ -210,9 +208,8 @@ class SlurmAllocation(Allocation):
             now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
             close_failed_starts(self.run, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
             return attempt
-        log_line(f"nothing to do for job {self.job_id}: {attempt}")
-        is_cancellation = attempt in (CANCELLED_BEFORE_START, RUN_CANCELLED)
-        if is_cancellation and (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
+        log_line(f"nothing to do for job {self.job_id}: {attempt.reason}")
+        if attempt.is_cancelled and (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
             with contextlib.suppress(OSError):
                 write_end(cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK

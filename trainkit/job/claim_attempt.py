@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from shlex import quote
 
 from trainkit.errors import TrainkitError
@@ -30,14 +31,21 @@ from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import job_details
 from trainkit.slurm.states import JobState
 
-CANCELLED_BEFORE_START = "it was cancelled before it started"
-RUN_CANCELLED = "the run was cancelled; `trainkit resume` starts it again"
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted the job may take to record its id."""
 
 
-def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | str:
-    """Claim the attempt that this start of the job runs; the reason when there is nothing to do.
+@dataclass(frozen=True)
+class NothingToDo:
+    """Why a start of a job runs no attempt."""
+
+    reason: str
+    is_cancelled: bool = False
+    """Whether a person cancelled the job or its run."""
+
+
+def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | NothingToDo:
+    """Claim the attempt that this start of the job runs.
 
     There is nothing to do when the job was cancelled while pending, for a follow-up of an ended run, and
     while another job carries the run: the script was submitted twice, or an old job was requeued.
@@ -60,7 +68,8 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
                 return _claim(run, job_id)
             _forget_follow_up(run, job_id)
             path = quote(str(run.path))
-            return f"job {carrier} runs or is pending for this run; `trainkit cancel {path}` would end it"
+            hint = f"`trainkit cancel {path}` would end it"
+            return NothingToDo(f"job {carrier} runs or is pending for this run; {hint}")
 
 
 def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
@@ -95,23 +104,24 @@ def _forget_follow_up(run: RunDir, job_id: str) -> None:
         set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
 
 
-def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
+def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
     """`claim_attempt` with the lock held, when no other job carries the run."""
     refresh_listing(run.attempts_dir)
     job = read_job(run)
     own = job.of_job(job_id)
     follows = not own and job_id in (job.follow_ups or [])
     if any(entry.is_cancelled for entry in own):
-        return CANCELLED_BEFORE_START
+        return NothingToDo("it was cancelled before it started", is_cancelled=True)
     if follows and _has_ended(run):
-        return "the run has ended"
+        return NothingToDo("the run has ended")
     if own and own[-1].pid is None:
         claim_entry(run, own[-1].attempt, os.getpid())
         return run.attempt(own[-1].attempt)
     newest = run.attempt(run.attempt_numbers()[-1])
     entry = job.of_attempt(newest.number)
     if entry is not None and entry.is_cancelled:
-        return RUN_CANCELLED  # while another job ran that attempt
+        # While another job ran that attempt.
+        return NothingToDo("the run was cancelled; `trainkit resume` starts it again", is_cancelled=True)
     if entry is not None:
         newest = reopen_attempt(newest)
     # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
