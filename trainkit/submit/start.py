@@ -24,7 +24,13 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import with_excluded
 from trainkit.run.end import read_end
 from trainkit.run.lock import run_lock
-from trainkit.run.record import AttemptRecord, mark_requeue_requested, next_attempt_number, read_job
+from trainkit.run.record import (
+    AttemptRecord,
+    JobRecord,
+    mark_requeue_requested,
+    next_attempt_number,
+    read_job,
+)
 from trainkit.run.rundir import RunDir
 from trainkit.submit.code.snapshot import renewed_code
 from trainkit.submit.preflight_checks import refuse_leaks
@@ -55,21 +61,20 @@ def start_attempt(
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
         refuse_leaks(text, str(where), config.secrets, os.environ)
-    backend, script = BACKENDS[plan.backend], None
+    job, backend, script = read_job(run), BACKENDS[plan.backend], None
     if backend.template is not None:
-        script = _script(run, config, plan)
+        script = _script(run, job, config, plan)
         refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
     new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground)
     entry = backend.start(run, new)
-    register(run, read_job(run).name)
+    register(run, job.name)
     return entry
 
 
-def _script(run: RunDir, config: RunConfig, plan: LaunchPlan) -> JobScript:
+def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) -> JobScript:
     """The batch script of a run's next attempt."""
     from trainkit.submit.script import script_for
 
-    job = read_job(run)
     if job.cwd is None:
         raise UsageError(
             f"{run.job_file} cannot be read, so the working directory and the code of the run are unknown",
