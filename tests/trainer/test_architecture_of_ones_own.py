@@ -21,9 +21,8 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer import tasks
 from trainkit.trainer.__main__ import exit_code_of
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models import UnsupportedArchitecture, load_architecture
+from trainkit.trainer.models import UnsupportedArchitecture, load_architecture, refuse_unsupported_layout
 from trainkit.trainer.models.model import Role
-from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.progress import Progress
 
@@ -133,7 +132,8 @@ def test_a_run_has_the_code_that_it_was_submitted_with(
         folder.mkdir(parents=True)
         shutil.copy(FILE, folder.parent / "gpt.py")
     shutil.copy(FILE, tmp_path / "elsewhere.py")
-    write_json(run.job_file, {"code": {"code": str(code), "workdir": str(code / "sub")}})
+    snapshot = {"code": str(code), "workdir": str(code / "sub")}
+    write_json(run.job_file, {"code": snapshot, "attempts": []})
     monkeypatch.chdir(project / "sub")
     (project / "gpt.py").write_text("")  # edited since
     assert load_architecture("../gpt.py:Gpt", run).__name__ == "Gpt"

@@ -15,8 +15,7 @@ from trainkit.plan.make_plan import OURS
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
 """Starts the line of the answer, since the user's code may print too."""
-TASK_CHECK = "trainkit.trainer.task_check"
-ARCHITECTURE_CHECK = "trainkit.trainer.models.supported_layouts"
+CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
@@ -31,14 +30,11 @@ def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
     if any(elsewhere) or launch.modules or launch.setup:
         return []
     if config.has_user_task:
-        found = _check(TASK_CHECK, _facts(config, "task", "task_args", "parallel"), *_file(config.task))
+        found = _check(_facts(config, "task", "task_args", "parallel"), *_file(config.task))
     elif config.model.hf is not None:
-        found = _check(
-            TASK_CHECK, _facts(config, "model", "parallel"), *_file(f"{config.model.hf}/config.json:")
-        )
+        found = _check(_facts(config, "model", "parallel"), *_file(f"{config.model.hf}/config.json:"))
     elif config.model.architecture != OURS:
-        facts = _facts(config, "model", "data", "parallel")
-        found = _check(ARCHITECTURE_CHECK, facts, *_file(config.model.architecture))
+        found = _check(_facts(config, "model", "data", "parallel"), *_file(config.model.architecture))
     else:
         return []
     return [loaded.problem(*item) for item in found]
@@ -61,7 +57,7 @@ def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
 
 
 def _try(loaded: LoadedConfig, option: str) -> list[KeyProblem]:
-    done = _run(TASK_CHECK, option, text=loaded.config.model_dump_json(by_alias=True))
+    done = _run(option, text=loaded.config.model_dump_json(by_alias=True))
     answer = _answer(done)
     if answer is None:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
@@ -84,20 +80,18 @@ def _file(name: str) -> tuple[Path, int]:
 
 
 @lru_cache
-def _check(module: str, facts: str, file: Path, modified_ns: int) -> list[KeyProblem]:
+def _check(facts: str, file: Path, modified_ns: int) -> list[KeyProblem]:
     try:
-        return _answer(_run(module, text=facts, timeout_s=CHECK_TIMEOUT_S)) or []
+        return _answer(_run(text=facts, timeout_s=CHECK_TIMEOUT_S)) or []
     except subprocess.TimeoutExpired:
         return []
 
 
-def _run(
-    module: str, *options: str, text: str, timeout_s: float | None = None
-) -> subprocess.CompletedProcess[str]:
+def _run(*options: str, text: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     from trainkit.job.processes import module_argv
 
     return subprocess.run(
-        module_argv(module, *options),
+        module_argv(CODE_CHECK, *options),
         input=text,
         capture_output=True,
         text=True,

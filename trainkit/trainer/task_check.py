@@ -1,8 +1,8 @@
-"""Tries a user's task on the CPU, with a few samples, before it costs time on a cluster.
+"""Tries a user's task or architecture on the CPU, with a few samples, before it costs time on a cluster.
 
 ``python -m trainkit.trainer.task_check [--smoke | --samples]`` reads a config as JSON from stdin and prints a
 line ``problems: `` with a JSON list of ``[key, message, hint]``. ``--samples`` reads every sample instead;
-without options it only imports its class.
+without options it only imports its class, and compares that of an architecture with the layout.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trainkit.task import Loss, ParameterOptions, Stream, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import load_task_class
+from trainkit.trainer.models import find_architecture_problem
 from trainkit.trainer.parallel.tensor_plan import find_styles
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
@@ -43,9 +44,9 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """The problem of a task or a Hugging Face model that certainly cannot be used; None without one."""
+    """The problem of a task, model or architecture that certainly cannot be used; None without one."""
     if not config.has_user_task:
-        return find_hf_problem(config)
+        return find_architecture_problem(config) if config.model.hf is None else find_hf_problem(config)
     try:
         load_task_class(config)
         if config.model.lora is not None:

@@ -20,10 +20,9 @@ from trainkit.safetensors import StoredWeights
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
-from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 from trainkit.trainer.stream import StreamBatches
 from trainkit.trainer.task_batches import TaskBatches
 from trainkit.trainer.user_task import UserTask

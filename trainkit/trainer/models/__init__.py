@@ -1,28 +1,31 @@
-"""Model architectures, one file with a subclass of `Model` each, and the loader for your own."""
+"""Model architectures, one file with a subclass of `Model` each; loads your own, if it fits the layout."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 
-from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+import torch
+
+from trainkit.config.running import ParallelConfig
+from trainkit.config.schema import RunConfig
+from trainkit.data.checks import tokenizer_vocab_size
+from trainkit.errors import Problem
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.schedules import num_stages, stage_layers
 from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder
-from trainkit.trainer.models.model import Model
+from trainkit.trainer.models.model import Model, StageSpec
+from trainkit.trainer.task_errors import TaskError
 
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
-class UnsupportedArchitecture(TrainkitError):
+class UnsupportedArchitecture(TaskError):
     """An architecture that cannot be trained, or not with the layout of the config."""
-
-    exit_code = EXIT_NO_RESTART
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(f"{problem.key} {problem.message}", problem.hint)
-        self.problem = problem
 
 
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
@@ -54,3 +57,75 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
 def _unknown(name: str, reason: str) -> UnsupportedArchitecture:
     hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
     return UnsupportedArchitecture(Problem("model.architecture", f"is {name}, but {reason}", hint=hint))
+
+
+def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
+    """Raise UnsupportedArchitecture for context or pipeline parallelism that it does not support."""
+    name, parallel, seq_len = config.model.architecture, config.parallel, config.data.seq_len
+    if name in ARCHITECTURES or parallel.cp == parallel.pp == 1:
+        return
+    shape = resolve_model_shape(config.model, tokenizer_vocab_size(config.data))
+    with torch.device("meta"):
+        whole = architecture(shape, seq_len, None)
+        if parallel.cp > 1:
+            _refuse_without_attention(name, whole, parallel)
+        if parallel.pp > 1:
+            _refuse_uncut(name, whole, parallel, seq_len)
+
+
+def _refuse_without_attention(name: str, whole: Model, parallel: ParallelConfig) -> None:
+    """Without an `attend` to replace, a rank would use only its own slice of the sequence."""
+    attentions = list(whole.attentions)
+    found = f"is {parallel.cp}, but"
+    hint = "context parallelism replaces `attend` of the modules in `attentions`; use parallel.cp 1"
+    if not attentions:
+        raise _refusal("parallel.cp", f"{found} {name} has no module in `attentions`", hint)
+    for index, layer in enumerate(whole.layers):
+        modules = set(layer.modules())
+        if not any(attention in modules for attention in attentions):
+            raise _refusal(
+                "parallel.cp", f"{found} layer {index} of {name} has no module in `attentions`", hint
+            )
+    for attention in attentions:
+        if not callable(getattr(attention, "attend", None)):
+            kind = type(attention).__name__
+            raise _refusal("parallel.cp", f"{found} {kind} in `attentions` of {name} has no `attend`", hint)
+
+
+def _refuse_uncut(name: str, whole: Model, parallel: ParallelConfig, seq_len: int) -> None:
+    """The stages must divide the layers and parameters of the whole model."""
+    stages = num_stages(parallel.pp, parallel.pp_schedule)
+    found = f"is {parallel.pp}, but {name} cannot be cut into {stages} stages:"
+    hint = "create only the layers of `stage`, see trainkit/trainer/models/decoder.py; or use parallel.pp 1"
+    owners: Counter[str] = Counter()
+    for index, layers in enumerate(stage_layers(whole.shape.num_layers, stages)):
+        spec = StageSpec(layers, index == 0, index == stages - 1)
+        model = type(whole)(whole.shape, seq_len, spec)
+        if len(model.layers) != len(layers):
+            message = f"stage {index} has {len(model.layers)} layers instead of {len(layers)}"
+            raise _refusal("parallel.pp", f"{found} {message}", hint)
+        # Under their own names: tied parameters are in two stages.
+        owners.update(parameter for parameter, _ in model.named_parameters(remove_duplicate=False))
+    expected = {parameter for parameter, _ in whole.named_parameters(remove_duplicate=False)}
+    for parameter in sorted(expected | owners.keys()):
+        if parameter not in expected:
+            raise _refusal("parallel.pp", f"{found} the whole model has no parameter {parameter}", hint)
+        if owners[parameter] != 1:
+            message = f"parameter {parameter} is in {owners[parameter]} stages"
+            raise _refusal("parallel.pp", f"{found} {message}", hint)
+
+
+def _refusal(key: str, message: str, hint: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(Problem(key, message, hint=hint))
+
+
+def find_architecture_problem(config: RunConfig) -> Problem | None:
+    """The problem of a config whose architecture must be refused; None without one.
+
+    Raises whatever the file of the architecture raises.
+    """
+    try:
+        refuse_unsupported_layout(config, load_architecture(config.model.architecture))
+    except UnsupportedArchitecture as error:
+        return error.problem
+    return None
