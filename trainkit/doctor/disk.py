@@ -15,8 +15,8 @@ from trainkit.doctor.check import Check, Request
 from trainkit.job.preflight import (
     MAX_CLOCK_OFFSET_S,
     MIN_FREE_MIB,
-    clock_difference,
     clock_offset_s,
+    direction,
     free_mib,
 )
 from trainkit.run.files import refresh_listing
@@ -181,7 +181,7 @@ def _clock(folder: Path) -> Check:
     """This host's clock against that of the file server, or against itself on a local disk."""
     offset_s = clock_offset_s(folder)
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-        value = f"{clock_difference(offset_s)} the clock of the run folder's file server"
+        value = f"{abs(offset_s):.0f} s {direction(offset_s)} the clock of the run folder's file server"
         return Check("clock", "failure", value, CLOCK_HINT)
     return Check("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
 

@@ -25,7 +25,7 @@ from trainkit.doctor.disk import CLOCK_HINT, shared_file
 from trainkit.doctor.node import measure, node_facts, received
 from trainkit.errors import TrainkitError
 from trainkit.job.node.rendezvous import LOCAL_ADDR
-from trainkit.job.preflight import MAX_CLOCK_OFFSET_S, clock_difference
+from trainkit.job.preflight import MAX_CLOCK_OFFSET_S, direction
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
@@ -348,7 +348,8 @@ def compare_clocks(results: Sequence[Mapping[str, Any]], caller: str) -> Iterato
         return
     time_s = statistics.median(offsets_s[name] for name in groups[0])
     for name in (name for group in groups[1:] for name in group):
-        text = f"{clock_difference(offsets_s[name] - time_s)} the other clocks"
+        apart_s = offsets_s[name] - time_s
+        text = f"{abs(apart_s):.0f} s {direction(apart_s)} the other clocks"
         if name in nodes:
             yield Check("clock", "failure", text, CLOCK_HINT, name)
         elif name == FILE_SERVER:

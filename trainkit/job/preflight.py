@@ -221,15 +221,16 @@ def _compare_views(attempt: AttemptDir, offset_s: float, view: str) -> None:
         )
     # If the supervisor's clock is off as well, the file server's clock is the wrong one.
     if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisor_offset_s)):
+        ahead = direction(offset_s)
         raise PreflightFailed(
-            f"the clock of {host} is {clock_difference(offset_s)} the clock of the run folder's file server",
+            f"the clock of {host} is {abs(offset_s):.0f} s {ahead} the clock of the run folder's file server",
             hint="ask the administrators to synchronize it; `chronyc tracking` there shows the offset",
         )
 
 
-def clock_difference(offset_s: float) -> str:
-    """``8 s ahead of`` or ``8 s behind``."""
-    return f"{abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'}"
+def direction(offset_s: float) -> str:
+    """Where a clock is by its offset."""
+    return "ahead of" if offset_s > 0 else "behind"
 
 
 def free_mib(folder: Path) -> float | None:

@@ -165,6 +165,10 @@ class Packages:
                 constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
         return constants
 
+    def is_below(self, name: str, folder: str) -> bool:
+        """Whether a package is installed in a folder or below it."""
+        return name in self.files and Path(self.files[name]).is_relative_to(folder)
+
     @property
     def torch_version(self) -> str:
         """Empty if unknown."""

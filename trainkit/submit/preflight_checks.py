@@ -143,7 +143,7 @@ def find_environment(
     if not on_slurm and (launch.container is not None or key in (None, "conda")):
         key, launch = None, LaunchConfig(env=launch.env)
     interpreter, found = find_interpreter(launch, sys.executable, environ, cwd)
-    program = interpreter.argv[0]
+    program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
     # On another host, PATH may lead to another program of this name.
     is_known = not found and "/" in program and launch.container is None
     is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
@@ -152,35 +152,36 @@ def find_environment(
     may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch, environ))
     if "PYTHONPATH" in launch.env:
         trackers = ()
-    packages = None
+    packages, gpu_problem = None, None
     if is_known and (trackers or trains_here or may_use_gpus):
         try:
             packages = _packages_of(interpreter, ("torch", "trainkit", *trackers), launch.env, cwd)
         except NoAnswer as error:
-            if trains_here:
+            if trains_here and key is not None:
                 reason = str(error).removeprefix(f"{program} does not run: ")
                 message = f"uses {program}, which does not run: {reason}"
-                found.append((f"launch.{key}", message, f"`{quote(program)} -V` shows it"))
-    if packages is not None and trains_here:
-        problem = package_problem(packages, program) if key else release_problem(packages.torch_version)
-        if problem is not None:
-            subject = f"uses {program}, which" if key else program
-            found.append((f"launch.{key}" if key else "", f"{subject} {problem[0]}", problem[1]))
+                found.append((named, message, f"`{quote(program)} -V` shows it"))
     if on_slurm:
         found = [*launch_problems(launch), *found]
     if packages is not None:
-        for name in trackers:
-            if name not in packages.files:
-                hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
-                found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
+        if trains_here and key is None and (problem := release_problem(packages.torch_version)):
+            found.append(("", f"{program} {problem[0]}", problem[1]))
+        elif trains_here and key is not None and (problem := package_problem(packages, program)):
+            found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
+        found += _tracker_problems(packages, program, trackers)
+        is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
+        if may_use_gpus and not is_of_host and (version := packages.cpu_only_torch) is not None:
+            message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
+            gpu_problem = named, message, cuda_torch_hint(program)
     found += webhook_problem(config.notify, environ)
-    gpu_problem = None
-    if packages is not None and may_use_gpus and (version := packages.cpu_only_torch) is not None:
-        message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
-        gpu_problem = "device" if key is None else f"launch.{key}", message, cuda_torch_hint(program)
-        if on_slurm and Path(packages.files["torch"]).is_relative_to(SYSTEM_FOLDER):
-            gpu_problem = None
     return Environment(interpreter, tuple(found), gpu_problem)
+
+
+def _tracker_problems(packages: Packages, program: str, trackers: Sequence[str]) -> Iterator[KeyProblem]:
+    for name in trackers:
+        if name not in packages.files:
+            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            yield f"logging.{name}", f"is set, but {program} has no {name}", hint
 
 
 def _packages_of(
