@@ -63,8 +63,7 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
 
 def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> AttemptRecord:
     """Start the next attempt on this machine, whatever the text of its plan; with the run's lock held."""
-    no_plan: Any = None
-    return LocalBackend().start(run, NewAttempt(config_text, plan_text, no_plan, reason))
+    return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason))  # type: ignore[arg-type]
 
 
 def free_port() -> int:

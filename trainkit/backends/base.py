@@ -7,10 +7,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import Options
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import log_event
 from trainkit.run.files import utc_now
@@ -18,6 +17,9 @@ from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
+
+if TYPE_CHECKING:
+    from trainkit.plan.slurm_request import Options
 
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""

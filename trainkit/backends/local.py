@@ -92,7 +92,6 @@ class LocalBackend(Backend):
         return "signalled"
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
-        """Send SIGKILL to the supervisor and all its descendants, and write end.json in its place."""
         assert entry.pid is not None, entry
         for pid in (entry.pid, *descendants(entry.pid)):
             with contextlib.suppress(ProcessLookupError):

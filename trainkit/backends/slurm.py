@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from trainkit.backends.base import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.end import KILLED
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_atomic
@@ -46,6 +45,9 @@ from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, 
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token, query_start, submit_script
+
+if TYPE_CHECKING:
+    from trainkit.plan.slurm_request import SlurmRequest
 
 
 class SlurmBackend(Backend):

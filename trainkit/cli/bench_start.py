@@ -81,7 +81,7 @@ def _bench(planned: PlannedBench, typed: BenchOptions) -> int:
     _describe(planned)
     if typed.dry_run:
         return _list(planned, typed.as_json)
-    return _run_here(planned, typed) if planned.plan.backend == "local" else _submit(planned, typed)
+    return _run_here(planned, typed) if planned.plan.is_here else _submit(planned, typed)
 
 
 def _describe(planned: PlannedBench) -> None:
@@ -95,7 +95,7 @@ def _describe(planned: PlannedBench) -> None:
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     _print_fact(what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}")
     _print_fact("steps", planned.request.length.text)
-    num_arrays = 1 if planned.plan.backend == "local" else len(planned.arrays)
+    num_arrays = 1 if planned.plan.is_here else len(planned.arrays)
     if num_arrays > 1:
         _print_fact("arrays", f"{num_arrays}, one after another, because the points need different jobs")
     for item in planned.points:

@@ -88,8 +88,7 @@ class RunConfig(Section):
     @property
     def model_source(self) -> tuple[str, str]:
         """The key that says where the code of the model is, and its value."""
-        own = self.has_user_task
-        return ("task", self.task) if own else ("model.architecture", self.model.architecture)
+        return ("task", self.task) if self.has_user_task else ("model.architecture", self.model.architecture)
 
     @property
     def has_decoder(self) -> bool:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from trainkit.backends import backend_of
 from trainkit.backends.slurm import cancel_follow_ups, step_of
@@ -100,25 +99,13 @@ exit 0
 """
 
 
-class FaultInjector(Protocol):
-    """Interrupts a run; each method returns False when nothing was left to interrupt."""
-
-    poll_s: float
-    """Seconds between polls of the run's files."""
-
-    def kill_rank(self, rank: int) -> bool: ...
-
-    def kill_node(self, node_rank: int) -> bool: ...
-
-    def kill_ranks(self) -> bool: ...
-
-
 @dataclass
-class LocalFaultInjector:
-    """Kills processes of a run on this machine."""
+class FaultInjector:
+    """Kills processes of a run on this machine; each method returns False when there was none to kill."""
 
     run: RunDir
     poll_s: float = 0.002
+    """Seconds between polls of the run's files."""
 
     def kill_rank(self, rank: int) -> bool:
         ranks = find_processes(self.run).ranks
@@ -132,10 +119,9 @@ class LocalFaultInjector:
 
 
 @dataclass
-class SlurmFaultInjector:
+class SlurmFaultInjector(FaultInjector):
     """Kills processes of a run's job through Slurm, which permits only the user's own jobs."""
 
-    run: RunDir
     poll_s: float = 0.02
 
     def kill_rank(self, rank: int) -> bool:
@@ -174,7 +160,7 @@ class SlurmFaultInjector:
 
 def injector_for(run: RunDir, backend: str) -> FaultInjector:
     """The fault injector for a run with this backend."""
-    return {"local": LocalFaultInjector}.get(backend, SlurmFaultInjector)(run)
+    return {"local": FaultInjector}.get(backend, SlurmFaultInjector)(run)
 
 
 def notify(run: RunDir) -> bool:

@@ -71,7 +71,7 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     """Why a scenario cannot be tried here with this config; empty if it can."""
     if scenario.never:
         return scenario.never
-    if scenario.needs_slurm and plan.backend == "local":
+    if scenario.needs_slurm and plan.is_here:
         return "this run would start on this machine, without Slurm"
     if scenario.needs_checkpoints and not plan.workload.knows_run:
         return "a drill does not know where and how a COMMAND saves"

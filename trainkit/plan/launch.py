@@ -187,6 +187,16 @@ class LaunchPlan:
     """What could not be checked, or may be slow, one sentence each."""
     version: int = PLAN_VERSION
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all nodes are this machine."""
+        return self.backend == "local"
+
+    @property
+    def has_supervisor(self) -> bool:
+        """Whether a supervisor watches the ranks; those of a step that a user started have none."""
+        return self.backend != "srun"
+
     @cached_property
     def workload(self) -> Workload:
         """What the ranks execute."""

@@ -72,6 +72,8 @@ class Agent(ProcessGroup):
         self.has_launcher = plan.workload.has_launcher
         """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         self.rendezvous = rendezvous
+        self.is_slurm_task = plan.backend not in ("local", "hosts")
+        """Whether Slurm has started this agent, and signals it without the knowledge of any supervisor."""
         self.codes: list[int] = []
         """Exit codes in the order in which the workers ended."""
         self.received: signal.Signals | None = None
@@ -91,15 +93,10 @@ class Agent(ProcessGroup):
 
     poll_interval_s = POLL_S
 
-    @property
-    def is_slurm_task(self) -> bool:
-        """Whether Slurm has started this agent, and signals it without the knowledge of any supervisor."""
-        return self.plan.backend not in ("local", "hosts")
-
     def start(self) -> None:
         run, rendezvous = self.attempt.run, self.rendezvous
         network, reason = network_environ(self.plan.network, rendezvous.peer)
-        if self.plan.backend != "local":
+        if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
@@ -201,7 +198,7 @@ class Agent(ProcessGroup):
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
         # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
-        is_unsupervised = self.plan.backend == "srun" and self.deadline_s is None
+        is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
 

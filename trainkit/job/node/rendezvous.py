@@ -164,7 +164,7 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
     per_gpu = plan.per == "gpu"
     local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
     record = publish_port(attempt, task, master_address(task)) if task.task == 0 else None
-    record = share_on_node(attempt, task, record, is_supervised=plan.backend != "srun")
+    record = share_on_node(attempt, task, record, is_supervised=plan.has_supervisor)
     addr = master_address(task, str(record["addr"]))
     peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
     return Rendezvous(task.node_rank, local_ranks, addr, int(record["port"]), peer, str(record["nonce"]))

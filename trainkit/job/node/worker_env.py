@@ -64,7 +64,7 @@ def worker_environ(
     environ.setdefault("PYTHONUNBUFFERED", "1")
     for name, value in network.items():
         environ.setdefault(name, value)
-    if plan.backend == "local" and plan.device == "cuda" and plan.num_nodes > 1:
+    if plan.is_here and plan.device == "cuda" and plan.num_nodes > 1:
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, rank_env.node_rank, visible)
     if not plan.workload.has_launcher:

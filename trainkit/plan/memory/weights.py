@@ -180,7 +180,7 @@ def host_problem(
     memory would also take down other processes.
     """
     state = state_bytes(shape, optimizer_bytes(loaded.config.optimizer, shape)) * plan.layout.dp_replicate
-    if plan.backend != "local":
+    if not plan.is_here:
         state //= plan.num_nodes  # the others are other machines
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:
         return None
