@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from trainkit.backends import NewAttempt
 from trainkit.backends.local import LocalBackend
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
+from trainkit.job.node.rendezvous import choose_port
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.events import read_metrics
@@ -66,10 +67,12 @@ def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> A
     return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason))  # type: ignore[arg-type]
 
 
+_COUNTER = itertools.count()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port that no connection of another process takes meanwhile, as it may an ephemeral one."""
+    return choose_port(f"test-{os.getpid()}", next(_COUNTER))
 
 
 def fork_workers(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import time
+from pathlib import Path
 
 from trainkit.job import processes
 from trainkit.job.signals import NOTICE_SIGNALS
@@ -21,7 +23,7 @@ class StepListener:
     """
 
     def __init__(self) -> None:
-        """Start it; call after the ranks, before the agent has threads, with the notice signals blocked."""
+        """Start it; call after the ranks, with the notice signals blocked."""
         self._reader, writer = os.pipe()
         self._heard: set[int] = set()
         before_listening = processes.dies_with(os.getpid(), signal.SIGKILL)
@@ -29,6 +31,11 @@ class StepListener:
             try:
                 os.setpgid(0, 0)  # as the ranks
                 before_listening()
+                # A connection of the agent ends when the last process that has it closes it.
+                for file in list(Path("/proc/self/fd").iterdir()):
+                    if int(file.name) > 2 and int(file.name) != writer:
+                        with contextlib.suppress(OSError):  # that of the listing itself
+                            os.close(int(file.name))
                 while True:
                     os.write(writer, bytes([signal.sigwait(NOTICE_SIGNALS)]))
             finally:
