@@ -1,22 +1,27 @@
-"""The files of one attempt that a diagnosis reads, as texts, and the hosts of its ranks."""
+"""What a diagnosis reads of one attempt, as texts: its files, what Slurm wrote about it, and its events."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.run_text import Text, clean, json_line, read_log
+from trainkit.observe.run_text import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
-from trainkit.observe.slurm_messages import slurm_messages
+from trainkit.observe.text import event_content, slowdown_line
 from trainkit.plan.workload import PER_RANK
-from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.files import read_json, read_jsonl_reversed
-from trainkit.run.record import read_job
+from trainkit.run.end import AttemptEnd, is_end_line, read_end
+from trainkit.run.events import SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, still_slow
+from trainkit.run.files import parse_time, read_json, read_jsonl_reversed, read_object
+from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -34,7 +39,8 @@ class AttemptFiles:
 
     def __init__(self, attempt: AttemptDir, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.slurm_job = attempt, attempt.run, slurm_job
-        end = read_end(attempt)
+        self.job, end = read_job(attempt.run), read_end(attempt)
+        self.plan = read_object(attempt.plan_file)
         self.has_ended, self.end = end is not None, end or AttemptEnd()
 
     def end_text(self) -> Text:
@@ -58,7 +64,7 @@ class AttemptFiles:
         """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
         job = self.slurm_job
         is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
-        entry = None if is_explained else read_job(self.run).newest
+        entry = None if is_explained else self.job.newest
         if entry is None or entry.attempt != self.attempt.number:
             return None
         starts = [one for one in failed_starts(self.run, job) if one.job_id == entry.job_id]
@@ -89,7 +95,7 @@ class AttemptFiles:
 
     def of_slurm(self) -> Iterator[Text]:
         """What Slurm says: srun and slurmstepd, which give the reason, then accounting, which may not."""
-        yield from slurm_messages(self.attempt, is_recorded=self.has_ended and not self.end.guessed)
+        yield from slurm_messages(self.attempt, self.job, is_recorded=self.has_ended and not self.end.guessed)
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
@@ -117,7 +123,7 @@ class AttemptFiles:
 
     def log_of(self, rank: int) -> Path:
         """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
-        has_launcher = self.plan().get("launcher") not in (None, *PER_RANK)
+        has_launcher = self.plan.get("launcher") not in (None, *PER_RANK)
         return self.attempt.rank_log(min(self.ranks_next_to(rank), default=rank) if has_launcher else rank)
 
     def _nodes(self) -> Iterator[tuple[int, range]]:
@@ -129,7 +135,7 @@ class AttemptFiles:
 
     def _node_sizes(self) -> list[int]:
         """The number of ranks of each node; empty when unknown."""
-        plan = self.plan()
+        plan = self.plan
         sizes, num_nodes = plan.get("node_sizes"), plan.get("num_nodes")
         if not isinstance(sizes, list):
             sizes = [plan.get("workers_per_node")] * (num_nodes if isinstance(num_nodes, int) else 0)
@@ -151,12 +157,154 @@ class AttemptFiles:
     def host_of(self, rank: int | None) -> str | None:
         return self.host_of_node(next((node for node, ranks in self._nodes() if rank in ranks), None))
 
-    def plan(self) -> dict[str, Any]:
-        try:
-            plan = read_json(self.attempt.plan_file)
-        except (OSError, ValueError):
-            return {}
-        return plan if isinstance(plan, dict) else {}
-
     def shown(self, path: Path) -> str:
         return str(path.relative_to(self.run.path))
+
+
+_END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")
+_RESOLUTION = timedelta(seconds=1)
+"""Slurm omits the fraction of a second."""
+
+
+def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) -> Iterator[Text]:
+    """What srun and slurmstepd wrote about an attempt, `is_recorded` if it has recorded its end itself.
+
+    How a job ends, slurmstepd writes into the log with which the job began: that of an earlier attempt, after
+    a restart inside the allocation or a requeue.
+    """
+    entries, entry = job.attempts, job.of_attempt(attempt.number) or AttemptRecord()
+    start = parse_time(entry.started_at)
+    others = (parse_time(other.started_at) for other in entries if other.attempt > attempt.number)
+    next_start = min(filter(None, others), default=None)
+
+    def is_of_a_later_one(line: str) -> bool:
+        time = _end_of_the_job(line)
+        return time is not None and next_start is not None and time >= next_start
+
+    own = _log(attempt)
+    if own is not None:
+        lines = takewhile(lambda line: not is_end_line(line, attempt.number), own.lines)
+        kept = list(takewhile(lambda line: not is_of_a_later_one(line), lines))
+        yield own.part(0, len(kept), "srun")
+    if start is None or is_recorded:
+        return  # it recorded its end, and with it the reason that Slurm gave
+    earlier = [
+        other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id
+    ]
+    for log in map(_log, map(attempt.run.attempt, earlier)):
+        for index, line in enumerate([] if log is None else log.lines):
+            time = _end_of_the_job(line)
+            if log and time and time + _RESOLUTION > start and not is_of_a_later_one(line):
+                yield log.part(index, 1, "srun")
+
+
+def _log(attempt: AttemptDir) -> Text | None:
+    return read_log(attempt.supervisor_log, attempt.run.path, "srun")
+
+
+def _end_of_the_job(line: str) -> datetime | None:
+    """When slurmstepd ended the job; None for any other line."""
+    found = _END_OF_THE_JOB.search(line)
+    time = None if found is None else parse_time(found[1])
+    # Slurm writes the local time of the host.
+    return None if time is None else time.astimezone()
+
+
+MAX_EVENTS = 400
+MAX_SHOWN = 8
+END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
+"""What the supervisor writes after an attempt, which repeats end.json."""
+
+
+class AttemptEvents:
+    """The last events of an attempt, up to its first failure."""
+
+    def __init__(self, attempt: AttemptDir, failed_at: object) -> None:
+        """`failed_at` is the time of the first failure: what happened later is not its cause."""
+        self._attempt, self._failed_at = attempt, failed_at
+        self._numbered: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        """The last events, with the numbers of their lines."""
+        self._slowdowns: list[dict[str, Any]] = []
+        """The events of slow ranks, however long ago."""
+        self._silence: dict[str, Any] | None = None
+        """The event of a silence that lasts."""
+        with contextlib.suppress(OSError):  # missing, or on a disk that fails
+            self._read()
+
+    def _read(self) -> None:
+        with self._attempt.run.events_file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                event = _event(line)
+                if event.get("attempt") == self._attempt.number and self._is_before(event):
+                    self._numbered.append((number, event))
+                    if event["event"] in SLOWDOWN_EVENTS:
+                        self._slowdowns.append(event)
+                    if event["event"] in SILENCE_EVENTS:
+                        self._silence = event if event["event"] == "silent" else None
+
+    def _is_before(self, event: Mapping[str, Any]) -> bool:
+        time = event.get("time")
+        if not isinstance(time, str) or event.get("event") in END_EVENTS:
+            return False
+        return not isinstance(self._failed_at, str) or time < self._failed_at
+
+    def texts(self, *, only_silence: bool = False) -> Iterator[Text]:
+        """Each event as one line, the last one first; a silence only if it lasts."""
+        for number, event in reversed(self._numbered):
+            if event is not self._silence and (only_silence or event["event"] == "silent"):
+                continue
+            rank, host = event.get("rank"), event.get("host")
+            yield Text(
+                self._attempt.run.events_file.name,
+                "event",
+                [clean(event_content(event))],
+                rank if isinstance(rank, int) else None,
+                host if isinstance(host, str) else None,
+                first_line=number,
+            )
+
+    def shown(self) -> list[Evidence]:
+        """The last events, each with its time of day; of a completed save, only its end."""
+        file, found = self._attempt.run.events_file.name, []
+        saved: set[object] = set()
+        for number, event in reversed(self._numbered):
+            if event.get("event") in SAVE_EVENTS:
+                saved.add(event.get("step"))
+            elif event.get("event") == "checkpoint_begin" and event.get("step") in saved:
+                continue
+            text = clean(f"{_clock(event)}  {event_content(event)}")
+            found.append(Evidence(file, number, text))
+        return found[:MAX_SHOWN][::-1]
+
+    def values(self) -> dict[str, str]:
+        """The values for advice, by placeholder: the incomplete save, the slow rank, the silence."""
+        names = ("checkpoint_begin", *SAVE_EVENTS)
+        saves = [event for _, event in self._numbered if event["event"] in names]
+        values: dict[str, str] = {}
+        if saves and saves[-1]["event"] == "checkpoint_begin" and isinstance(saves[-1].get("step"), int):
+            step = saves[-1]["step"]
+            # A commit is recorded a moment after the checkpoint is published.
+            if not self._attempt.run.checkpoint_dir(step).is_dir():
+                values = {"unsaved_step": str(step), "save_began": f"{_clock(saves[-1])} UTC"}
+        slow = still_slow(self._slowdowns, self._attempt.number)
+        if slow and all(isinstance(slow[0].get(key), float | int) for key in ("own_s", "usual_s")):
+            values["slowdown"] = clean(slowdown_line(slow[0]).replace(" is slow since", " was slow since"))
+            if slow[0].get("rank") is not None:
+                values["slow_host"] = clean(str(slow[0].get("host") or ""))
+        if self._silence is not None:
+            values["silence"] = clean(str(self._silence.get("reason")))
+        return values
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}  # cut off by a crash
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return {}
+    return {key: value for key, value in event.items() if not isinstance(value, dict | list)}
+
+
+def _clock(event: Mapping[str, Any]) -> str:
+    return str(event.get("time"))[11:19]

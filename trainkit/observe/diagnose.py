@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.observe.advice import run_values
-from trainkit.observe.attempt_events import AttemptEvents
-from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
+from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
 from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
 from trainkit.observe.run_text import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, Signature, fill
@@ -25,7 +24,7 @@ from trainkit.observe.torch_output import describe_signal, exception_of
 from trainkit.run.end import read_end
 from trainkit.run.failure import SIGNALLED, RankFailure
 from trainkit.run.files import read_json, read_record
-from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -169,7 +168,7 @@ class _Case:
         if verdict.type == "exit" and verdict.rank is None and verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
         first = self._of_verdict(verdict)
-        is_command = bool(self.files.plan().get("command"))
+        is_command = bool(self.files.plan.get("command"))
         return self._of_launcher(first) if is_command and first.rank is not None else first
 
     def _of_launcher(self, first: _First) -> _First:
@@ -397,7 +396,7 @@ class _Case:
         tail = [] if text is None else self._tail(text)
         if first is None:
             gone = "the supervisor was killed or its host went down: it recorded no end"
-            entry = read_job(self.run).of_attempt(self.attempt.number) or AttemptRecord()
+            entry = self.files.job.of_attempt(self.attempt.number) or AttemptRecord()
             if not entry.has_started:
                 gone = "the job ended before the supervisor began"
             reason = clean(str(self.end.reason or gone))

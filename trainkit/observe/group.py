@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,16 +251,6 @@ def read_newest_end(run: RunDir) -> AttemptEnd | None:
     """How a run's newest attempt ended; None while it runs."""
     number = run.latest_number()
     return None if number is None else read_end(run.attempt(number))
-
-
-def _json(path: str) -> dict[str, Any]:
-    """A JSON object; empty when the file is missing or damaged."""
-    try:
-        with open(path, "rb") as stream:
-            value = json.loads(stream.read())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from trainkit.config import read_effective
 from trainkit.errors import TrainkitError
 from trainkit.resources import shipped_templates
-from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
 REPORT_FILE = "report.html"
@@ -47,12 +45,3 @@ def read_config(run: RunDir) -> dict[str, Any]:
         return read_effective(run.config_file).model_dump(mode="json", by_alias=True)
     except (OSError, TrainkitError):
         return {}
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty when it cannot be read."""
-    try:
-        value = read_json(file)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -24,10 +24,10 @@ from trainkit.observe.goodput import (
     read_curves,
     seconds,
 )
-from trainkit.observe.page import duration, read_config, read_object, render_page
+from trainkit.observe.page import duration, read_config, render_page
 from trainkit.observe.run_files import gpus_of
 from trainkit.observe.status import RunStatus
-from trainkit.run.files import read_jsonl
+from trainkit.run.files import read_jsonl, read_object
 from trainkit.run.rundir import RunDir
 
 TEMPLATE = "report.html.j2"

@@ -20,7 +20,7 @@ from trainkit.observe.status_text import relative_path
 from trainkit.observe.text import duration, failure_line, slowdown_line
 from trainkit.run.end import read_end
 from trainkit.run.failure import RankFailure
-from trainkit.run.files import parse_time, read_json, read_record, seconds_between
+from trainkit.run.files import parse_time, read_object, read_record, seconds_between
 from trainkit.slurm.jobs import JobInfo
 
 MAX_NOTICES = 50
@@ -168,7 +168,7 @@ def read_view(
 
     Commands in the hint name the run by its folder, relative to `cwd` if it is below.
     """
-    plan = _plan(files)
+    plan = read_object(files.run.plan_file)
     own = [record for record in files.metrics.recent if record.get("attempt") == status.attempt]
     last: Mapping[str, Any] = files.metrics.recent[-1] if files.metrics.recent else {}
     end = None if status.attempt is None else read_end(files.run.attempt(status.attempt))
@@ -492,11 +492,3 @@ def _log(files: RunFiles, status: RunStatus) -> Path | None:
     rank = None if status.verdict is None else status.verdict.rank
     attempt = AttemptFiles(files.run.attempt(status.attempt), None)
     return attempt.log_of(rank if isinstance(rank, int) else 0)
-
-
-def _plan(files: RunFiles) -> dict[str, Any]:
-    try:
-        value = read_json(files.run.plan_file)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

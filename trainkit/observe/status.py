@@ -25,7 +25,7 @@ from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import FAILED_SAVES
 from trainkit.run.failure import RankFailure
-from trainkit.run.files import parse_time, read_json, seconds_between
+from trainkit.run.files import parse_time, read_object, seconds_between
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -121,7 +121,7 @@ def read_status(
     job = read_job(run)
     entry = job.newest or AttemptRecord()
     attempt = entry.attempt or None
-    plan = _json(run.plan_file)
+    plan = read_object(run.plan_file)
     end = None if attempt is None else read_end(run.attempt(attempt))
     events = list(history.recent)
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
@@ -172,7 +172,7 @@ def read_status(
             *(_event_warnings(run, history, attempt) if is_known and isinstance(attempt, int) else ()),
         ],
         slowdowns=slowdowns,
-        trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
+        trackers={file.stem: read_object(file) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if dead is None else _last_lines(batch_log(run, dead.job_id)),
     )
 
@@ -381,12 +381,3 @@ def newest_checkpoint(run: RunDir) -> str | None:
     """The folder of the newest published checkpoint, None without one; its content is not verified."""
     found = [item for item in published(run.checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
-
-
-def _json(path: Any) -> dict[str, Any]:
-    """A JSON object; empty when the file is missing or damaged."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

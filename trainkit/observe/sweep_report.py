@@ -19,11 +19,11 @@ from trainkit.config.names import flatten
 from trainkit.observe.charts import Chart, Line, Strip, are_numbers, dot_chart, line_chart, strip_chart
 from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
-from trainkit.observe.page import read_object, render_page
+from trainkit.observe.page import render_page
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.observe.status_text import state_counts
 from trainkit.plan.sweep import shown, shown_value
-from trainkit.run.files import parse_record, parse_time, read_jsonl
+from trainkit.run.files import parse_record, parse_time, read_jsonl, read_object
 from trainkit.run.group import RunGroup
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir

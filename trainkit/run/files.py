@@ -73,6 +73,15 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if it is missing, cannot be read or has something else in it."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def write_json_in_place(path: Path, value: Any) -> None:
     """Write one JSON value into a file for which other hosts wait with `wait_for_json`; creates it if needed.
 
