@@ -70,11 +70,12 @@ def command(
     if following:
         for line in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
             click.echo(f"{line.source} | {line.text}" if named else line.text)
-    entry = read_job(run).of_attempt(attempt.number) or AttemptRecord()
+    job = read_job(run)
+    entry = job.of_attempt(attempt.number) or AttemptRecord()
     if following and entry.has_started:
         return EXIT_OK
     paths = [path for path in logs_of(attempt) if path.exists()]
-    if not paths and not entry.has_started and (log := batch_log(run, entry.job_id)).exists():
+    if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
         paths = [log]
     if not paths:

@@ -128,10 +128,11 @@ def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
 
     Raises SlurmUnreachable, and UsageError for a job on a cluster that cannot be queried from here.
     """
-    entry = read_job(run).newest
+    record = read_job(run)
+    entry = record.newest
     if entry is None or not entry.is_slurm or is_exiting(run, entry):
         return []
-    return note_bad_hosts(run, backend_of(entry).job(entry), cluster_name() or "", warn)
+    return note_bad_hosts(run, record, backend_of(entry).job(entry), cluster_name() or "", warn)[1]
 
 
 @contextmanager

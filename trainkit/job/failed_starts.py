@@ -16,7 +16,7 @@ from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
-from trainkit.run.record import read_job
+from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.job_id import base_id, is_job_id
@@ -61,16 +61,16 @@ def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.envir
         (folder / STARTS_FOLDER / name).unlink(missing_ok=True)
 
 
-def failed_starts(run: RunDir, job: JobInfo | None) -> list[FailedStart]:
+def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
     """The starts that failed since the supervisor last began, oldest first; only reads.
 
     `job` is Slurm's information about the newest job of the run, None when it is unknown.
     """
-    found = [start for start in _recorded(run) if _is_over(start, job)]
+    found = [start for start in _recorded(run, record) if _is_over(start, job)]
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
     # The script did not even begin, or the run folder was not writable there.
-    entry = read_job(run).newest
+    entry = record.newest
     if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
     code = signal_exit_code(job.exit_signal) if job.exit_signal else job.exit_code
@@ -87,11 +87,11 @@ def _is_over(start: FailedStart, job: JobInfo | None) -> bool:
     return is_earlier or job.state in (*_BY_FAILURE, JobState.UNKNOWN)
 
 
-def _recorded(run: RunDir) -> list[FailedStart]:
+def _recorded(run: RunDir, record: JobRecord) -> list[FailedStart]:
     found = list(_read(run.path / STARTS_FOLDER))
     group = group_of(run)
     if group is not None:
-        ids = {entry.job_id for entry in read_job(run).attempts}
+        ids = {entry.job_id for entry in record.attempts}
         found += [start for start in _read(group[0].path / STARTS_FOLDER) if start.job_id in ids]
     return sorted(found, key=lambda start: (int(base_id(start.job_id)), start.restarts))
 
@@ -108,55 +108,47 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             continue  # cut off by a full disk, or removed by the supervisor
 
 
-def batch_log(run: RunDir, job_id: str) -> Path:
+def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
     """The log into which Slurm writes the output of a job's batch script: that of the job's first attempt."""
-    entries = read_job(run).attempts
-    own = [entry.attempt for entry in entries if entry.job_id == job_id]
+    own = [entry.attempt for entry in record.of_job(job_id)]
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
 
 def note_bad_hosts(
-    run: RunDir, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
-) -> list[str]:
-    """Have the next starts of a run avoid the hosts on which starts failed; returns them.
+    run: RunDir, record: JobRecord, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
+) -> tuple[list[FailedStart], list[str]]:
+    """Have the next starts of a run avoid hosts on which starts failed; returns the starts and the hosts.
 
     `job` is that of `failed_starts`; `notify` gets a sentence for what could not be written.
     """
-    hosts = []
-    for start in failed_starts(run, job):
+    starts, hosts = failed_starts(run, record, job), []
+    for start in starts:
         # Slurm may also have preempted a job whose script recorded nothing.
         if start.exit_code or (job is not None and job.state in _BY_FAILURE):
             hosts.append(start.host)
             reason = f"a job ended there before its supervisor began: {start.how}"
-            number = _attempt_of(run, start.job_id)
+            number = _attempt_of(run, record, start.job_id)
             try:
                 note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
             except OSError as error:
                 notify(f"cannot record that {start.sentence} ({error})")
-    return hosts
+    return starts, hosts
 
 
 def close_failed_starts(run: RunDir, job: JobInfo, cluster: str, notify: Callable[[str], None]) -> None:
     """`note_bad_hosts` of a supervisor that begins; writes events in the place of the records."""
-    note_bad_hosts(run, job, cluster, notify)
-    for start in failed_starts(run, job):
+    record = read_job(run)
+    for start in note_bad_hosts(run, record, job, cluster, notify)[0]:
         try:
-            log_event(
-                run,
-                _attempt_of(run, start.job_id),
-                "start_failed",
-                job_id=start.job_id,
-                host=start.host,
-                exit_code=start.exit_code,
-            )
+            number, known = _attempt_of(run, record, start.job_id), {"exit_code": start.exit_code}
+            log_event(run, number, "start_failed", job_id=start.job_id, host=start.host, **known)
             if start.file is not None:
                 start.file.unlink(missing_ok=True)
         except OSError as error:
             notify(f"cannot record that {start.sentence} ({error})")
 
 
-def _attempt_of(run: RunDir, job_id: str) -> int:
+def _attempt_of(run: RunDir, record: JobRecord, job_id: str) -> int:
     """The attempt that a start of a job would have run; for a follow-up that did not begin, the newest."""
-    entries = read_job(run).attempts
-    own = [entry.attempt for entry in entries if entry.job_id == job_id]
+    own = [entry.attempt for entry in record.of_job(job_id)]
     return max(own or run.attempt_numbers(), default=1)

@@ -67,7 +67,7 @@ class AttemptFiles:
         entry = None if is_explained else self.job.newest
         if entry is None or entry.attempt != self.attempt.number:
             return None
-        starts = [one for one in failed_starts(self.run, job) if one.job_id == entry.job_id]
+        starts = [one for one in failed_starts(self.run, self.job, job) if one.job_id == entry.job_id]
         return starts[-1] if starts else None
 
     def start_text(self) -> Iterator[Text]:
@@ -81,7 +81,11 @@ class AttemptFiles:
     def batch_log(self) -> Text | None:
         """The output of the batch script in the last start that failed."""
         start = self._failed_start()
-        return None if start is None else read_log(batch_log(self.run, start.job_id), self.run.path, "srun")
+        return (
+            None
+            if start is None
+            else read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
+        )
 
     def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:
         for path in paths:

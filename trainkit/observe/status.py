@@ -131,7 +131,7 @@ def read_status(
         printed = _printed_metrics(run, run.attempt(attempt))
         last = printed or {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
-    starts = [one for one in failed_starts(run, slurm_job) if one.job_id == entry.job_id]
+    starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     state, reason = attempt_state(
         entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None, starts
     )
@@ -173,7 +173,7 @@ def read_status(
         ],
         slowdowns=slowdowns,
         trackers={file.stem: read_object(file) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if dead is None else _last_lines(batch_log(run, dead.job_id)),
+        batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
     )
 
 
