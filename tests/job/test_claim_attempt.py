@@ -16,6 +16,7 @@ from trainkit.job.decision import Decision
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -158,6 +159,16 @@ def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
     says(monkeypatch, RUNNING)
     assert allocation.SlurmAllocation(run, "8", []).claim() == EXIT_OK
     assert not run.attempt(1).end_file.exists()
+
+
+def test_a_job_that_comes_back_does_not_run_a_finished_run_again(run: RunDir) -> None:
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    claim_attempt(run, "7")
+    AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
+    assert isinstance(claim_attempt(run, "7"), AttemptDir), "a person may have requeued it"
+    AttemptEnd("finished", "finished", exit_code=0).write(run.attempt(2))
+    assert claim_attempt(run, "7") == NothingToDo("the run has finished")
+    assert run.attempt_numbers() == [1, 2]
 
 
 @pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.COMPLETED, JobState.NODE_FAIL])

@@ -10,7 +10,7 @@ from shlex import quote
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import is_over
+from trainkit.run.end import is_over, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import refresh_listing, wait_for_json
 from trainkit.run.lock import is_supervised, run_lock
@@ -114,6 +114,9 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
         return NothingToDo("it was cancelled before it started", is_cancelled=True)
     if follows and _has_ended(run):
         return NothingToDo("the run has ended")
+    # Slurm 24.11 starts a job that has requeued itself at a preemption once more after its end.
+    if own and (end := read_end(run.attempt(own[-1].attempt))) is not None and end.action == "finished":
+        return NothingToDo("the run has finished")
     if own and own[-1].pid is None:
         claim_entry(run, own[-1].attempt, os.getpid())
         return run.attempt(own[-1].attempt)
