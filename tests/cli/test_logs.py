@@ -14,6 +14,8 @@ def test_ranks_nodes_attempts_and_lines(desk):
     shown = desk.trainkit("logs", "last", "--all").stdout
     assert {line.split()[0] for line in shown.splitlines()} == {"rank-0000", "rank-0001", "supervisor"}
     assert desk.trainkit("logs", "last", "-f", "--lines", "1").stdout.splitlines() == ["2"]
+    run.job_file.unlink()
+    assert desk.trainkit("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
 
 
 def test_what_is_not_there(desk):

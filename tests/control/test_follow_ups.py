@@ -19,6 +19,7 @@ from trainkit.control.jobs import job_statuses, live_entry, liveness_probe, open
 from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import add_slurm_attempt, read_job, set_follow_ups, submission_token
 from trainkit.run.rundir import RunDir
@@ -278,6 +279,15 @@ def test_a_requeue_of_a_job_that_waits_leaves_no_request(
     with pytest.raises(UsageError, match="7 is already pending"):
         requeue_run(run)
     assert read_job(run).attempts[-1].requeue_requested_at is None
+
+
+def test_a_step_of_a_user_is_not_started_again(run: RunDir) -> None:
+    file = run.attempt(1).plan_file
+    write_json(file, {**read_json(file), "backend": "srun"})
+    AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
+    with pytest.raises(UsageError, match="ran in a step that srun started"):
+        requeue_run(run)
+    assert run.attempt_numbers() == [1]
 
 
 def test_a_requeue_stands_in_the_record_before_it_is_signalled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -109,6 +110,13 @@ def test_points_that_have_run_for_long_take_no_longer(
     seen = status(group, jobs(**{f"_{index}": JobState.RUNNING for index in LRS}))
     assert [point.best for point in seen.points] == [{"metric": "loss", "value": 2.5, "step": 4999}] * 4
     assert len(parsed) < 100
+
+
+def test_a_copy_of_a_group_has_ended_too(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    ended(started(group, 0), "finished")
+    shutil.copytree(group.path, tmp_path / "copy", ignore_dangling_symlinks=True)  # `latest` is a folder
+    assert states(RunGroup(tmp_path / "copy"), None)[0] == "finished"
 
 
 def test_a_loss_counts_where_nothing_was_validated(tmp_path: Path) -> None:

@@ -241,7 +241,8 @@ def test_damaged_files_are_no_reason_to_fail(run):
     status = read_status(run, True, NOW)
     assert (status.total_steps, status.num_nodes) == (None, None)
     run.job_file.write_text("{")
-    assert read_status(run, None, NOW).state == "incomplete"
+    status = read_status(run, None, NOW)
+    assert (status.state, status.attempt, status.job_id) == ("incomplete", None, None)
 
 
 def test_saves_that_fail_in_a_row_are_a_warning(run):

@@ -7,9 +7,18 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import UsageError
+from trainkit.run.files import read_json, write_json
 from trainkit.run.lock import run_lock
 from trainkit.run.process import Liveness, ProcessId
-from trainkit.run.record import AttemptRecord, add_slurm_attempt, claim_entry, open_attempt, read_job
+from trainkit.run.record import (
+    AttemptRecord,
+    add_slurm_attempt,
+    claim_entry,
+    copied_folder,
+    mark_cancelled,
+    open_attempt,
+    read_job,
+)
 from trainkit.run.rundir import RunDir
 
 
@@ -90,3 +99,35 @@ def test_a_filesystem_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr("trainkit.locks.fcntl.flock", refuses)
     with pytest.raises(UsageError, match="cannot be locked: Function not implemented"), run_lock(run):
         pass
+
+
+def test_what_this_version_does_not_understand_is_written_back(tmp_path):
+    entry = {
+        "attempt": 1,
+        "job_id": "7",
+        "step_id": 0,
+        "reason": {"by": "hand"},
+        "colour": "red",
+        "more": [1],
+    }
+    content = {"cwd": "/", "code": ["x"], "attempts": [entry, {"attempt": True, "job_id": "8"}], "shape": 3}
+    run = RunDir(tmp_path)
+    write_json(run.job_file, content)
+    [found] = read_job(run).attempts
+    assert (found.step_id, found.reason) == (None, None)
+    mark_cancelled(run)
+    [written] = read_json(run.job_file)["attempts"]
+    assert {**entry, "cancelled_at": written["cancelled_at"]} == written
+    assert read_json(run.job_file)["code"] == ["x"]
+    assert read_json(run.job_file)["shape"] == 3
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_ranks_do_not_take_other_code_for_a_damaged_record(tmp_path, text):
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(ValueError, match=r"."):
+        copied_folder(RunDir(tmp_path))
+    write_json(
+        tmp_path / "job.json", {"cwd": "/", "code": {"workdir": "/snap", "code": "/snap"}, "attempts": None}
+    )
+    assert str(copied_folder(RunDir(tmp_path))) == "/snap"

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -59,7 +58,7 @@ def command(
     from trainkit.job.failed_starts import batch_log
     from trainkit.observe.follow import LogTail, follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
-    from trainkit.run.record import read_job
+    from trainkit.run.record import AttemptRecord, read_job
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")

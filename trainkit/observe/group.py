@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.end import AttemptEnd, read_end_file
 from trainkit.run.events import best_result
 from trainkit.run.files import read_jsonl, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
@@ -25,7 +25,6 @@ from trainkit.slurm.states import JobState
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
-NEWEST_END = "attempts/latest/end.json"
 NOT_STARTED = "not started"
 """Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
@@ -249,8 +248,8 @@ def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
 
 def read_newest_end(run: RunDir) -> AttemptEnd | None:
     """How a run's newest attempt ended; None while it runs."""
-    number = run.latest_number()
-    return None if number is None else read_end(run.attempt(number))
+    # In a copy of the folder `latest` may be no link.
+    return read_end_file(run.attempts_dir / "latest" / "end.json")
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

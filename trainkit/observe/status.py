@@ -146,7 +146,7 @@ def read_status(
         state=state,
         reason=reason,
         attempt=attempt,
-        job_id=entry.job_id,
+        job_id=entry.job_id or None,
         host=entry.host if dead is None else dead.host,
         num_nodes=plan.get("num_nodes"),
         workers_per_node=plan.get("workers_per_node"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trainkit.run.failure import RankFailure
@@ -66,8 +67,13 @@ class AttemptEnd:
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
     """How an attempt ended; None while it runs and if its supervisor was killed."""
+    return read_end_file(attempt.end_file)
+
+
+def read_end_file(file: Path) -> AttemptEnd | None:
+    """The content of an end.json; None if it is missing or damaged."""
     try:
-        content = read_json(attempt.end_file)
+        content = read_json(file)
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict):

@@ -277,7 +277,7 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     """A JSON object as a dataclass whose fields have defaults.
 
     A file may be damaged, edited by hand or of another version: a value that does not have the type of its
-    field counts as missing, and keys that are no fields are kept in the field `more` if there is one.
+    field counts as missing, and is kept in the field `more` if there is one, as are keys that are no fields.
     """
     types = _field_types(cast(Any, kind))
     known = {
@@ -285,10 +285,10 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
         if isinstance(item, dict) and dict not in types[name]
         else item
         for name, item in value.items()
-        if name in types and _has_type(item, types[name])
+        if name != "more" and name in types and _has_type(item, types[name])
     }
     if "more" in types:
-        known["more"] = {name: item for name, item in value.items() if name not in types}
+        known["more"] = {name: item for name, item in value.items() if name not in known}
     return kind(**known)
 
 

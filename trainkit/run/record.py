@@ -102,10 +102,8 @@ class AttemptRecord:
 
     def to_dict(self) -> dict[str, Any]:
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "more"}
-        return {
-            **{key: value for key, value in known.items() if value is not None and value is not False},
-            **self.more,
-        }
+        own = {key: value for key, value in known.items() if value is not None and value is not False}
+        return {**own, **{key: value for key, value in self.more.items() if key not in own}}
 
 
 @dataclass
@@ -158,8 +156,9 @@ class JobRecord:
     def to_dict(self) -> dict[str, Any]:
         attempts = [entry.to_dict() for entry in self.attempts]
         follow_ups = {} if self.follow_ups is None else {"follow_ups": self.follow_ups}
-        own = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": self.code}
-        return {**own, "attempts": attempts, **follow_ups, **self.more}
+        own: dict[str, Any] = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": self.code}
+        own |= {"attempts": attempts, **follow_ups}
+        return {**own, **{key: value for key, value in self.more.items() if own.get(key) is None}}
 
 
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: Mapping[str, Any] | None) -> None:
@@ -199,9 +198,10 @@ def read_job_to_change(run: RunDir) -> JobRecord:
     job.attempts = [
         read_record(AttemptRecord, {**entry, "job_id": str(entry["job_id"])})
         for entry in content.get("attempts", [])
-        if isinstance(entry, dict) and isinstance(entry.get("attempt"), int) and "job_id" in entry
+        if isinstance(entry, dict) and type(entry.get("attempt")) is int and "job_id" in entry
     ]
-    job.follow_ups = None if job.follow_ups is None else list(map(str, job.follow_ups))
+    if job.follow_ups is not None:
+        job.follow_ups = [str(job_id) for job_id in job.follow_ups if isinstance(job_id, str | int)]
     return job
 
 
@@ -362,6 +362,15 @@ def copied_folder(run: RunDir) -> Path:
 
 
 def _snapshot(run: RunDir) -> tuple[str, dict[str, Any] | None]:
-    """The folder that a run was submitted from, and where its code snapshot is; None if it has none."""
-    job = read_job_to_change(run)
+    """The folder that a run was submitted from, and where its code snapshot is; None if it has none.
+
+    Raises ValueError for a damaged job.json: the ranks would run other code than that of the run.
+    """
+    try:
+        content = read_json(run.job_file)
+    except FileNotFoundError:
+        return str(Path.cwd()), None
+    if not isinstance(content, dict):
+        raise ValueError(f"{run.job_file} is damaged: it has no JSON object")
+    job = read_record(JobRecord, content)
     return job.cwd or str(Path.cwd()), job.code or None

@@ -94,6 +94,9 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
         raise UsageError(f"{run.path} was never started", hint=hint)
     attempt = run.attempt(newest.attempt)
     plan = LaunchPlan.read(attempt.plan_file)
+    if not plan.has_supervisor:
+        hint = f"`trainkit resume {quote(str(run.path))}` plans it anew"
+        raise UsageError(f"{run.path} ran in a step that srun started", hint=hint)
     hosts = note_dead_job(run, print_note)
     if hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))

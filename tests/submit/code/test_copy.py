@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,21 @@ def test_a_refusal_leaves_the_code_as_it_was(submitted: RunDir, loaded, plan: La
     assert (submitted.code_dir / "train.py").read_text() == "old\n"
     assert read_job(submitted) == before
     assert [path.name for path in submitted.path.glob("code*")] == ["code"]
+
+
+def test_code_that_cannot_be_recorded_does_not_stay(
+    submitted: RunDir,
+    loaded,
+    plan: LaunchPlan,
+    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+) -> None:
+    def stale(path: Path) -> object:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("trainkit.run.record.read_json", stale)
+    with pytest.raises(OSError, match="Stale"), renewed_code(submitted, loaded.config, plan):
+        pass
+    assert (submitted.code_dir / "train.py").read_text() == "old\n"
 
 
 def test_the_copy_before_stays(submitted: RunDir, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]

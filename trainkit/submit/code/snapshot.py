@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
@@ -119,16 +119,16 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         if had_one:
             kept.rename(run.code_dir)
         raise
-    with changed_job(run) as job:
-        job.code = code
     try:
+        with changed_job(run) as job:
+            job.code = code
         yield
     except BaseException:
         if run.attempt_numbers() == attempts:
             shutil.rmtree(run.code_dir, ignore_errors=True)
             if had_one:
                 kept.rename(run.code_dir)
-            with changed_job(run) as job:
+            with suppress(OSError), changed_job(run) as job:  # what cannot be changed was not
                 job.code = before.code
         raise
 
