@@ -115,8 +115,11 @@ def test_points_that_have_run_for_long_take_no_longer(
 def test_a_copy_of_a_group_has_ended_too(tmp_path: Path) -> None:
     group = make_group(tmp_path, LRS)
     ended(started(group, 0), "finished")
-    shutil.copytree(group.path, tmp_path / "copy", ignore_dangling_symlinks=True)  # `latest` is a folder
-    assert states(RunGroup(tmp_path / "copy"), None)[0] == "finished"
+    copy = shutil.copytree(group.path, tmp_path / "copy", symlinks=True)
+    latest = copy / "0/attempts/latest"
+    latest.unlink()
+    shutil.copytree(copy / "0/attempts/001", latest)  # as `cp -L` and scp do
+    assert states(RunGroup(copy), None)[0] == "finished"
 
 
 def test_a_loss_counts_where_nothing_was_validated(tmp_path: Path) -> None:
