@@ -1,4 +1,4 @@
-"""Where runs execute: each backend is a class in a file, and nothing else asks for its name."""
+"""Where runs execute: each backend is a class in a file."""
 
 from __future__ import annotations
 
