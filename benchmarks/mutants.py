@@ -58,10 +58,10 @@ MUTANTS = {
         "tests/trainer/test_saver.py tests/trainer/test_faults.py tests/trainer/test_kill.py",
     ),
     "damage-is-not-seen": Mutant(
-        "manifest.py",
+        "run/manifest.py",
         "return plain_damage(checkpoint) or hash_damage(checkpoint)",
         'return ""',
-        "tests/test_manifest.py tests/trainer/test_faults.py",
+        "tests/run/test_manifest.py tests/trainer/test_faults.py",
     ),
     "other-order": Mutant("data/order.py", "_NUM_ROUNDS = 10", "_NUM_ROUNDS = 9", "tests/data"),
     "epochs-alike": Mutant(
