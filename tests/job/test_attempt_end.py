@@ -16,6 +16,7 @@ from trainkit.observe.status import read_status
 from trainkit.run import files as jsonl
 from trainkit.run.end import read_end
 from trainkit.run.events import best_result
+from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_jsonl, read_jsonl_reversed, write_json
 from trainkit.run.rundir import RunDir
 
@@ -85,7 +86,7 @@ def test_the_step_is_that_of_all_records_of_the_attempt(run: RunDir) -> None:
     assert last_step(run.attempt(2), None) == 60
     write(run.events_file, [{"attempt": 2, "event": "evaluated", "step": 64}, commit])
     assert last_step(run.attempt(2), None) == 64
-    assert last_step(run.attempt(2), {"step": 7}) == 7
+    assert last_step(run.attempt(2), RankFailure(step=7)) == 7
 
 
 def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
