@@ -20,7 +20,7 @@ def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ
 
 
 def test_all_at_once(tmp_path: Path) -> None:
-    text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 90\n"
+    text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 090\n"
     assert problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1") == [
         "--set x: must have the form section.key=value\n  hint: for example --set train.steps=100",
         "run.yaml:2: train.stps: unknown key\n  hint: did you mean train.steps?",
@@ -29,7 +29,7 @@ def test_all_at_once(tmp_path: Path) -> None:
         "run.yaml:3: train.log_every: must be a whole number of at least 1, not 0",
         'run.yaml:4: schedule.name: must be one of cosine, linear, wsd, constant, not "cosin"',
         'run.yaml:6: resources.time: must be a time in quotes, such as "01:00:00" or "2-12:00:00" or null, '
-        'not 90\n  hint: put it in quotes: "90"',
+        'not 090\n  hint: put it in quotes: "090"',
     ]
 
 
@@ -70,9 +70,14 @@ def test_all_at_once(tmp_path: Path) -> None:
         ),
         ("device=gpu", 'device: must be one of auto, cpu, cuda, not "gpu"'),
         (
-            "name=123",
-            "name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not 123\n"
-            "  hint: put it in quotes: --set 'name=\"123\"'",
+            "name=0123",
+            "name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not 0123\n"
+            "  hint: job ids are reserved; add a letter, such as run-0123",
+        ),
+        (
+            "resources.account=0123456",
+            "resources.account: must be one line of text or null, not 0123456\n"
+            "  hint: put it in quotes: --set 'resources.account=\"0123456\"'",
         ),
         (
             "name=../x",

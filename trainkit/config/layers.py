@@ -166,7 +166,7 @@ class Layers:
             except ValueError as error:
                 self.problem("", str(error), name)
                 continue
-            result = merge(result, entry_at(path, value, name))
+            result = merge(result, entry_at(path, value, name, text))
         return result
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
@@ -186,7 +186,7 @@ class Layers:
             except ValueError as error:
                 self.problem(".".join(path), str(error), origin)
                 continue
-            result = merge(result, entry_at(path, value, origin))
+            result = merge(result, entry_at(path, value, origin, raw.strip()))
         for key, (origin, value) in named.items():
             path = tuple(key.split("."))
             other = result.find(path)

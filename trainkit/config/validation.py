@@ -67,22 +67,29 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
             continue
         value = found.plain()
         origin = next((item.origin for _, item in found.leaves()), found.origin)
-        message = f"must be {allowed_values(path)}, not {show_value(value)}"
-        problems[path] = Problem(".".join(path), message, origin, _hint(item["type"], path, value, origin))
+        shown, hint = show_value(value), _hint(item["type"], path, value)
+        if item["type"] == "string_type" and isinstance(value, int | float):
+            shown = found.typed or shown
+            hint = _quotes_hint(path, shown, origin)
+        problems[path] = Problem(".".join(path), f"must be {allowed_values(path)}, not {shown}", origin, hint)
     return list(problems.values())
 
 
-def _hint(kind: str, path: tuple[str, ...], value: Any, origin: str) -> str:
+def _hint(kind: str, path: tuple[str, ...], value: Any) -> str:
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    if kind == "string_type" and isinstance(value, int | float):
-        quoted = f'"{str(value).lower()}"'
-        if origin.startswith("--set"):
-            return f"put it in quotes: --set '{'.'.join(path)}={quoted}'"
-        return f"put it in quotes: {quoted}"
     if path == WHOLE and isinstance(value, dict):
         return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
     return ""
+
+
+def _quotes_hint(path: tuple[str, ...], typed: str, origin: str) -> str:
+    """How to write a text that YAML takes for a number, as it was typed."""
+    if path == ("name",):
+        return f"job ids are reserved; add a letter, such as run-{typed}"
+    if origin.startswith("--set"):
+        return f"put it in quotes: --set '{'.'.join(path)}=\"{typed}\"'"
+    return f'put it in quotes: "{typed}"'
 
 
 LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)

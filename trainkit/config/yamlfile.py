@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class Entry:
 
     value: Any
     origin: str
+    typed: str = ""
+    """A single value as it was typed: 007 is the number 7."""
 
     @property
     def is_mapping(self) -> bool:
@@ -121,9 +123,9 @@ def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
     return Entry(merged, high.origin)
 
 
-def entry_at(path: tuple[str, ...], value: Any, origin: str) -> Entry:
-    """A tree with a single value, such as that of a flag."""
-    entry = _entries(value, origin)
+def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:
+    """A tree with a single value, such as that of a flag, which was typed as `typed`."""
+    entry = replace(_entries(value, origin), typed=typed)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
     return entry
@@ -235,7 +237,7 @@ class _Builder:
             if isinstance(node, yaml.SequenceNode):
                 return Entry([self.entry(item, path).plain() for item in node.value], origin)
             assert isinstance(node, yaml.ScalarNode)
-            return Entry(self.scalar(node, path), origin)
+            return Entry(self.scalar(node, path), origin, node.value)
         finally:
             self.open_nodes.discard(id(node))
 
@@ -252,7 +254,7 @@ class _Builder:
                 continue
             value = self.entry(value_node, (*path, key))
             # The origin is the line of the key: the value of "train:" begins on the next line.
-            entries[key] = Entry(value.value, self.origin(key_node))
+            entries[key] = replace(value, origin=self.origin(key_node))
         return entries
 
     def scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Any:
