@@ -57,7 +57,8 @@ def test_sizes_of_jobs_and_repeats_are_arrays_that_run_one_after_another(login: 
     assert [job["NumNodes"].partition("-")[0] for job in jobs] == ["1", "2", "1", "2"]
     assert [array["array"] for array in value["arrays"]] == ["0%1"] * 4
     folder = value["folder"]
-    wait_for(lambda: len(list(Path(folder).rglob("001/end.json"))) == 4, "the four ends", poll_s=ASK_SLURM_S)
+    ends = "array-*/0/attempts/001/end.json"
+    wait_for(lambda: len(list(Path(folder).glob(ends))) == 4, "the four ends", poll_s=ASK_SLURM_S)
     assert states(login, folder) == ["finished"] * 4
     runs = json.loads(login.trainkit("status", folder, "--json").stdout)["points"]
     folders = [RunDir(run["run_dir"]) for run in runs]
