@@ -185,7 +185,11 @@ def test_json_has_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ended", [0, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, num_ended: int) -> None:
+def test_ten_thousand_points_cost_little_more_than_reading_them(
+    tmp_path: Path, num_ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of threads that wait for each other the processor time says nothing.
+    monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
     group = make_group(tmp_path, {0: {"seed": 0}})
     group.update(points=[{"index": index, "values": {"seed": index}} for index in range(10_000)])
     best = {"metric": "val_loss", "value": 2.5, "step": 5}
@@ -215,7 +219,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, 
         json.loads(json.dumps(json.loads(text), indent=2))
         answer_s = time.process_time() - began_s
         # Little more than reading the two files of each point, which nobody can do without, and the answer.
-        least_s.append(3 * answer_s + 2.5 * reading_s)
+        least_s.append(3 * answer_s + 1.5 * reading_s)
     assert min(took_s) < min(least_s), (took_s, least_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
     assert len(json.loads(text)["points"]) == 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,11 @@ from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.run.end import AttemptEnd, read_end_file
+from trainkit.run.end import AttemptEnd, end_of
 from trainkit.run.events import best_result
 from trainkit.run.files import read_jsonl, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
-from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.record import AttemptRecord, attempt_of
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import JobInfo
@@ -25,6 +26,9 @@ from trainkit.slurm.states import JobState
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
+NOT_CREATED = AttemptRecord()
+NEWEST_END = "attempts/latest/end.json"
+"""In a copy of the folder `latest` may be no link."""
 NOT_STARTED = "not started"
 """Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
@@ -52,7 +56,7 @@ class PointFiles:
     point: Point
     job_id: str | None
     """The job of its newest attempt; None when unknown."""
-    entry: AttemptRecord = field(default_factory=AttemptRecord)
+    entry: AttemptRecord = NOT_CREATED
     """Its newest attempt in job.json; of number 0 while the point has no folder."""
     end: AttemptEnd | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -224,15 +228,18 @@ def _read(group: RunGroup, indices: Iterable[int]) -> list[PointFiles]:
 
 
 def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
+    # By text and with no more than the newest attempt: there may be ten thousand points.
+    folder = str(group.path)
     for index in indices:
-        run = group.run(index)
-        entry = read_job(run).newest or AttemptRecord()
-        end = read_newest_end(run)
+        attempts = _object(f"{folder}/{index}/job.json").get("attempts")
+        entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
+        entry, end = entry or NOT_CREATED, end_of(_object(f"{folder}/{index}/{NEWEST_END}"))
         job_id = entry.job_id or group.task_id(index)
-        files = PointFiles(group.points[index], job_id, entry, end)
-        if end is not None and files.is_over:
-            yield replace(files, best=end.best)
+        files = PointFiles(group.points[index], job_id, entry, end, best=None if end is None else end.best)
+        if files.is_over:
+            yield files
         elif entry.attempt:
+            run = group.run(index)
             events = list(read_jsonl(run.events_file, (*STATE_EVENTS, "evaluated")))
             has_metrics = run.metrics_file.exists() or _is_printing(group, run, entry)
             yield replace(files, events=events, best=best_result(run, events), has_metrics=has_metrics)
@@ -248,8 +255,17 @@ def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
 
 def read_newest_end(run: RunDir) -> AttemptEnd | None:
     """How a run's newest attempt ended; None while it runs."""
-    # In a copy of the folder `latest` may be no link.
-    return read_end_file(run.attempts_dir / "latest" / "end.json")
+    return end_of(_object(f"{run.path}/{NEWEST_END}"))
+
+
+def _object(path: str) -> dict[str, Any]:
+    """The JSON object in a file, as `read_object`."""
+    try:
+        with open(path, "rb") as stream:
+            value = json.loads(stream.read())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

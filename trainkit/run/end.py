@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from trainkit.run.failure import RankFailure
-from trainkit.run.files import read_json, read_record, write_json
+from trainkit.run.files import read_object, read_record, write_json
 from trainkit.run.rundir import AttemptDir
 
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
@@ -67,20 +66,17 @@ class AttemptEnd:
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
     """How an attempt ended; None while it runs and if its supervisor was killed."""
-    return read_end_file(attempt.end_file)
+    return end_of(read_object(attempt.end_file))
 
 
-def read_end_file(file: Path) -> AttemptEnd | None:
-    """The content of an end.json; None if it is missing or damaged."""
-    try:
-        content = read_json(file)
-    except (OSError, ValueError):
+def end_of(content: dict[str, Any]) -> AttemptEnd | None:
+    """The content of an end.json; None if it is empty, as `read_object` returns it without the file."""
+    if not content:
         return None
-    if not isinstance(content, dict):
-        return None
+    end = read_record(AttemptEnd, content)
     # Versions before the key said so in the reason alone.
-    guessed = str(content.get("reason")).startswith(WITHOUT_RECORD)
-    return read_record(AttemptEnd, {"guessed": guessed, **content})
+    is_guessed = end.reason is not None and end.reason.startswith(WITHOUT_RECORD)
+    return replace(end, guessed=True) if is_guessed and "guessed" not in content else end
 
 
 def is_over(attempt: AttemptDir) -> bool:

@@ -279,35 +279,34 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     A file may be damaged, edited by hand or of another version: a value that does not have the type of its
     field counts as missing, and is kept in the field `more` if there is one, as are keys that are no fields.
     """
-    types = _field_types(cast(Any, kind))
-    known = {
-        name: read_record(types[name][0], item)
-        if isinstance(item, dict) and dict not in types[name]
-        else item
-        for name, item in value.items()
-        if name != "more" and name in types and _has_type(item, types[name])
-    }
-    if "more" in types:
-        known["more"] = {name: item for name, item in value.items() if name not in known}
+    fields = _fields(cast(Any, kind))
+    known: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    for name, item in value.items():
+        types, record = fields.get(name, ((), None))
+        if type(item) not in types:
+            more[name] = item
+        else:
+            known[name] = read_record(record, item) if record is not None and item is not None else item
+    if "more" in fields:
+        known["more"] = more
     return kind(**known)
 
 
 @cache
-def _field_types(kind: Any) -> dict[str, tuple[type, ...]]:
-    """The types that the values of each field may have in JSON; for a Literal, any text."""
-    found = {}
+def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any]]:
+    """For each field, the types of its value in JSON, and the dataclass that an object stands for."""
+    found: dict[str, tuple[frozenset[type], Any]] = {}
     for name, hint in get_type_hints(kind).items():
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        origins = (get_origin(member) or member for member in members)
-        found[name] = tuple(str if origin is Literal else origin for origin in origins)
+        types: set[type] = set()
+        record: Any = None
+        for member in members:
+            origin = get_origin(member) or member
+            if is_dataclass(origin):
+                record, origin = origin, dict
+            types |= {str} if origin is Literal else {float, int} if origin is float else {origin}
+        found[name] = frozenset(types), record
+    if "more" in found:
+        found["more"] = frozenset(), None
     return found
-
-
-def _has_type(value: object, types: tuple[type, ...]) -> bool:
-    if isinstance(value, bool):
-        return bool in types
-    if isinstance(value, int):
-        return int in types or float in types
-    if isinstance(value, dict):
-        return dict in types or is_dataclass(types[0])
-    return isinstance(value, types)

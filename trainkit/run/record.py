@@ -195,14 +195,19 @@ def read_job_to_change(run: RunDir) -> JobRecord:
         content = {}
     job = read_record(JobRecord, content)
     job.name = job.name or run.name
-    job.attempts = [
-        read_record(AttemptRecord, {**entry, "job_id": str(entry["job_id"])})
-        for entry in content.get("attempts", [])
-        if isinstance(entry, dict) and type(entry.get("attempt")) is int and "job_id" in entry
-    ]
+    job.attempts = [entry for entry in map(attempt_of, content.get("attempts", [])) if entry is not None]
     if job.follow_ups is not None:
         job.follow_ups = [str(job_id) for job_id in job.follow_ups if isinstance(job_id, str | int)]
     return job
+
+
+def attempt_of(entry: object) -> AttemptRecord | None:
+    """The record of an attempt from its JSON; None if it is none, as in a file that was edited by hand."""
+    if not isinstance(entry, dict) or type(entry.get("attempt")) is not int or "job_id" not in entry:
+        return None
+    if not isinstance(entry["job_id"], str):
+        entry = {**entry, "job_id": str(entry["job_id"])}
+    return read_record(AttemptRecord, entry)
 
 
 def superseded_by(attempt: AttemptDir) -> AttemptRecord | None:
