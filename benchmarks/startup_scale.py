@@ -111,7 +111,7 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
     from trainkit.job.rank_env import RankEnv
     from trainkit.job.signals import StopRequest
     from trainkit.run.files import wait_for_json
-    from trainkit.trainer import startup_barrier as barrier
+    from trainkit.trainer import distributed as barrier
 
     rng, counts, clock = random.Random(seed), Counter[str](), Clock()
     starts_s = [rng.uniform(0, START_SPREAD_S) for _ in range(num_tasks)]

@@ -1,4 +1,4 @@
-from trainkit.tables import table
+from trainkit.formats import table
 
 
 def test_columns_are_as_wide_as_their_longest_cell():

@@ -8,7 +8,7 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster import target
 from trainkit.cluster.target import choose_backend
 from trainkit.errors import SlurmError
-from trainkit.slurm import conf_file
+from trainkit.slurm import environment as conf_file
 
 NO_RECORD = """\
 echo 'sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host' >&2

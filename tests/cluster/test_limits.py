@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainkit.cluster.limits import limit_problems, partition_problems
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.cluster.resource_request import ResourceRequest, features_of
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, ResourceRequest, features_of
 
 HOUR_S = 3600
 BIG = NodeKind(4, cpus=64, mem_mib=512_000, gpus={"h100": 8}, features=("ib", "h100"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.cluster.units import memory_mib, memory_text, time_limit_s, time_text, version_text
+from trainkit.formats import memory_mib, memory_text, time_limit_s, time_text, version_text
 
 
 @pytest.mark.parametrize(

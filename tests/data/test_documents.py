@@ -12,10 +12,10 @@ import pytest
 
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import places_file
-from trainkit.data.documents import Document, SampleSources
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
 from trainkit.data.sources import DatasetSpec
+from trainkit.replay.steps import Document, SampleSources
 
 SEQ_LEN = 50
 

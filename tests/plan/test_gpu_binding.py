@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import RunConfig, load_config
-from trainkit.plan.gpu_binding import Binding, find_binding, gpu_binding_problems, gpu_binding_warnings
+from trainkit.plan.launch_draft import Binding, find_binding, gpu_binding_problems, gpu_binding_warnings
 
 
 @pytest.mark.parametrize(

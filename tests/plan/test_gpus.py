@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.cluster.units import GIB, MIB, gib
+from trainkit.formats import GIB, MIB, gib
 from trainkit.plan.gpus import find_gpu, known_gpus, release_problem
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.units import GIB
 from trainkit.config import load_config
+from trainkit.formats import GIB
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.layouts.choices import base_work, choose, configured_layout

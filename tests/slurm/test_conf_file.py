@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.slurm.conf_file import cluster_name, conf_file, other_cluster
+from trainkit.slurm.environment import cluster_name, conf_file, other_cluster
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_another_cluster_that_jobs_are_sent_to(tmp_path: Path) -> None:
 def test_the_file_of_a_slurm_below_a_prefix_of_its_own(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.slurm.conf_file.CONFIG_FILES", ())
+    monkeypatch.setattr("trainkit.slurm.environment.CONFIG_FILES", ())
     sbatch, link = tmp_path / "slurm-24/bin/sbatch", tmp_path / "bin/sbatch"
     for file in (sbatch, link):
         file.parent.mkdir(parents=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
-from trainkit.slurm.job_id import array_indices, base_id, checked_job_id, expand_tasks, is_job_id
+from trainkit.slurm.states import array_indices, base_id, checked_job_id, expand_tasks, is_job_id
 
 
 @pytest.mark.parametrize("text", ["1", "123456789", "123_0", "123_42"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
-from trainkit.slurm.job_id import array_indices
+from trainkit.slurm.states import array_indices
 from trainkit.submit import array_spec
 from trainkit.submit.array_spec import ArraySpec, parse_array, refuse_too_large
 

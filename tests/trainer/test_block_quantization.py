@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainkit.errors import TrainkitError
 from trainkit.plan.step_work import row_blocks
-from trainkit.trainer.block_quantization import QuantizedAverage, code_values, is_quantized
+from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
 APPLY, SKIP = torch.zeros(()), torch.ones(())
 

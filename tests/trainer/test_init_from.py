@@ -20,7 +20,7 @@ from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 from trainkit.submit.plan_run import gather
-from trainkit.trainer.checkpoint.initial import InitError, load_initial_weights
+from trainkit.trainer.checkpoint.loader import InitError, load_initial_weights
 
 FILE = Path(tasks.__file__)
 PHASE_1 = ["train.steps=4", "train.eval_every=4", "checkpoint.every_steps=4", "optimizer.lr=0.01"]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig
-from trainkit.trainer.block_quantization import QuantizedAverage, code_values, is_quantized
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 EIGHT_BIT = CONFIG.model_copy(update={"name": "adamw_8bit"})

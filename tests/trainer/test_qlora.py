@@ -16,7 +16,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.nf4 import NF4Linear, quantize_linears, quantized_layers
+from trainkit.trainer.quantization import NF4Linear, quantize_linears, quantized_layers
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 

@@ -20,10 +20,10 @@ from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
-from trainkit.trainer import startup_barrier as module
+from trainkit.trainer import distributed as module
 from trainkit.trainer import worker
+from trainkit.trainer.distributed import startup_barrier
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.startup_barrier import startup_barrier
 
 SOON = timedelta(seconds=0.3)
 

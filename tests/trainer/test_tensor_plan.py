@@ -27,7 +27,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.models.model import allocate, local_tensor
-from trainkit.trainer.parallel.tensor_plan import STYLES, fill_shards, find_styles, split_model
+from trainkit.trainer.parallel.tensor import STYLES, fill_shards, find_styles, split_model
 from trainkit.trainer.task_check import Smoke
 from trainkit.trainer.task_errors import TaskError
 from trainkit.trainer.torch_private import join_fake_world

@@ -12,6 +12,7 @@ from typing import Any
 from trainkit.bench.bench_file import LAYOUT, Bench, point_name
 from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import have_ended, query_bench_status, run_states
+from trainkit.formats import table
 from trainkit.observe.group import NOT_STARTED
 from trainkit.observe.page import read_config
 from trainkit.observe.sweep_report import REPEAT, Sweep
@@ -20,7 +21,6 @@ from trainkit.run.events import read_metrics
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
-from trainkit.tables import table
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ def _print_fact(label: str, text: str) -> None:
 
 def _list(planned: PlannedBench, as_json: bool) -> int:
     """Print the points that would run."""
+    from trainkit.formats import table
     from trainkit.plan.sweep import short_keys, shown_value
-    from trainkit.tables import table
 
     if as_json:
         click.echo(json.dumps(planned.to_dict(), ensure_ascii=False))
@@ -140,7 +140,7 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
 def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
     """Run the points one after another on this machine, and write the summary."""
     from trainkit.bench.run_bench import end_line, run_here
-    from trainkit.cli.start_output import print_copied
+    from trainkit.cli.following import print_copied
     from trainkit.control.run_registry import isolated_state
     from trainkit.submit.create import create_run
     from trainkit.submit.start import start_run
@@ -212,7 +212,7 @@ def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
 def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     from trainkit.bench.plan_bench import OPTION
-    from trainkit.cli.start_output import print_copied
+    from trainkit.cli.following import print_copied
     from trainkit.submit.array_spec import ArraySpec, refuse_too_large
     from trainkit.submit.create import new_folder
     from trainkit.submit.sweep import create_group

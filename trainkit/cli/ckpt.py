@@ -46,8 +46,8 @@ def ls(run_name: str, as_json: bool) -> int:
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
     from trainkit.control.run_registry import find_run
+    from trainkit.formats import table
     from trainkit.observe.checkpoints import list_checkpoints
-    from trainkit.tables import table
 
     run = find_run(run_name)
     listed = list_checkpoints(run)

@@ -106,7 +106,7 @@ def command(
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
-    from trainkit.tables import table
+    from trainkit.formats import table
 
     if as_json:
         value = [
@@ -135,7 +135,7 @@ def _drill(
     seed: int,
     as_json: bool,
 ) -> int:
-    from trainkit.cli.start_output import print_copied
+    from trainkit.cli.following import print_copied
     from trainkit.control.run_registry import isolated_state
     from trainkit.drill.result import all_passed, result_table, summary
     from trainkit.drill.run_drill import REFERENCE, Drill, make_folder

@@ -1,4 +1,4 @@
-"""Follows a run that a command has started until it ends, and prints how it ended."""
+"""Prints what a command has created and started, follows it until it ends, and says how it ended."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import click
 
@@ -159,3 +160,35 @@ def print_end(run: RunDir) -> int:
     if end.state == "stopped":
         click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
+
+
+def print_copied(code: dict[str, Any] | None) -> None:
+    """Print to stderr which code was copied into the run folder, if any."""
+    if code is None:
+        return
+    files = "1 file" if code["num_files"] == 1 else f"{code['num_files']:,} files"
+    click.echo(f"  code                {files} of {code['source']} copied", err=True)
+    for note in code["notes"]:
+        click.echo(f"  note: {note}", err=True)
+
+
+def print_started(
+    run: RunDir,
+    name: str,
+    entry: AttemptRecord,
+    backend: str,
+    as_json: bool,
+    warnings: Sequence[str] | None = None,
+) -> None:
+    """Print the run folder and the job id; `entry` is the attempt's entry in job.json.
+
+    JSON includes the `warnings` of the plan, if there is a new one.
+    """
+    if as_json:
+        facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
+        if warnings is not None:
+            facts["warnings"] = list(warnings)
+        click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))
+    else:
+        click.echo(str(run.path))
+        click.echo(entry.job_id)

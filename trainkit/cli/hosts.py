@@ -71,8 +71,7 @@ def _run_first(
     start: Callable[[], tuple[RunDir, str, AttemptRecord]],
     is_new: bool,
 ) -> int:
-    from trainkit.cli.following import kept_terminal, print_end, show_rank_0
-    from trainkit.cli.start_output import print_started
+    from trainkit.cli.following import kept_terminal, print_end, print_started, show_rank_0
     from trainkit.job.hosts_run import end_hosts, run_first_host
     from trainkit.job.node.rendezvous import StopSignalReceived
     from trainkit.job.node.static_rendezvous import HostListener, dismiss, stopped_error

@@ -140,8 +140,8 @@ class _Planned:
 
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
-        from trainkit.cluster.units import gib
-        from trainkit.plan.layouts.table import headline, reason, table_lines
+        from trainkit.formats import gib
+        from trainkit.plan.layouts.fit import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
         gpu = hardware.gpu
@@ -163,7 +163,7 @@ class _Planned:
             click.echo(f"would fit with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
 
     def _print_own(self) -> None:
-        from trainkit.cluster.units import gib
+        from trainkit.formats import gib
 
         for problem in self.own_problems:
             click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
@@ -174,7 +174,7 @@ class _Planned:
 
     def _flags(self, choice: Choice) -> str:
         """The command that submits the run with a choice."""
-        from trainkit.plan.layouts.table import set_flags, settings
+        from trainkit.plan.layouts.fit import set_flags, settings
 
         request, hardware = self.request, choice.hardware
         typed = [] if request.profile is None else [f"--profile {quote(request.profile)}"]
@@ -185,7 +185,7 @@ class _Planned:
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
         """The plan as a JSON object; amounts in bytes."""
-        from trainkit.plan.layouts.table import choice_dict, headline
+        from trainkit.plan.layouts.fit import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 
         gpu, config, best = self.hardware.gpu, self.loaded.config, self.best

@@ -158,8 +158,7 @@ def _throw_away_folder(keep: bool) -> Iterator[Path]:
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
     """Start a job; with --follow, wait for it and compare."""
-    from trainkit.cli.following import follow_detachable
-    from trainkit.cli.start_output import print_started
+    from trainkit.cli.following import follow_detachable, print_started
     from trainkit.replay.run_replay import submit_replay
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)

@@ -19,7 +19,7 @@ def command(run_name: str, as_json: bool) -> int:
 
     A running job saves, stops and is then restarted.
     """
-    from trainkit.cli.start_output import print_started
+    from trainkit.cli.following import print_started
     from trainkit.control.run_registry import find_run
     from trainkit.run.record import read_job
     from trainkit.submit.start import requeue_run

@@ -69,8 +69,8 @@ def command(
     It resumes in the same run folder as the next attempt, or with --as in a new run folder. With --node-rank,
     --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run` does.
     """
+    from trainkit.cli.following import print_copied, print_started
     from trainkit.cli.hosts import hosts_target
-    from trainkit.cli.start_output import print_copied, print_started
     from trainkit.cluster.target import make_target
     from trainkit.config import load_config, read_effective
     from trainkit.control.jobs import require_not_running

@@ -55,8 +55,7 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. A run also saves and stops when its
     terminal closes.
     """
-    from trainkit.cli.following import follow_run
-    from trainkit.cli.start_output import print_started
+    from trainkit.cli.following import follow_run, print_started
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run

@@ -102,7 +102,7 @@ def command(
     if dry_run or test_only:
         return _show(loaded, plan, folder, test_only)
 
-    from trainkit.cli.start_output import print_copied, print_started
+    from trainkit.cli.following import print_copied, print_started
     from trainkit.submit.create import create_run
     from trainkit.submit.start import start_run
 
@@ -210,7 +210,7 @@ class GroupSubmission:
 
 def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: GroupSubmission) -> int:
     """Submit a group of runs as one Slurm array, or show what would be submitted."""
-    from trainkit.cli.start_output import print_copied
+    from trainkit.cli.following import print_copied
     from trainkit.plan.launch import describe_plan
     from trainkit.run.group import RunGroup
     from trainkit.slurm.client import require_controller

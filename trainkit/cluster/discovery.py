@@ -28,8 +28,8 @@ from trainkit.slurm.client import (
     run_slurm,
     seconds_of,
 )
-from trainkit.slurm.conf_file import finds_cluster
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version, show_config
+from trainkit.slurm.environment import finds_cluster
 from trainkit.slurm.hosts import first_host
 
 CLUSTER_TIMEOUT_S = 10.0

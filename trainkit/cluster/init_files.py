@@ -12,14 +12,12 @@ from typing import Any
 import yaml
 
 from trainkit.cluster.limits import listed, partition_problems
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.cluster.resource_request import ResourceRequest
-from trainkit.cluster.units import memory_text, time_text, version_text
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, ResourceRequest
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
+from trainkit.formats import memory_text, table, time_text, version_text
 from trainkit.resources import FIRST_RUN, shipped_templates
-from trainkit.tables import table
 
 MAX_KINDS = 20
 """With more kinds of nodes in a partition, a profile merges nodes that differ only in features."""

@@ -10,10 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.cluster.resource_request import ResourceRequest, features_of, matching_nodes
-from trainkit.cluster.units import memory_mib, memory_text, time_limit_s, time_text
+from trainkit.cluster.model import (
+    Account,
+    Cluster,
+    NodeKind,
+    Partition,
+    Qos,
+    ResourceRequest,
+    features_of,
+    matching_nodes,
+)
 from trainkit.config.names import near
+from trainkit.formats import memory_mib, memory_text, time_limit_s, time_text
 
 SUBACCOUNTS_VERSION = (23, 2)
 """Since this version, AllowAccounts also allows subaccounts, which are not known here."""

@@ -19,14 +19,14 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.cluster.units import memory_mib, time_limit_s
 from trainkit.config.names import near, schema_words, show_value
 from trainkit.config.running import SLURM_TIME, OneLine, ResourcesConfig
 from trainkit.config.section import AtLeastOne, Section, list_field
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
+from trainkit.formats import memory_mib, time_limit_s
 from trainkit.resources import shipped_configs
-from trainkit.slurm.conf_file import cluster_name
+from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig

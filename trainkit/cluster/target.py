@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trainkit.config import InvalidConfig, LoadedConfig, load_config
 from trainkit.errors import ConfigError, SlurmError
-from trainkit.slurm.conf_file import conf_file
+from trainkit.slurm.environment import conf_file
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
@@ -62,7 +62,7 @@ def choose_backend(
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
     # Imported only here: a machine without sbatch, or with a slurm.conf, runs no command for this.
-    from trainkit.slurm.conf_file import finds_cluster
+    from trainkit.slurm.environment import finds_cluster
 
     finds = finds_cluster(environ)
     if finds is None:

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.config.names import flatten, show_value
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.tables import table
+from trainkit.formats import table
 
 DEFAULT = "default"
 

@@ -17,7 +17,7 @@ from trainkit.run.files import parse_time, read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import AttemptRecord, add_slurm_attempt, is_exiting, read_job, submission_token
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.conf_file import other_cluster
+from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token

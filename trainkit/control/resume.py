@@ -22,7 +22,7 @@ from trainkit.run.files import read_json
 from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
-from trainkit.slurm.conf_file import cluster_name
+from trainkit.slurm.environment import cluster_name
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""

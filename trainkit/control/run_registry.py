@@ -25,7 +25,7 @@ from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import BENCH_FILE, RunGroup, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
-from trainkit.slurm.job_id import base_id, is_job_id
+from trainkit.slurm.states import base_id, is_job_id
 
 LIST_HINT = "`trainkit status` lists the runs"
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from trainkit.drill.loss_curve import Point, compare, steps_while_saving
 from trainkit.drill.scenarios import Scenario, ScenarioRecord
+from trainkit.formats import table
 from trainkit.run.end import AttemptEnd
-from trainkit.tables import table
 
 State = Literal["passed", "failed", "missed", "skipped"]
 """`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""

@@ -27,7 +27,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.conf_file import other_cluster
+from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import job_details
 from trainkit.slurm.states import JobState
 

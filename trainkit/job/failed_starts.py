@@ -19,9 +19,8 @@ from trainkit.run.group import group_of
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import first_host
-from trainkit.slurm.job_id import base_id, is_job_id
 from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.slurm.states import JobState, base_id, is_job_id
 
 STARTS_FOLDER = "starts"
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)

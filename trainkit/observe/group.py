@@ -19,7 +19,7 @@ from trainkit.run.files import read_jsonl, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
 from trainkit.run.record import AttemptRecord, attempt_of
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.conf_file import other_cluster
+from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

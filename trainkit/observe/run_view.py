@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.cluster.units import time_limit_s
+from trainkit.formats import time_limit_s
 from trainkit.observe.attempt_files import AttemptFiles
 from trainkit.observe.follow import last_lines
 from trainkit.observe.run_files import CURVES, RunFiles, gpus_of, is_number

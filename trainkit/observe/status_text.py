@@ -8,12 +8,12 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
+from trainkit.formats import table
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
 from trainkit.observe.restarts import restarts_line
 from trainkit.observe.status import RunStatus
 from trainkit.observe.text import duration, event_line, failure_line
 from trainkit.plan.sweep import short_keys, shown_value
-from trainkit.tables import table
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from shlex import quote
 
-from trainkit.cluster.units import MIB
+from trainkit.formats import MIB
 
 USABLE = 0.92
 """Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""

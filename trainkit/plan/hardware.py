@@ -76,7 +76,7 @@ def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
     if target.cluster is None:
         return ()
     # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
-    from trainkit.cluster.resource_request import matching_nodes
+    from trainkit.cluster.model import matching_nodes
 
     resources = config.resources
     return tuple(

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainkit.cluster.limits import limit_problems, spare_capacity
-from trainkit.cluster.model import Cluster, NodeKind, Partition
-from trainkit.cluster.resource_request import ResourceRequest, matching_nodes, resource_request
-from trainkit.cluster.units import time_limit_s, time_text
+from trainkit.cluster.model import (
+    Cluster,
+    NodeKind,
+    Partition,
+    ResourceRequest,
+    matching_nodes,
+    resource_request,
+)
 from trainkit.errors import SlurmError
-from trainkit.plan.gpu_binding import gpu_binding_problems, gpu_binding_warnings
-from trainkit.plan.launch_draft import LaunchDraft
+from trainkit.formats import time_limit_s, time_text
+from trainkit.plan.launch_draft import LaunchDraft, gpu_binding_problems, gpu_binding_warnings
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 from trainkit.plan.workload import PER_RANK
 

@@ -17,7 +17,7 @@ from trainkit.run.end import is_over
 from trainkit.run.files import read_json, read_record, utc_now, write_atomic, write_json
 from trainkit.run.process import Liveness, ProcessId, own_host
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.conf_file import cluster_name
+from trainkit.slurm.environment import cluster_name
 
 AUTO_RESTART = "comeback"
 """The reason, in job.json, of an attempt that the supervisor starts without a command."""

@@ -20,7 +20,7 @@ from trainkit.slurm.client import (
     run_slurm,
 )
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.job_id import checked_job_id
+from trainkit.slurm.states import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
 """Long enough for a restart of the controller; Slurm delays a requeued job by 120 s anyway."""

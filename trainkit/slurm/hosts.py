@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, run_slurm, safe_value
-from trainkit.slurm.job_id import checked_job_id
+from trainkit.slurm.states import checked_job_id
 
 _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 _BRACKETS = re.compile(r"(\[[^\[\]]*\])")

@@ -25,8 +25,15 @@ from trainkit.slurm.client import (
     seconds_of,
     time_of,
 )
-from trainkit.slurm.job_id import base_id, checked_job_id, expand_tasks
-from trainkit.slurm.states import JobState, reason_sentence, state_in_accounting, state_in_queue
+from trainkit.slurm.states import (
+    JobState,
+    base_id,
+    checked_job_id,
+    expand_tasks,
+    reason_sentence,
+    state_in_accounting,
+    state_in_queue,
+)
 
 _QUEUE_FIELDS = (
     *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NodeList", "NumNodes"),

@@ -30,7 +30,7 @@ from trainkit.slurm.client import (
 )
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.job_id import base_id
+from trainkit.slurm.states import base_id
 
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0

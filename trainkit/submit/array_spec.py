@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainkit.errors import UsageError
 from trainkit.plan.sweep import MAX_POINTS
 from trainkit.slurm.control import show_config
-from trainkit.slurm.job_id import array_indices
+from trainkit.slurm.states import array_indices
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
 _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)

@@ -22,7 +22,7 @@ from trainkit.plan.facts import Environment, Interpreter, KeyProblem
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import SHELLS, Workload
-from trainkit.slurm.conf_file import conf_file
+from trainkit.slurm.environment import conf_file
 from trainkit.slurm.quoting import quote
 from trainkit.submit.interpreters import (
     NoAnswer,

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.limits import partition_problems
-from trainkit.cluster.model import Cluster, Partition
-from trainkit.cluster.resource_request import ResourceRequest, resource_request
+from trainkit.cluster.model import Cluster, Partition, ResourceRequest, resource_request
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
+from trainkit.formats import table
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.submit import query_start
-from trainkit.tables import table
 
 ASK_TIMEOUT_S = 5.0
 """Timeout of one query; a busy controller answers these slowly."""

@@ -23,7 +23,7 @@ from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GROUP_VERSION, Point, RunGroup
 from trainkit.run.record import submission_token
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.conf_file import cluster_name
+from trainkit.slurm.environment import cluster_name
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
 from trainkit.submit.create import new_folder, write_origin
 from trainkit.submit.plan_run import Gatherer, plan_run

@@ -32,12 +32,12 @@ from trainkit.trainer.models.model import (
     move_buffers,
     weights_of,
 )
-from trainkit.trainer.nf4 import read_quantized
 from trainkit.trainer.parallel.context import apply_context_parallel, position_slice
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.tasks import CausalLM

@@ -29,9 +29,8 @@ from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
-from trainkit.trainer.nf4 import quantize_linears, restore_linears
-from trainkit.trainer.parallel.tensor import matches
-from trainkit.trainer.parallel.tensor_plan import STYLES, find_styles
+from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
+from trainkit.trainer.quantization import quantize_linears, restore_linears
 from trainkit.trainer.task_errors import TaskError, errors_of_user
 
 log = getLogger(__name__)

@@ -18,9 +18,9 @@ from torch.optim.adamw import adamw
 
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.launch import Layout
-from trainkit.trainer.block_quantization import QuantizedAverage, code_values, is_quantized
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
+from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 from trainkit.trainer.torch_private import copy_each, norm_of_each, scale_next_step
 
 NORM_CHUNK = 1 << 16

@@ -26,7 +26,7 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import load_task_class
 from trainkit.trainer.models import find_architecture_problem
-from trainkit.trainer.parallel.tensor_plan import find_styles
+from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key

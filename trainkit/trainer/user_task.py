@@ -28,13 +28,12 @@ from trainkit.trainer.forward_backward import GradientSwitch, OnLoss
 from trainkit.trainer.load_task import load_task
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, allocate, move_buffers
-from trainkit.trainer.nf4 import quantized_layers, read_quantized
 from trainkit.trainer.parallel.data_parallel import (
     apply_data_parallel,
     gradient_switch,
     reduces_on_host,
 )
-from trainkit.trainer.parallel.tensor_plan import (
+from trainkit.trainer.parallel.tensor import (
     check_replicated_gradients,
     fill_shards,
     find_styles,
@@ -42,6 +41,7 @@ from trainkit.trainer.parallel.tensor_plan import (
 )
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.quantization import quantized_layers, read_quantized
 from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.stream import StreamBatches, StreamData, is_stream

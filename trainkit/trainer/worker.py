@@ -30,12 +30,13 @@ from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import BuiltModel, build, set_determinism
-from trainkit.trainer.checkpoint.initial import load_initial_weights, read_initial_weights
 from trainkit.trainer.checkpoint.loader import (
     broadcast_from_main,
     choose_checkpoint,
     gather_from_all,
+    load_initial_weights,
     load_tensors,
+    read_initial_weights,
 )
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState

@@ -16,9 +16,8 @@ from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.layouts.choices import Choice, best_on_layout, choose, configured_layout, layouts
-from trainkit.plan.layouts.fit import advise, fewest_gpus
-from trainkit.plan.layouts.table import headline, reason, set_flags
-from trainkit.plan.layouts.table import settings as settings_of
+from trainkit.plan.layouts.fit import advise, fewest_gpus, headline, reason, set_flags
+from trainkit.plan.layouts.fit import settings as settings_of
 
 
 def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardware:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_works import llama, step_work
 
-from trainkit.cluster.units import GIB
 from trainkit.config.training import OptimizerConfig, Preset
+from trainkit.formats import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
 from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers

@@ -1,19 +1,21 @@
-"""Checks before the start whether a run fits in GPU memory, and suggests changes if not. Pure."""
+"""Whether a run fits in GPU memory, what to change if not, and the choices as a table and as JSON. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from typing import Any
 
-from trainkit.cluster.units import gib
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
+from trainkit.formats import GIB, gib, table
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
-from trainkit.plan.layouts.table import set_flags, settings
+from trainkit.plan.memory.weights import state_bytes
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.step_work import work_of
 
@@ -150,3 +152,173 @@ def _hint(loaded: LoadedConfig, choice: Choice) -> str:
         if hint
         else "`trainkit plan --gpus N` shows how many GPUs are enough"
     )
+
+
+MIN_SHARE = 0.03
+"""Smallest fraction of a step that a reason mentions."""
+DERIVED = -1
+"""The value of a derived degree, which already results in the wanted one."""
+
+
+def reason(choice: Choice) -> str:
+    """Describe how a layout shards the model, and where it loses time."""
+    return "; ".join([_splits(choice), *_losses(choice)])
+
+
+def headline(best: Choice) -> str:
+    """Describe whether the model must be sharded, and why."""
+    work, gpu = best.work, best.hardware.gpu
+    state = state_bytes(work.shape, work.optimizer_bytes)
+    what = f"weights, gradients and optimizer state take {gib(state)}"
+    if best.hardware.num_gpus == 1:
+        return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"
+    if state > gpu.usable:
+        return f"{what}, more than the usable {gib(gpu.usable)} of one {gpu.name}: they must be sharded"
+    if work.shards * work.layout.tp * work.layout.pp == 1:
+        return f"{what}, which fits one {gpu.name}: replicas are simplest and exchange only gradients"
+    return f"{what}, which fits one {gpu.name}; sharding leaves more room for activations"
+
+
+def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
+    """The config keys to change to use a choice, in reading order."""
+    work, layout = choice.work, choice.work.layout
+    wanted: dict[str, object] = {
+        "train.device_batch_size": work.device_batch_size,
+        "parallel.dp_replicate": layout.dp_replicate,
+        "parallel.dp_shard": layout.dp_shard,
+        "parallel.tp": layout.tp,
+        "parallel.pp": layout.pp,
+        "parallel.cp": layout.cp,
+        "parallel.zero": work.parallel.zero,
+        "parallel.activation_checkpointing": work.parallel.activation_checkpointing,
+        "parallel.offload": work.parallel.offload,
+    }
+    if config.train.global_batch_size is not None:
+        wanted["train.global_batch_size"] = work.samples_per_step
+    if layout.pp > 1:
+        wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
+    if work.shards == 1:
+        del wanted["parallel.zero"]  # there is nothing to gather
+    return {key: value for key, value in wanted.items() if _configured(config, key) not in (value, DERIVED)}
+
+
+def set_flags(values: dict[str, object]) -> list[str]:
+    """The ``--set`` flags for `settings`."""
+    return [
+        f"--set {key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in values.items()
+    ]
+
+
+def _configured(config: RunConfig, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _splits(choice: Choice) -> str:
+    layout, size = choice.work.layout, choice.hardware.node_size
+    group = layout.tp * layout.pp * layout.cp
+    holder = "GPU" if group == 1 else f"group of {group} GPUs"
+    if layout.dp_shard > 1:
+        near = layout.dp_shard * layout.cp * layout.tp <= size
+        text = f"state sharded over {layout.dp_shard} {'GPUs' if group == 1 else 'groups'}"
+        text += " within a node" if near else " across nodes"
+        if layout.dp_replicate > 1:
+            text += f", {layout.dp_replicate} replicas"
+    elif layout.dp_replicate > 1:
+        text = f"one replica per {holder}"
+    else:
+        text = f"one {holder}"
+    inside = []
+    if layout.tp > 1:
+        inside.append(f"tensor parallel over {layout.tp}")
+    if layout.pp > 1:
+        inside.append(f"pipeline over {layout.pp}")
+    if layout.cp > 1:
+        inside.append(f"context parallel over {layout.cp}")
+    return ", ".join([text, *inside])
+
+
+def _losses(choice: Choice) -> list[str]:
+    """The causes of lost time in a step, the largest fraction first."""
+    cost, node_size = choice.cost, choice.hardware.node_size
+    far = cost.crossing(node_size)
+    shares = {
+        "recomputation": cost.recompute_s / cost.step_s,
+        "pipeline bubble": cost.bubble * (1 - cost.exposed_s["dp"] / cost.step_s),
+    }
+    names = {"dp": "parameters and gradients", "tp": "parts of matrices", "cp": "keys and values"}
+    names["pp"] = "the next stage"
+    for kind, name in names.items():
+        where = " over the network" if kind in far else ""
+        shares[f"waiting for {name}{where}"] = cost.exposed_s[kind] / cost.step_s
+    found = sorted(shares.items(), key=lambda item: -item[1])
+    return [f"{share:.0%} {what}" for what, share in found if share >= MIN_SHARE]
+
+
+HEADER = (
+    *("", "replicate", "shard", "tp", "pp", "cp", "zero", "recompute", "batch"),
+    *("params", "grads", "optim", "activ", "other", "peak", "fits", "bubble", "sent", "time", "reason"),
+)
+LEFT = ("recompute", "fits", "reason")
+CONFIGURED = "*"
+"""Marks the layout of the config."""
+
+
+def table_lines(choices: Sequence[Choice], configured: Choice | None, best: Choice | None) -> list[str]:
+    """Format choices as lines: GiB of memory, GiB sent per GPU and step, time relative to the best choice."""
+    rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
+    numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
+    return table(rows, right=numbers).splitlines()
+
+
+def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:
+    work, layout, largest = choice.work, choice.work.layout, choice.memory.largest
+    degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
+    kept = max(parts.activations + parts.loss for parts in choice.memory.phases.values())
+    memory = (largest.params, largest.gradients, largest.optimizer, kept, largest.buffers)
+    return (
+        CONFIGURED if is_configured else "",
+        *map(str, degrees),
+        "-" if work.shards == 1 or layout.pp > 1 else str(work.parallel.zero),
+        work.parallel.activation_checkpointing,
+        f"{work.samples_per_pass} x {work.passes_per_step}",
+        *(f"{part / GIB:.1f}" for part in (*memory, choice.memory.peak)),
+        choice.fit,
+        f"{choice.cost.bubble:.0%}",
+        f"{sum(choice.cost.sent.values()) / GIB:.1f}",
+        f"{relative_time(choice, best):.2f}" if best is not None else "",
+        reason(choice),
+    )
+
+
+def relative_time(choice: Choice, best: Choice) -> float:
+    """The time per token relative to that of the best choice."""
+    mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
+    return mine / least
+
+
+def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, Any]:
+    """A choice as a JSON object; amounts in bytes."""
+    work, memory, cost = choice.work, choice.memory, choice.cost
+    return {
+        "layout": asdict(work.layout),
+        "activation_checkpointing": work.parallel.activation_checkpointing,
+        "zero": work.parallel.zero,
+        "offload": work.parallel.offload,
+        "device_batch_size": work.device_batch_size,
+        "accumulation_steps": work.accumulation_steps,
+        "pp_schedule": work.parallel.pp_schedule if work.layout.pp > 1 else None,
+        "pp_microbatches": work.parallel.pp_microbatches if work.layout.pp > 1 else None,
+        "fit": choice.fit,
+        "peak_bytes": memory.peak,
+        "worst_moment": memory.worst_phase,
+        "moments_bytes": {name: asdict(parts) for name, parts in memory.phases.items()},
+        "bubble": cost.bubble,
+        "recompute": cost.recompute_s / cost.compute_s,
+        "sent_bytes": cost.sent,
+        "crosses_nodes": list(cost.crossing(choice.hardware.node_size)),
+        "relative_time": None if best is None else relative_time(choice, best),
+        "reason": reason(choice),
+        "settings": settings(choice, config),
+    }

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.units import gib, memory_mib
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import PipelineSchedule
 from trainkit.errors import Problem
+from trainkit.formats import gib, memory_mib
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.schedules import num_stages, stage_layers, stages_of

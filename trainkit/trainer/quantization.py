@@ -1,0 +1,255 @@
+"""Quantized storage: frozen linear layers in 4 bits under adapters, and running averages of AdamW in 8 bits.
+
+4 bits are the NormalFloat of QLoRA, arXiv 2305.14314. 8 bits are a code per element, and a float32 scale per
+block of a matrix row: block-wise dynamic quantization, "8-bit Optimizers via Block-wise Quantization" (arXiv
+2110.02861), except: blocks do not cross rows, so that ranks can shard rows without cutting a block; a scale
+has the sign of its block's largest element, which is therefore exact even if negative; and a square is never
+rounded to 0, where the update would divide by eps alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.plan.step_work import row_blocks
+from trainkit.trainer.models.model import ReadWeight
+
+BLOCK = 64
+"""Weights that share a scale; QLoRA's."""
+SCALE_BLOCK = 256
+"""Scales that share a scale of their own."""
+
+
+def _bitsandbytes() -> Any:
+    # It warns of a kernel for inference that it does not find.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes.functional as functional
+
+    return functional
+
+
+class NF4Linear(nn.Module):
+    """A frozen linear layer with a weight of 4 bits, scales of 8 bits, and its bias as it was.
+
+    Its buffers are empty until `quantize`, and not in checkpoints: the weight is read at every start.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    offset: Tensor
+    scales_of_scales: Tensor
+    codes_of_scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        for name in ("packed", "scales", "offset", "scales_of_scales", "codes_of_scales"):
+            self.register_buffer(name, None, persistent=False)
+        # Not as a decorator, which would import the compiler into every run.
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return self.out_features, self.in_features
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor) -> None:
+        """Set the weight, float [out, in], on the device where it is."""
+        assert weight.shape == self.shape
+        self.packed, state = _bitsandbytes().quantize_4bit(
+            weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+        )
+        self.scales, self.offset = state.absmax, state.offset
+        self.scales_of_scales, self.codes_of_scales = state.state2.absmax, state.state2.code
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weight that the layer multiplies with, [out, in]."""
+        functional = _bitsandbytes()
+        scales = functional.QuantState(
+            self.scales_of_scales, code=self.codes_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
+        )
+        state = functional.QuantState(
+            self.scales,
+            shape=torch.Size(self.shape),
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=dtype,
+            offset=self.offset,
+            state2=scales,
+        )
+        return cast(Tensor, functional.dequantize_4bit(self.packed, state))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        with torch.autocast(kind, enabled=False):
+            return cast(Tensor, _Multiply.apply(x.to(dtype), self))  # type: ignore[no-untyped-call]
+
+
+class _Multiply(torch.autograd.Function):
+    """Multiplies with the weight of an `NF4Linear`, which it computes again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: NF4Linear) -> Tensor:
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, layer.weight_in(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.layer.weight_in(gradient.dtype), None
+
+
+def quantize_linears(model: nn.Module, but: Collection[nn.Module]) -> int:
+    """Replace the frozen linear layers of a model, except those in `but` and tied ones; returns how many.
+
+    The parameters are on the meta device; `read_quantized` reads them.
+    """
+    uses = Counter(
+        id(param) for _, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad
+    )
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module not in but and uses[id(module.weight)] == 1
+    }
+    for name, module in found.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, NF4Linear(module))
+    return len(found)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """The quantised layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+
+
+def read_quantized(model: nn.Module, read: ReadWeight, device: torch.device) -> None:
+    """Read and quantise the weights of all quantised layers, one after the other, on the device."""
+    for name, layer in quantized_layers(model).items():
+        layer.quantize(read(f"{name}.weight", [slice(0, size) for size in layer.shape]).to(device))
+
+
+def restore_linears(model: nn.Module) -> None:
+    """Replace the quantised layers by linear ones in float32 with the same function."""
+    for name, layer in quantized_layers(model).items():
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(layer.weight_in(torch.float32), requires_grad=False)
+        linear.bias = layer.bias
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, linear)
+
+
+MIN_ELEMENTS = 4096
+"""Smaller parameters keep float32 averages: they take little memory."""
+MIN_ROW = 64
+"""So do parameters with shorter rows, whose scales would take much of what the codes save."""
+DECADES = 7
+SMALLEST_SQUARE = 1e-7
+"""The smallest value of a square, relative to the largest of its block."""
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Whether adamw_8bit keeps the running averages of a parameter in 8 bits; equal on every layout."""
+    return param.dim() > 1 and param.numel() >= MIN_ELEMENTS and param.shape[1:].numel() >= MIN_ROW
+
+
+def code_values(*, is_signed: bool) -> Tensor:
+    """The values of the 256 codes, relative to a scale: float32 [256], ascending up to 1.
+
+    Each of seven decades has twice as many values as the one below it.
+    """
+    values = [0.0 if is_signed else SMALLEST_SQUARE, 1.0]
+    for decade in range(DECADES):
+        count = 2 ** (decade if is_signed else decade + 1)
+        unit = 10.0 ** (decade + 1 - DECADES)
+        magnitudes = [unit * (0.1 + 0.9 * (index + 0.5) / count) for index in range(count)]
+        values += [*magnitudes, *(-magnitude for magnitude in magnitudes if is_signed)]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class QuantizedAverage:
+    """One running average of this rank's shard of a parameter, in 8 bits."""
+
+    codes: Tensor
+    """uint8, of the shape of the shard."""
+    scales: Tensor
+    """float32 [rows, blocks per row]."""
+    values: Tensor
+    """The `code_values`."""
+    part: int
+    """Elements of each part of a row."""
+    num_blocks: int
+    """Blocks per part."""
+
+    @classmethod
+    def zeros(cls, shard: Tensor, param: Tensor, name: str, values: Tensor) -> QuantizedAverage:
+        """A running average of zeros, of a shard of a parameter.
+
+        Raises TrainkitError (exit code 78) if tensor parallelism has cut a block.
+        """
+        row, whole_row = shard.shape[1:].numel(), param.shape[1:].numel()
+        part, num_blocks = row_blocks(whole_row)
+        if row % part:
+            raise TrainkitError(
+                f"optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has {row} of the"
+                f" {whole_row} elements of a row of {name}",
+                hint=f"shard its rows into parts of a multiple of {part} elements, or use adamw",
+                exit_code=EXIT_NO_RESTART,
+            )
+        codes = torch.zeros_like(shard, dtype=torch.uint8)
+        # With a scale of 0, every code stands for 0.
+        scales = torch.zeros(shard.shape[0], row // part * num_blocks, device=shard.device)
+        return cls(codes, scales, values, part, num_blocks)
+
+    def split(self, rows: int) -> list[QuantizedAverage]:
+        """The average of some rows at a time; each is a view of this one."""
+        pieces = zip(torch.split(self.codes, rows), torch.split(self.scales, rows), strict=True)
+        return [
+            QuantizedAverage(codes, scales, self.values, self.part, self.num_blocks)
+            for codes, scales in pieces
+        ]
+
+    def dequantize(self) -> Tensor:
+        """The average in float32, of the shape and strides of the shard."""
+        relative = self.values.index_select(0, self.codes.flatten().int())
+        average = self._without_blocks(self._in_blocks(relative) * self.scales.view(-1, 1))
+        if self.codes.is_contiguous():
+            return average
+        # The fused kernel assumes the strides of the parameter.
+        return torch.empty_like(self.codes, dtype=torch.float32).copy_(average)
+
+    def quantize(self, average: Tensor, skip: Tensor) -> None:
+        """Round a float32 average of the shape of the shard to 8 bits, or change nothing if `skip` is 1."""
+        blocks = self._in_blocks(average.flatten())
+        least, most = blocks.aminmax(dim=1, keepdim=True)
+        scales = most.where(most >= -least, least)
+        relative = blocks / scales.where(scales != 0, 1.0)
+        codes = torch.bucketize(relative, (self.values[1:] + self.values[:-1]) / 2, out_int32=True)
+        is_skipped = skip.bool()
+        self.codes.copy_(self.codes.where(is_skipped, self._without_blocks(codes).to(torch.uint8)))
+        self.scales.copy_(self.scales.where(is_skipped, scales.view_as(self.scales)))
+
+    def _in_blocks(self, elements: Tensor) -> Tensor:
+        """The elements of the shard, row by row, as [blocks, elements per block]; zeros fill up a block."""
+        size = -(-self.part // self.num_blocks)
+        padding = size * self.num_blocks - self.part
+        parts = elements.view(-1, self.part)
+        return (F.pad(parts, (0, padding)) if padding else parts).view(-1, size)
+
+    def _without_blocks(self, blocks: Tensor) -> Tensor:
+        """The inverse of `_in_blocks`, in the shape of the shard."""
+        parts = blocks.view(-1, self.num_blocks * blocks.shape[1])
+        return parts[:, : self.part].reshape(self.codes.shape)
