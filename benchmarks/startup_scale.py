@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import random
 import socket
 import time
@@ -64,7 +63,7 @@ class Store:
 
     def get(self, key: str) -> bytes:
         self.counts["store requests"] += 1
-        return hashlib.sha256(b"").hexdigest().encode() if key == "attempt" else b"go"
+        return b"sealed go"
 
     def set_timeout(self, timeout: timedelta) -> None:
         pass  # a setting of the connection
@@ -137,6 +136,9 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
             with (
                 patch.object(barrier, "_open_store", lambda *_, store=store: store),
                 patch.object(barrier, "PrefixStore", lambda prefix, store: store),
+                patch.object(
+                    barrier, "_digest", lambda env, text: "sealed go" if text == "attempt" else "sealed"
+                ),
             ):
                 barrier.startup_barrier(env, StopRequest(), timedelta(seconds=600))
     counts["probe files of 64 KiB"] = probes

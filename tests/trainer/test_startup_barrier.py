@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tests.support.runs import make_attempt
 from trainkit.errors import EXIT_STOPPED, TrainkitError
@@ -125,6 +126,42 @@ def test_keys_of_two_jobs_do_not_mix(port: int) -> None:
     assert startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60)) is not None
     thread.join()
     assert got[0] is not None
+
+
+def neighbour(port: int) -> TCPStore:
+    """Another user's connection to the store of rank 0, once that listens."""
+    module._wait_for_main(rank(1, port), StopRequest(), 60.0, lambda number: False)
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def test_the_nonce_is_in_no_key_or_value(port: int) -> None:
+    thread, got = in_thread(
+        lambda: startup_barrier(rank(0, port, "s3cret"), StopRequest(), timedelta(seconds=60))
+    )
+    store = neighbour(port)
+    assert startup_barrier(rank(1, port, "s3cret"), StopRequest(), timedelta(seconds=60)) is not None
+    thread.join()
+    seen = {key: store.get(key) for key in store.list_keys()}
+    assert any("verdict" in key for key in seen)
+    assert "s3cret" not in repr(seen)
+    assert got[0] is not None
+
+
+def test_a_neighbour_neither_arrives_nor_decides(port: int) -> None:
+    """It sees the names of the keys in the store, but cannot seal a value."""
+    with ThreadPoolExecutor(1) as threads:
+        main = threads.submit(startup_barrier, rank(0, port), StopRequest(), timedelta(seconds=60))
+        store = neighbour(port)
+        while not (found := [key for key in store.list_keys() if key.endswith("num_arrived")]):
+            time.sleep(0.01)
+        prefix = found[0].removesuffix("num_arrived")
+        store.set(f"{prefix}arrived/1", "elsewhere")
+        assert store.add(found[0], 1) == 2
+        env = rank(0, port)
+        assert module._missing_ranks(env, PrefixStore(module._digest(env, "keys"), store)) == [1]
+        store.compare_set(f"{prefix}verdict", "", "go")
+        with pytest.raises(TrainkitError, match="not a rank of this attempt has written to the store"):
+            main.result(60)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import hmac
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from logging import getLogger
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 MAX_FILES = 65_536
 """Open file limit; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,43 @@ def context_group(layout: Layout) -> dist.ProcessGroup | None:
     return own
 
 
+def broadcast_from_main(value: T, world: World) -> T:
+    """The value of rank 0, on all ranks: JSON, since a pickle would run what a stranger has sent."""
+    if not world.distributed:
+        return value
+    text = json.dumps(value).encode() if world.is_main else b""
+    size = torch.tensor([len(text)], device="cpu")
+    dist.broadcast(size, src=0, group=world.checkpoint_group)
+    sent = _as_tensor(text, int(size))
+    dist.broadcast(sent, src=0, group=world.checkpoint_group)
+    found: T = json.loads(sent.numpy().tobytes())
+    return found
+
+
+def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks, on all ranks, as JSON; tuples arrive as lists.
+
+    `group` is one of gloo, by default the one of checkpoints.
+    """
+    if not world.distributed:
+        return [value] * world.size
+    group = group or world.checkpoint_group
+    text = json.dumps(value).encode()
+    sizes = torch.zeros(world.size, dtype=torch.int64, device="cpu")
+    sizes[world.rank] = len(text)
+    dist.all_reduce(sizes, group=group)
+    sent = _as_tensor(text, int(sizes.max()))
+    parts = [torch.empty_like(sent) for _ in range(world.size)]
+    dist.all_gather(parts, sent, group=group)
+    return [
+        json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)
+    ]
+
+
+def _as_tensor(text: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)
+
+
 def exit_process(exit_code: int) -> None:
     """Flush the output and exit immediately, without the interpreter's shutdown.
 
@@ -271,28 +310,34 @@ def startup_barrier(
     store = _own_part(env, _open_store(env, timeout), timeout)
     if stop:
         # Before it arrives: if it is the last rank, it would set "go" first.
-        store.compare_set("verdict", "", "stop")
-    store.set(f"arrived/{env.rank}", f"{socket.gethostname()} {gpu}")
-    if store.add("num_arrived", 1) == env.world_size:
-        store.compare_set("verdict", "", "go")
+        _decide(env, store, "stop")
+    store.set(_arrival(env.rank), _sealed(env, _arrival(env.rank), f"{socket.gethostname()} {gpu}"))
+    if store.add("num_arrived", 1) >= env.world_size and not _missing_ranks(env, store):
+        _decide(env, store, "go")
     pauses = _pauses(env.world_size)
     while not store.check(["verdict"]):
         if stop:
-            store.compare_set("verdict", "", "stop")
+            _decide(env, store, "stop")
         elif env.rank == 0 and time.monotonic() > deadline:
             missing = _missing_ranks(env, store)
             if missing and not any(map(is_busy, missing)):
                 # Named once: thousands of ranks would otherwise each ask for every other.
-                store.set("missing", json.dumps(missing))
-                store.compare_set("verdict", "", "missing")
+                store.set("missing", _sealed(env, "missing", json.dumps(missing)))
+                _decide(env, store, "missing")
             deadline = time.monotonic() + BUSY_POLL_S
         else:
             time.sleep(next(pauses))
-    verdict = store.get("verdict")
-    if verdict == b"go":
+    verdict = _read(env, store, "verdict")
+    if verdict == "go":
         return store
-    if verdict == b"missing":
-        missing = json.loads(store.get("missing"))
+    if verdict is None:
+        raise TrainkitError(
+            f"a process that is not a rank of this attempt has written to the store of rank 0 at "
+            f"{env.master_addr}:{env.master_port}",
+            hint="every user who reaches the compute nodes can: see `docs/slurm-admins.md`",
+        )
+    if verdict == "missing":
+        missing = json.loads(_read(env, store, "missing") or "[]")
         _keep_store_alive(env, store, env.world_size - len(missing))
         raise _missing_ranks_error(env, missing, timeout)
     _keep_store_alive(env, store, env.world_size)
@@ -302,7 +347,7 @@ def startup_barrier(
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
     """Raise TrainkitError (exit code 78) if a lower rank of this node has arrived with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
-        if store.get(f"arrived/{other}").decode().endswith(f" {gpu}"):
+        if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
             raise TrainkitError(
                 f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
                 hint=GPU_BINDING_HINT,
@@ -320,7 +365,32 @@ def _pauses(world_size: int) -> Iterator[float]:
 
 
 def _missing_ranks(env: RankEnv, store: Store) -> list[int]:
-    return [rank for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
+    return [rank for rank in range(env.world_size) if _read(env, store, _arrival(rank)) is None]
+
+
+def _arrival(rank: int) -> str:
+    return f"arrived/{rank}"
+
+
+def _decide(env: RankEnv, store: Store, verdict: str) -> None:
+    store.compare_set("verdict", "", _sealed(env, "verdict", verdict))
+
+
+def _digest(env: RankEnv, text: str) -> str:
+    """What only the ranks of this attempt can compute; the nonce itself is never a part of a key or value."""
+    return hmac.new(env.nonce.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _sealed(env: RankEnv, key: str, text: str) -> str:
+    return f"{_digest(env, f'{key} {text}')} {text}"
+
+
+def _read(env: RankEnv, store: Store, key: str) -> str | None:
+    """What a rank of this attempt has stored; None without it, or if somebody else has."""
+    if not store.check([key]):
+        return None
+    digest, _, text = store.get(key).decode(errors="replace").partition(" ")
+    return text if hmac.compare_digest(digest, _digest(env, f"{key} {text}")) else None
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
@@ -338,7 +408,7 @@ def _own_part(env: RankEnv, store: TCPStore, timeout: timedelta) -> Store:
 
     Raises TrainkitError when the store at the address of rank 0 is that of another job.
     """
-    identity = hashlib.sha256(env.nonce.encode()).hexdigest()
+    identity = _digest(env, "attempt")
     if env.rank == 0:
         store.set("attempt", identity)
     else:
@@ -354,7 +424,7 @@ def _own_part(env: RankEnv, store: TCPStore, timeout: timedelta) -> Store:
                 hint="that job took the port before rank 0 could; the next attempt chooses another one",
             )
         store.set_timeout(timeout)
-    return PrefixStore(env.nonce or "ranks", store)
+    return PrefixStore(_digest(env, "keys"), store)
 
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: Callable[[int], bool]) -> bool:

@@ -21,9 +21,8 @@ from trainkit.run.manifest import BASE_FINGERPRINT
 from trainkit.run.rundir import RunDir
 from trainkit.task import Loss, Samples, Stream, Task
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
-from trainkit.trainer.checkpoint.loader import gather_from_all
 from trainkit.trainer.checkpoint.state import TrainingState
-from trainkit.trainer.distributed import World
+from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.forward_backward import GradientSwitch, OnLoss
 from trainkit.trainer.load_task import load_task
 from trainkit.trainer.metrics import RECORD_KEYS
@@ -380,11 +379,9 @@ class TaskForwardBackward:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
                 raise refusal(self._config, f"a metric is called {taken[0]}", "every record has that key")
-            others = [names] * self._world.size
-            if self._group is not None:
-                dist.all_gather_object(others, names, group=self._group)
+            others = gather_from_all(list(names), self._world, self._group)
             self._names[mode] = names
-            if any(other != names for other in others):
+            if any(other != others[0] for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same ones for every batch: {' | '.join(listed)}"
                 raise refusal(self._config, "the ranks have different metrics", hint)

@@ -31,16 +31,21 @@ from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import BuiltModel, build, set_determinism
 from trainkit.trainer.checkpoint.loader import (
-    broadcast_from_main,
     choose_checkpoint,
-    gather_from_all,
     load_initial_weights,
     load_tensors,
     read_initial_weights,
 )
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
-from trainkit.trainer.distributed import World, join_world, record_event, select_device
+from trainkit.trainer.distributed import (
+    World,
+    broadcast_from_main,
+    gather_from_all,
+    join_world,
+    record_event,
+    select_device,
+)
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.metrics import Metrics, TensorBoardLog
@@ -139,7 +144,7 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
 
 def check_same_data(task: AnyTask, world: World) -> None:
     """Raise TrainkitError (exit code 78) on ranks whose data differs from that of rank 0."""
-    identity = (task.train_data.fingerprint, val_fingerprint(task))
+    identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
         raise TrainkitError(
             f"the data of rank {world.rank} differs from the data of rank 0",

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
@@ -37,31 +36,13 @@ from trainkit.run.manifest import (
 )
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
 
 log = getLogger(__name__)
-T = TypeVar("T")
 SETTLE_S = 65.0
 """A host may see an outdated folder of a network filesystem for up to a minute."""
 RETRY_S = 1.0
-
-
-def broadcast_from_main(value: T, world: World) -> T:
-    """The value of rank 0, on all ranks."""
-    if not world.distributed:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=world.checkpoint_group)
-    return box[0]
-
-
-def gather_from_all(value: T, world: World) -> list[T]:
-    """The values of all ranks, on all ranks."""
-    found = [value] * world.size
-    if world.distributed:
-        dist.all_gather_object(found, value, group=world.checkpoint_group)
-    return found
 
 
 def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, dict[str, Any]] | None:
@@ -225,7 +206,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     reader = SafeReader(checkpoint.path)
     saved = reader.read_metadata().state_dict_metadata
     # In a pipeline each rank has only the names of its stages.
-    wanted = set().union(*gather_from_all(set(tensors), world))
+    wanted = set().union(*gather_from_all(sorted(tensors), world))
     missing = sorted(wanted - set(saved))
     reshaped = [
         f"{name} {tuple(saved[name].size)} -> {tuple(tensor.shape)}"  # type: ignore[union-attr]
@@ -303,8 +284,8 @@ def load_initial_weights(
     own = {name: tensor for name, tensor in tensors.items() if _matches(name, config)}
     # In a pipeline each rank has only the names of its stages.
     everywhere: dict[str, tuple[int, ...]] = {}
-    for part in gather_from_all({name: tuple(tensor.shape) for name, tensor in own.items()}, world):
-        everywhere |= part
+    for part in gather_from_all({name: list(tensor.shape) for name, tensor in own.items()}, world):
+        everywhere |= {name: tuple(shape) for name, shape in part.items()}
     if base is not None and checkpoint.manifest()["data"].get(BASE_FINGERPRINT) == base:
         everywhere = {name: shape for name, shape in everywhere.items() if name in shapes}
         own = {name: tensor for name, tensor in own.items() if name in shapes}
@@ -317,7 +298,7 @@ def load_initial_weights(
     group, no_dist = world.checkpoint_group, not world.distributed
     state_dict_loader.load(own, storage_reader=reader, process_group=group, no_dist=no_dist)
     names = {name for name in tensors if name.startswith(PARTS)}
-    total = len(set().union(*gather_from_all(names, world)))
+    total = len(set().union(*gather_from_all(sorted(names), world)))
     if world.is_main:
         log.info(f"started from {checkpoint.path}: {len(everywhere)} of {total} weights and buffers")
 
