@@ -189,3 +189,38 @@ def test_a_file_system_without_locks_is_recognised(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(locks.fcntl, "flock", refuse)
     assert unsupported(tmp_path) == "No locks available"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe"])
+def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> None:
+    victim, lock = tmp_path / "thesis.tex", tmp_path / "lock"
+    victim.write_text("chapter one")
+    {"symlink": lock.symlink_to, "hard link": lock.hardlink_to, "pipe": lambda _: os.mkfifo(lock)}[kind](
+        victim
+    )
+    with pytest.raises(OSError, match="a lock is a file of its own") as caught:
+        acquire_lock(lock, 0.0)
+    assert caught.value.filename == str(lock)
+    assert victim.read_text() == "chapter one"
+
+
+def test_a_file_that_is_no_lock_keeps_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    file.write_text("chapter one")
+    with file_lock(file):
+        assert "another process" in describe_holder(file)
+    assert file.read_text() == "chapter one"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_the_lock_of_a_colleague(tmp_path: Path) -> None:
+    """It is no obstacle once they have let go of it, although only they may write to its file."""
+    tmp_path.chmod(0o755)
+    with file_lock(tmp_path / "lock", mode=0o644):
+        before = (tmp_path / "lock").read_text()
+    imports, then = HOLD.replace("time.sleep(60)", "pass").splitlines()
+    script = f"{imports}; import os; os.setuid(65534)\n{then}"
+    argv = [sys.executable, "-c", script, "lock"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "held\n", done.stderr
+    assert (tmp_path / "lock").read_text() == before

@@ -7,10 +7,12 @@ lets go of its locks here. The file contains its holder, so that a process that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ STOP_S = 2.0
 """How long to keep waiting after a stop signal: most locks are held for a moment."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
+HOLDER_START = b'{"host": '
 _held: set[int] = set()
 """The descriptors of the locks of this process, from their opening to `release_lock`."""
 NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount option flock, NFS with lockd"
@@ -132,9 +135,27 @@ def unsupported(folder: Path) -> str | None:
 
 
 def _open(path: Path, mode: int) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    """Open a lock file, but nothing that another user has put in its place: its holder is written into it."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
+    except PermissionError:
+        # A colleague's file: it can be locked, its holder stays unknown.
+        descriptor = os.open(path, flags | os.O_RDONLY)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_a_lock(path) from None
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        raise _not_a_lock(path)
     _held.add(descriptor)
     return descriptor
+
+
+def _not_a_lock(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "a lock is a file of its own, and this is a link or no file", str(path))
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
@@ -163,6 +184,8 @@ def _write_holder(descriptor: int) -> None:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
     }
     with contextlib.suppress(OSError):  # on a full disk the lock still works; its holder is then unknown
+        if os.pread(descriptor, len(HOLDER_START), 0) not in (b"", HOLDER_START):
+            return  # somebody's file
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
