@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (321, 61_191), "tests": (380, 54_608)}
+SIZES = {"trainkit": (321, 61_242), "tests": (380, 54_680)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -32,7 +32,7 @@ ALLOWED = {
     "resources": set(),
     "formats": set(),
     # What is asked for, and what will run: pure.
-    "config": {"errors", "resources", "formats"},
+    "config": {"errors", "folders", "resources", "formats"},
     "data": {"errors", "folders", "locks", "run"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
@@ -68,7 +68,7 @@ ALLOWED = {
         *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {
-        *("errors", "resources", "run", "formats", "config", "plan", "slurm"),
+        *("errors", "folders", "resources", "run", "formats", "config", "plan", "slurm"),
         "job.failed_starts",
         "job.failure.launcher_report",  # the agent reads it too
     },

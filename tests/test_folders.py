@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from trainkit.folders import ensure_folder
+from trainkit.folders import config_folder, ensure_folder, state_folder, user_name
 
 
 @pytest.fixture
@@ -39,3 +42,27 @@ def test_what_a_folder_is_made_with(tmp_path: Path) -> None:
         ensure_folder(tmp_path / "file")
     with pytest.raises(NotADirectoryError):
         ensure_folder(tmp_path / "file" / "below", parents=True)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_user_without_name_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
+    """As in a container with ``--user 1234``."""
+
+    def nobody(*_: object) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert user_name() == str(os.getuid())
+    folder = tmp_path / f"trainkit-{os.getuid()}"
+    if taken:
+        folder.mkdir(0o777)
+        folder.chmod(0o777)
+        with pytest.raises(PermissionError, match="set HOME"):
+            state_folder({})
+        return
+    assert state_folder({}) == folder / ".local/state/trainkit"
+    assert config_folder({}) == folder / ".config/trainkit"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700

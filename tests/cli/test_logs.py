@@ -1,3 +1,8 @@
+from tests.support.runs import make_attempt
+from trainkit.cli import logs
+from trainkit.cli.main import main
+
+
 def test_ranks_nodes_attempts_and_lines(desk):
     desk.works("for i in range(3): print(i, flush=True)")
     run = desk.submit("--nodes", "2")
@@ -16,6 +21,15 @@ def test_ranks_nodes_attempts_and_lines(desk):
     assert desk.trainkit("logs", "last", "-f", "--lines", "1").stdout.splitlines() == ["2"]
     run.job_file.unlink()
     assert desk.trainkit("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
+
+
+def test_a_log_is_not_in_memory(tmp_path, monkeypatch, capsys):
+    attempt = make_attempt(tmp_path / "run")
+    attempt.rank_log(0).parent.mkdir(exist_ok=True)
+    attempt.rank_log(0).write_text("one\nthirteen\ntwo")
+    monkeypatch.setattr(logs, "MAX_LINE_BYTES", 5)
+    assert main(["logs", str(attempt.run.path)]) == 0
+    assert capsys.readouterr().out == "one\nthirt\neen\ntwo\n"
 
 
 def test_what_is_not_there(desk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,7 +41,12 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     argv = start(str(run.path), "--port", str(port))
     place = ["--logdir", str(run.tensorboard_dir), "--host", "127.0.0.1", "--port", str(port)]
-    assert argv == [sys.executable, "-m", "tensorboard.main", *place]
+    assert argv[0] == sys.executable
+    assert argv[3:] == ["tensorboard.main", *place]
+    (tmp_path / "tensorboard.py").write_text("print('of a stranger')")
+    shown = subprocess.run([*argv[:4], "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert "--logdir" in shown.stdout
+    assert "stranger" not in shown.stdout
     url, ssh = capfd.readouterr().out.splitlines()
     assert url == f"http://127.0.0.1:{port}"
     assert ssh.startswith(f"ssh -L {port}:127.0.0.1:{port} ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,28 @@ def test_aliases_work(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("model: {dim: &n 64, ffn_dim: *n}\n")
     assert read_yaml_file(file, "a.yaml").plain() == {"model": {"dim": 64, "ffn_dim": 64}}
+
+
+def test_aliases_do_not_multiply_without_end(tmp_path: Path) -> None:
+    """Ten lines that stand for ten billion values."""
+    file, lines = tmp_path / "a.yaml", ["a0: &a0 [1]"]
+    for number in range(1, 11):
+        lines.append(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]")
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 100,000 values"):
+        read_yaml_file(file, "a.yaml")
+
+
+@pytest.mark.parametrize("kind", ["large", "pipe"])
+def test_what_is_no_config_is_not_read(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "a.yaml"
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        with file.open("wb") as stream:
+            stream.truncate(10**12)
+    with pytest.raises(ConfigError, match="this is no config"):
+        read_yaml_file(file, "a.yaml")
 
 
 def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:

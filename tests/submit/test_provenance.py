@@ -135,8 +135,10 @@ def test_a_private_key_in_a_diff():
     assert "MIIE" not in masked
 
 
-def test_files_that_usually_contain_secrets_are_left_out_of_the_diff(tmp_path):
+@pytest.mark.parametrize("setting", ["color.ui=always", "diff.external=cat", "diff.noprefix=true", "a.b=c"])
+def test_files_that_usually_contain_secrets_are_left_out_of_the_diff(tmp_path, setting):
     git(tmp_path, "init", "-b", "trunk")
+    git(tmp_path, "config", *setting.split("="))
     for name in (".env", "deep er/id_rsa", "file.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("one\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.rundir import AttemptDir, RunDir
+
+
+MAX_LINE_BYTES = 2**20
+"""A longer line is printed as several."""
 
 
 @click.command(
@@ -56,7 +62,7 @@ def command(
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.job.failed_starts import batch_log
-    from trainkit.observe.follow import LogTail, follow, start_of_last
+    from trainkit.observe.follow import follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
     from trainkit.run.record import AttemptRecord, read_job
 
@@ -84,10 +90,12 @@ def command(
             f"its logs are in {attempt.logs_dir}",
         )
     for path in paths:
-        start = 0 if lines is None else start_of_last(path, lines)
-        texts = LogTail(path, start).read_rest()
-        for text in texts if lines is None else texts[max(0, len(texts) - lines) :]:
-            click.echo(f"{path.stem} | {text}" if named else text)
+        with path.open("rb") as stream:
+            stream.seek(0 if lines is None else start_of_last(path, lines))
+            found = iter(partial(stream.readline, MAX_LINE_BYTES), b"")
+            for raw in found if lines is None else deque(found, lines):
+                text = raw.removesuffix(b"\n").decode(errors="replace")
+                click.echo(f"{path.stem} | {text}" if named else text)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{quote(str(run.path))} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ import click
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import run_argument
 from trainkit.errors import UsageError
+from trainkit.folders import user_name
 
 HOST = "127.0.0.1"
 PORTS = {"tensorboard": 6006, "mlflow": 5000}
@@ -47,9 +47,14 @@ def command(run_name: str, tool: str, port: int | None) -> None:
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
     _refuse_busy(port)
     click.echo(f"http://{HOST}:{port}")
-    click.echo(f"ssh -L {port}:{HOST}:{port} {getpass.getuser()}@{socket.gethostname()}")
+    click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", *argv])
+    # As with -m, but no module in the current folder is imported.
+    start = (
+        "import runpy, sys; sys.path[:] = filter(None, sys.path); "
+        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    )
+    os.execv(sys.executable, [sys.executable, "-c", start, *argv])
 
 
 def _refuse_busy(port: int) -> None:

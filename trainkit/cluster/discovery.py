@@ -6,7 +6,6 @@ can contain.
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from typing import Literal
 
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.errors import TrainkitError
+from trainkit.folders import user_name
 from trainkit.slurm.client import (
     FIELD,
     QUERY_TIMEOUT_S,
@@ -83,7 +83,7 @@ def query_cluster(
     Accounts and QOS are included only `with_accounts`. The QOS that an account may use, and the limits that
     a QOS overrides, are known only to accounting (`query_qos`). Raises SlurmUnreachable after `timeout_s`.
     """
-    user = user or getpass.getuser()
+    user = user or user_name()
     commands: list[Sequence[str]] = [CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV]
     if with_accounts:
         commands.append(["scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos"])
@@ -294,7 +294,7 @@ def _query_accounts(
 ) -> tuple[Account, ...] | None:
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         return None
-    argv = [*_ACCOUNTS_ARGV, f"name={user or getpass.getuser()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
+    argv = [*_ACCOUNTS_ARGV, f"name={user or user_name()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
     try:
         return parse_accounts(run_slurm(argv, ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ)))
     except TrainkitError:

@@ -24,6 +24,7 @@ from trainkit.config.running import SLURM_TIME, OneLine, ResourcesConfig
 from trainkit.config.section import AtLeastOne, Section, list_field
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
+from trainkit.folders import config_folder
 from trainkit.formats import memory_mib, time_limit_s
 from trainkit.resources import shipped_configs
 from trainkit.slurm.environment import cluster_name
@@ -51,8 +52,7 @@ class FoundProfile:
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder that `trainkit init` writes profiles to."""
-    home = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(home) / "trainkit" / FOLDER
+    return config_folder(environ) / FOLDER
 
 
 def find_profile(

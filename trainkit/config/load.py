@@ -24,6 +24,7 @@ from trainkit.config.validation import (
 )
 from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.folders import config_folder
 from trainkit.resources import shipped_configs
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
@@ -133,8 +134,7 @@ def _read_layers(
     """Every layer, the lowest precedence first."""
     trees = []
     if layers:
-        home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        for defaults in (home / "trainkit" / "config.yaml", reader.cwd / PROJECT_FILE):
+        for defaults in (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE):
             if defaults.is_file():
                 trees.append(reader.file(defaults))
     file = None

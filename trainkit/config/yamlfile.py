@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,9 @@ import yaml
 from trainkit.errors import ConfigError, Problem
 
 TAG = "tag:yaml.org,2002:"
+MAX_FILE_BYTES = 10_000_000
+MAX_VALUES = 100_000
+"""Aliases of aliases make any number of values out of a few hundred bytes."""
 _PATTERNS = {
     "null": r"^(?:~|null|Null|NULL|)$",
     "bool": r"^(?:true|True|TRUE|false|False|FALSE)$",
@@ -202,7 +206,12 @@ def _reason(error: yaml.YAMLError) -> str:
 
 def _read_text(path: Path, shown: str) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError
+        if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_FILE_BYTES:
+            return path.read_bytes().decode("utf-8-sig")
+        message, problem_hint = "this is no config", f"a config is a file of at most {MAX_FILE_BYTES:,} bytes"
     except FileNotFoundError:
         message, problem_hint = "file not found", ""
     except IsADirectoryError:
@@ -224,9 +233,13 @@ class _Builder:
         self.shown = shown
         self.problems: list[Problem] = []
         self.open_nodes: set[int] = set()
+        self.count = 0
 
     def entry(self, node: yaml.Node, path: tuple[str, ...]) -> Entry:
         origin = self.origin(node)
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise ConfigError([Problem("", f"the config has more than {MAX_VALUES:,} values", origin)])
         if id(node) in self.open_nodes:
             self.problem(node, path, "the value contains an alias of itself")
             return Entry(None, origin)

@@ -37,7 +37,7 @@ from trainkit.data.sources import (
 )
 from trainkit.data.tokenizer_identity import check_made_by, identify
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
+from trainkit.folders import ensure_folder, home
 
 CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
@@ -46,7 +46,7 @@ def cache_folder(config: DataConfig) -> Path:
     """`data.cache_dir`, or a folder in the user's cache."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
     return Path(root) / "trainkit" / "data"
 
 

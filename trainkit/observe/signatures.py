@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.folders import config_folder
 
 SHIPPED = Path(__file__).with_name("signatures.yaml")
 FILE_NAME = "signatures.yaml"
@@ -64,11 +65,8 @@ class Signature:
 
 def user_files(cwd: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[Path, str]]:
     """The signature files of the project and of the user that exist, each with its name in messages."""
-    config_home = Path(
-        environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config"
-    )
     files = [(cwd / FILE_NAME, FILE_NAME)]
-    in_home = config_home / "trainkit" / FILE_NAME
+    in_home = config_folder(environ) / FILE_NAME
     files.append((in_home, str(in_home)))
     return [(path, shown) for path, shown in files if path.is_file()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
+from trainkit.folders import ensure_folder, user_name
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
@@ -35,6 +34,8 @@ from trainkit.submit.secrets import mask_diff, without_secrets
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
+DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+"""What a user's configuration of git may change, and the mask for secrets must know."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
         "executable": sys.executable,
         "cwd": str(cwd),
         "host": os.uname().nodename,
-        "user": _user(),
+        "user": user_name(),
         "git": git_state(cwd),
     }
 
@@ -181,7 +182,9 @@ def git_state(cwd: Path) -> dict[str, Any] | None:
     sha = _git(cwd, "rev-parse", "HEAD")
     if sha is None:
         return None
-    diff = _git(cwd, "diff", "HEAD")
+    diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
+    if diff is not None and diff and not diff.startswith("diff --git "):
+        diff = None  # of a form in which secrets would not be found
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
@@ -207,10 +210,3 @@ def _git(cwd: Path, *args: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", errors="replace")
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return None  # a container whose user id has no name
