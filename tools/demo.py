@@ -20,7 +20,7 @@ SHORT = (
     *("--set", f"train.steps={NUM_STEPS}", "--set", "train.log_every=4", "--set", "train.eval_every=null"),
     *("--set", f"checkpoint.every_steps={SAVE_EVERY}"),
 )
-SUBMIT = ("submit", "quickstart", "--nodes", "2", *SHORT)
+SUBMIT = ("submit", "quickstart", "--nodes", "2", "--backend", "local", *SHORT)
 START_TIMEOUT_S = 300.0
 NEXT = """
 Next steps:
@@ -31,13 +31,13 @@ Next steps:
   trainkit resume last --nodes 1 --set train.steps=72 --follow
                                                  continue on one node instead of two
   trainkit drill quickstart --nodes 2            interrupt it in every way possible here
-  trainkit submit quickstart --nodes 2 --dry-run show the plan, on a Slurm cluster also the script
+  trainkit submit quickstart --nodes 2 --dry-run show the plan of the same on a Slurm cluster, and its script
 """
 
 
 def main() -> None:
     """Run the demo; exits with 1 if the losses differ."""
-    print_heading("Train a small model as a job of two nodes: here, two processes on this machine.")
+    print_heading("Train a small model as two processes on this machine.")
     uninterrupted = submit("--follow")
 
     print_heading("Start the same training again, and kill it after its first checkpoint.")

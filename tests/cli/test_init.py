@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.main import main
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.target import Target
+from trainkit.config import load_config
+from trainkit.plan.facts import Facts
+from trainkit.plan.make_plan import make_plan
 
 
 @pytest.fixture
@@ -50,6 +55,17 @@ def test_no_cluster_to_describe(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["init", "--cluster", "west"]) == 2
     assert "--cluster west: Slurm is not installed on this machine" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8, 16, 64])
+def test_a_task_trains_on_any_number_of_gpus(folder: Path, num_gpus: int) -> None:
+    assert main(["init", "--task", "ring"]) == 0
+    loaded = load_config("ring.yaml", environ={}, cwd=folder)
+    machine = Machine(64, 0, (), "its GPUs are simulated")
+    target = Target("local", "simulated", node_sizes=(num_gpus,))
+    batch = make_plan(loaded, Facts(machine, target)).batch
+    assert batch.global_batch_size == 128
+    assert batch.device_batch_size * batch.accumulation_steps * num_gpus == 128
 
 
 def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
