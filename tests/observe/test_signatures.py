@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_the_shipped_signatures_are_sound() -> None:
         groups = {name for pattern in signature.patterns for name in pattern.groupindex}
         assert set(placeholders(signature.causes[-1])) <= known | groups, signature.name
         assert not any(text.endswith(".") for text in (*signature.causes, *signature.advice)), signature.name
+
+
+def test_no_line_of_a_log_takes_a_signature_long() -> None:
+    """A line of 20,000 characters: a pattern that begins anew at each of them takes 200 million steps."""
+    starts = ["a", " ", "(", '"', ".", "a.", "1", "0x", "rank 1 ", "Error: ", "node1: ", "a=b ", "Traceback "]
+    slow = []
+    for signature in load_signatures():
+        for pattern in signature.patterns:
+            own = re.sub(r"\\[a-zA-Z]|[\^$()?*+|\[\]{}]", "", pattern.pattern)[:20] or "a"
+            began_s = time.process_time()
+            for start in (*starts, own, f"{own}a", own[:6]):
+                list(pattern.finditer((start * 20_000)[:20_000]))
+            if time.process_time() - began_s > 1.0:
+                slow.append(f"{signature.name}: {pattern.pattern}")
+    assert not slow
 
 
 def test_signatures_of_the_user(tmp_path: Path) -> None:
