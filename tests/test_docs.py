@@ -283,6 +283,8 @@ def test_every_command_and_option_of_the_docs_exists() -> None:
 
 
 OPTIONS_OF_LAUNCHED_TOOLS = {
+    "--max-restarts",  # of torchrun
+    "--standalone",
     "--config",  # --config_file of accelerate
     "--init",  # --init_from of nanoGPT
     "--adam-beta",
