@@ -262,7 +262,7 @@ def config_keys() -> set[str]:
 def test_every_config_key_exists(page: Path) -> None:
     keys = config_keys()
     sections = {key.partition(".")[0] for key in keys if "." in key}
-    files = {"config.yaml", "data.source", "model.safetensors"}
+    files = {"config.yaml", "data.source", "model.safetensors", "model.training", "model.state_dict"}
     text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
     named = set(re.findall(rf"(?<![\w./])((?:{'|'.join(sections)})\.[a-z]\w*)", text))
     unknown = {key for key in named - keys - files if not key.endswith((".json", ".yaml", ".py"))}

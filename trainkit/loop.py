@@ -143,7 +143,11 @@ def _own_attempt(run: RunDir, world: World) -> AttemptDir:
 
 
 class Attached:
-    """A rank of a run whose loop is the user's own; made by `attach`."""
+    """A rank of a run whose loop is the user's own; made by `attach`.
+
+    It has `rank`, `local_rank`, `world_size` and `device`, as in torch; `run_dir`, the folder of the run; and
+    `attempt`, how many times the run has started, from 1 on.
+    """
 
     def __init__(
         self,
@@ -160,9 +164,7 @@ class Attached:
         self.world_size = env.world_size
         self.device = world.device
         self.run_dir: Path = attempt.run.path
-        """The run folder, the same at every start."""
         self.attempt = attempt.number
-        """How many times the run has started, from 1 on."""
         self._world = world
         self._attempt = attempt
         self._stop = stop
