@@ -13,9 +13,8 @@ from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
 from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
-from trainkit.job.array_tasks import create_task_run
 from trainkit.run.files import read_json, write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.rundir import RunDir
 from trainkit.submit import array_spec
 

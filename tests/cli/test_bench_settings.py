@@ -17,11 +17,10 @@ from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import CancelResult
-from trainkit.control.run_registry import find_bench_folder
 from trainkit.errors import UsageError
-from trainkit.job.array_tasks import create_task_run
 from trainkit.run.files import read_json, write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, create_task_run
+from trainkit.run.registry import find_bench_folder
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import array_spec

@@ -17,8 +17,8 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.plan.sweep import difference
 from trainkit.run.files import read_json
+from trainkit.run.group import difference
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import sweep
 from trainkit.submit.sweep import create_group, group_script, start_group

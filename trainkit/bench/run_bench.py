@@ -9,9 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.bench.bench_file import Bench, BenchRun
-from trainkit.bench.measure import measured
-from trainkit.control.jobs import (
+from trainkit.backends.jobs import (
     JobQuery,
     live_entry,
     liveness_probe,
@@ -19,6 +17,8 @@ from trainkit.control.jobs import (
     query_known_jobs,
     recover_group_job_id,
 )
+from trainkit.bench.bench_file import Bench, BenchRun
+from trainkit.bench.measure import measured
 from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import NOT_STARTED, ORDER, GroupFiles, GroupStatus, PointStatus
 from trainkit.observe.status import read_status

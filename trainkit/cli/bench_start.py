@@ -141,7 +141,7 @@ def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
     """Run the points one after another on this machine, and write the summary."""
     from trainkit.bench.run_bench import end_line, run_here
     from trainkit.cli.following import print_copied
-    from trainkit.control.run_registry import isolated_state
+    from trainkit.run.registry import isolated_state
     from trainkit.submit.create import create_run
     from trainkit.submit.start import start_run
 

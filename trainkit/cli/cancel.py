@@ -33,8 +33,8 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
     """
     from trainkit.control.cancel import cancel_group, cancel_run
-    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.run.group import RunGroup
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
 
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
@@ -96,7 +96,7 @@ def _require_ended(bench: Bench) -> None:
 
 def _note_other_arrays(group: RunGroup) -> None:
     """Say that the other arrays of a bench continue, if the group is one of several."""
-    from trainkit.control.run_registry import find_bench_folder
+    from trainkit.run.registry import find_bench_folder
 
     folder = find_bench_folder(str(group.path.parent), with_groups=False)
     if folder is not None and len(list(folder.glob("*/sweep.json"))) > 1:

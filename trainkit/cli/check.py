@@ -76,9 +76,9 @@ def command(
     """
     from trainkit.config.loaded import origin_lines
     from trainkit.run.rundir import RUNS_FOLDER
+    from trainkit.submit.create import local_locks, require_locks
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
-    from trainkit.submit.run_folder import local_locks, require_locks
     from trainkit.submit.user_code_check import smoke_problems
 
     if world_size is None and rank is not None:

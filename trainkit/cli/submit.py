@@ -125,7 +125,7 @@ def _warn(text: str) -> None:
 
 def _check_locks(plan: LaunchPlan, folder: Path | None) -> None:
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.run_folder import local_locks, require_locks
+    from trainkit.submit.create import local_locks, require_locks
 
     require_locks(folder or Path(RUNS_FOLDER))
     # Without Slurm the job is on this host.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backends import JobStatus
-from trainkit.control.jobs import QUERY_INTERVAL_S, job_statuses, open_job_ids, query_known_jobs
+from trainkit.backends.jobs import QUERY_INTERVAL_S, job_statuses, open_job_ids, query_known_jobs
 from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.run_files import EventHistory, RunFiles
 from trainkit.observe.run_view import RunView, read_view

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
 
+from trainkit.backends.jobs import query_job_status
 from trainkit.config import read_effective
-from trainkit.control.jobs import query_job_status
-from trainkit.control.run_registry import find_run_or_group
 from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.status import read_status
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.group import RunGroup
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
 

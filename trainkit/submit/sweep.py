@@ -13,15 +13,15 @@ from typing import Any
 from trainkit.backends import BACKENDS, JobScript
 from trainkit.backends.slurm import removed_unless_submitted, submit_file
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import difference, filled_in, key_without_seed, names_key, shown, shown_value
+from trainkit.plan.sweep import filled_in, key_without_seed, names_key, shown, shown_value
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import utc_now, write_atomic, write_json
-from trainkit.run.group import GROUP_VERSION, Point, RunGroup
+from trainkit.run.group import GROUP_VERSION, Point, RunGroup, difference
 from trainkit.run.record import submission_token
+from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import cluster_name
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
