@@ -33,12 +33,6 @@ def test_everything_of_the_config_gets_there() -> None:
     assert found.context == {"environment": found}
 
 
-def test_config_comes_after_the_cluster() -> None:
-    launch = LaunchConfig(env={"B": "config", "C": "config"})
-    found = make(launch, env={"A": "cluster", "B": "cluster"})
-    assert dict(found.env) == {"A": "cluster", "B": "config", "C": "config"}
-
-
 def problems(**launch: Any) -> list[tuple[str, str]]:
     return [(key, message) for key, message, _ in launch_problems(LaunchConfig(**launch))]
 

@@ -43,7 +43,7 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.submit.create import new_folder
 from trainkit.submit.plan_run import Gatherer, gather, plan_run
-from trainkit.submit.sweep import PlannedPoint, job_difference
+from trainkit.submit.submission import LoadedPoint, PlannedPoint, job_difference
 
 ORIGIN = "trainkit bench"
 OPTION = "--out"
@@ -204,9 +204,7 @@ class PlannedBench:
             return self.create(folder, names)
 
 
-def plan_settings(
-    request: BenchRequest, points: Iterable[tuple[dict[str, Any], LoadedConfig | ConfigError]]
-) -> PlannedBench:
+def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> PlannedBench:
     """Plan the run of every point of a sweep; `points` are the values and the config with these values.
 
     Points that cannot run are listed with the reason. Raises the ConfigError of the first point if none can
@@ -216,7 +214,7 @@ def plan_settings(
     errors: list[ConfigError] = []
     planned: list[BenchPoint] = []
     impossible: dict[str, str] = {}
-    for values, loaded in points:
+    for _, values, loaded in points:
         try:
             if isinstance(loaded, ConfigError):
                 raise loaded

@@ -66,10 +66,10 @@ def bench_layouts(config: ConfigRequest, layouts: Sequence[str], typed: BenchOpt
 def bench_settings(config: ConfigRequest, sweep: GroupRequest, typed: BenchOptions) -> int:
     """Run the points of a sweep, submit them, or only list them."""
     from trainkit.bench.plan_bench import plan_settings
+    from trainkit.plan.workload import TRAINER
 
     request = typed.request(config)
-    _, values = sweep.points(None)
-    points = ((values[index], loaded) for index, loaded in sweep.load_points(config, values))
+    _, points = sweep.points(config, TRAINER)
     return _bench(plan_settings(request, points), typed)
 
 
@@ -213,33 +213,33 @@ def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     from trainkit.bench.plan_bench import OPTION
     from trainkit.cli.following import print_copied
-    from trainkit.submit.array_spec import ArraySpec, refuse_too_large
+    from trainkit.run.group import RunGroup
     from trainkit.submit.create import new_folder
-    from trainkit.submit.sweep import create_group
+    from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large
 
     argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
     specs = [ArraySpec(tuple(range(len(runs))), typed.at_once) for runs in arrays]
     refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
-        group, code = create_group(planned.runs, specs[0].directive, argv, typed.folder, OPTION)
-        print_copied(code)
-        return planned.create(group.path, [str(index) for index in specs[0].indices])
+        created = Submission(planned.runs, specs[0]).create(argv, typed.folder, OPTION)
+        print_copied(created.code)
+        return planned.create(created.run.path, [str(index) for index in specs[0].indices])
     places: dict[int, str] = {}
-    first: RunGroup | None = None
+    first = None
     with new_folder(planned.name, typed.folder, OPTION) as (folder, _):
         for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
             points = [replace(run, index=index) for index, run in enumerate(runs)]
             place = folder / f"array-{number}"
-            group, code = create_group(points, spec.directive, argv, place, OPTION, code_from=first)
-            first = first or group
+            created = Submission(points, spec).create(argv, place, OPTION, code_from=first)
+            first = first or RunGroup(created.run.path)
             places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
-        print_copied(code)
+        print_copied(created.code)
         return planned.create(folder, [places[index] for index in sorted(places)])
 
 
 def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
     """Submit arrays that run one after another: all of them, or none."""
-    from trainkit.submit.sweep import start_group
+    from trainkit.submit.submission import start_group
 
     num_started = 0
     try:

@@ -67,11 +67,11 @@ def make_job_environment(
 ) -> JobEnvironment:
     """The environment for a launch section and its interpreter.
 
-    `env` are the variables of the cluster profile, which `launch.env` overrides. A container mounts `folders`
+    `env` are its variables, by default those of `launch`. A container mounts `folders`
     in addition to the run folder and `workdir`; `runtime` is the result of `container_runtime`. The path of
     an image is relative to `cwd`, by default `workdir`.
     """
-    variables = {**(env or {}), **launch.env}
+    variables = launch.env if env is None else env
     options: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     if launch.container is not None:
