@@ -12,8 +12,8 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.job_environment import make_job_environment
-from trainkit.submit.templates import render
+from trainkit.submit.environment import make_job_environment
+from trainkit.submit.script import render
 
 PARTIAL = "partials/environment.sh.j2"
 HOSTILE = (

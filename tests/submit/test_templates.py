@@ -9,9 +9,9 @@ import pytest
 
 from trainkit.errors import UsageError
 from trainkit.resources import shipped_templates
-from trainkit.submit import templates
-from trainkit.submit.job_environment import JobEnvironment
-from trainkit.submit.templates import render
+from trainkit.submit import script as templates
+from trainkit.submit.environment import JobEnvironment
+from trainkit.submit.script import render
 
 PARTIAL = "partials/environment.sh.j2"
 CONTEXT = {"environment": JobEnvironment("/w", ("python3",), ("python3",))}

@@ -26,7 +26,7 @@ from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import AttemptRecord, is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.environment import cluster_name
-from trainkit.submit.code.snapshot import renewed_code
+from trainkit.submit.snapshot import renewed_code
 from trainkit.submit.start import start_attempt
 
 REPLAY_FILE = "replay.json"

@@ -29,10 +29,9 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import create_job
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
-from trainkit.submit.code.snapshot import copy_code, wants_copy
 from trainkit.submit.interpreters import own_packages
-from trainkit.submit.preflight_checks import refuse_leaks
-from trainkit.submit.secrets import mask_diff, without_secrets
+from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
+from trainkit.submit.snapshot import copy_code, wants_copy
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000

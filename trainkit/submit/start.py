@@ -24,7 +24,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
-from trainkit.submit.preflight_checks import refuse_leaks
+from trainkit.submit.secrets import refuse_leaks
 
 
 def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> AttemptRecord:

@@ -31,12 +31,12 @@ from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import show_config
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.states import array_indices
-from trainkit.submit.code.snapshot import planned_code
 from trainkit.submit.create import CreatedRun, create_run, future_run, new_folder, write_origin
 from trainkit.submit.dependency import job_ids_of, with_dependency
 from trainkit.submit.plan_run import Gatherer, plan_run
-from trainkit.submit.preflight_checks import refuse_leaks
 from trainkit.submit.script import script_for
+from trainkit.submit.secrets import refuse_leaks
+from trainkit.submit.snapshot import planned_code
 from trainkit.submit.start import start_run
 
 MAX_SHOWN = 10
