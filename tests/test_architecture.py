@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (315, 61_145), "tests": (380, 54_726)}
+SIZES = {"trainkit": (315, 61_092), "tests": (380, 54_746)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -76,7 +76,7 @@ ALLOWED = {
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
         *("errors", "run", "config", "data", "cluster", "plan", "job", "control"),
-        *("submit", "bench.layouts"),  # `--layout` is spelled as there
+        "submit",
     },
     # Checks machines before there is a run.
     "doctor": {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.bench.bench_file import LAYOUT, Bench, BenchLength, BenchRun, write_bench
-from trainkit.bench.layouts import DEGREES, layout_name
 from trainkit.plan.launch import Layout
+from trainkit.plan.layouts.axis import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.rundir import RunDir
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from trainkit.config import RunConfig
-from trainkit.config.changes import Change, short_training
+from trainkit.config.changes import Change
 from trainkit.errors import UsageError
 from trainkit.plan.sweep import shown
 from trainkit.run.files import read_json, write_json
@@ -65,56 +64,6 @@ def profiled_ranks(world_size: int) -> tuple[int, ...]:
 
 
 Kind = Literal["layouts", "settings"]
-
-
-def bench_changes(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> list[Change]:
-    """The values that a bench sets in the config of all its runs, changed or not.
-
-    Model, data and optimizer are not among them.
-    """
-    return [
-        *([] if keep_name else _named(config, kind)),
-        *short_training(config, length.steps, "bench"),
-        *_bare(config),
-    ]
-
-
-def effective(changes: Sequence[Change]) -> list[Change]:
-    """The changes that change something."""
-    return [change for change in changes if change.value != change.before]
-
-
-def _named(config: RunConfig, kind: Kind) -> Iterator[Change]:
-    yield Change("name", f"{config.name}-{kind}"[:100], config.name, "runs of a bench have their own name")
-
-
-def _bare(config: RunConfig) -> Iterator[Change]:
-    """The changes so that runs save nothing, log less and are not restarted."""
-    checkpoint, requeue, logging = config.checkpoint, config.requeue, config.logging
-    reason = "a bench saves nothing"
-    yield Change("checkpoint.every_steps", None, checkpoint.every_steps, reason)
-    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, reason)
-    yield Change("checkpoint.best_metric", None, checkpoint.best_metric, reason)
-    yield Change("checkpoint.async", False, checkpoint.async_save, "a bench needs no memory for saves")
-    yield Change("requeue.on", [], list(requeue.on), "a failed run is not restarted")
-    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a failed run is not restarted")
-    reason = "the result is summary.csv"
-    yield Change("logging.tensorboard", False, logging.tensorboard, reason)
-    yield Change("logging.mlflow", None, logging.mlflow, reason)
-    yield Change("logging.wandb", None, logging.wandb, reason)
-
-
-def profiler_changes(config: RunConfig, length: BenchLength, world_size: int) -> list[Change]:
-    """The values that a bench sets in the section `profiler`, changed or not."""
-    profiler, reason = config.profiler, "measures exposed communication"
-    ranks = list(profiled_ranks(world_size))
-    return [
-        Change("profiler.start_step", length.first_profiled, profiler.start_step, reason),
-        Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, reason),
-        Change("profiler.ranks", ranks, list(profiler.ranks), reason),
-    ]
-
-
 BENCH_VERSION = 2
 """Version 1 has layouts only, one run of each."""
 SUMMARY_FILE = "summary.csv"
