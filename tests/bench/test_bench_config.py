@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trainkit.bench import plan_bench
-from trainkit.bench.bench_file import PROFILED_STEPS, BenchLength, profiled_ranks
 from trainkit.bench.plan_bench import (
     BenchRequest,
     PlannedBench,
@@ -16,6 +15,7 @@ from trainkit.bench.plan_bench import (
     plan_layouts,
     profiler_changes,
 )
+from trainkit.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
 from trainkit.config import LoadedConfig, RunConfig, load_config
 from trainkit.config.changes import Change, with_values
 from trainkit.errors import ConfigError, Problem, UsageError

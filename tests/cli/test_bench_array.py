@@ -11,7 +11,7 @@ import pytest
 from tests.support.benches import train_made_up
 from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
-from trainkit.bench.bench_file import read_bench
+from trainkit.bench.run_bench import read_bench
 from trainkit.cli.main import main
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run

@@ -13,7 +13,7 @@ from steering import Desk
 from tests.support.benches import train_made_up
 from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
-from trainkit.bench.bench_file import read_bench
+from trainkit.bench.run_bench import read_bench
 from trainkit.cli.main import main
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import CancelResult

@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
-from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
+from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
 from trainkit.cli.watch_source import SlurmPoller
 from trainkit.control.cancel import CancelResult

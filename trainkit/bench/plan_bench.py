@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.bench_file import (
+from trainkit.bench.run_bench import (
     LAYOUT,
     PROFILED_STEPS,
     Bench,

@@ -16,9 +16,9 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench, BenchRun
     from trainkit.bench.measure import Row
     from trainkit.bench.plan_bench import BenchRequest, PlannedBench
+    from trainkit.bench.run_bench import Bench, BenchRun
     from trainkit.cli.options import ConfigRequest, GroupRequest
     from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
@@ -48,8 +48,8 @@ class BenchOptions:
         return None if self.out is None else Path(self.out)
 
     def request(self, config: ConfigRequest) -> BenchRequest:
-        from trainkit.bench.bench_file import BenchLength
         from trainkit.bench.plan_bench import BenchRequest
+        from trainkit.bench.run_bench import BenchLength
 
         return BenchRequest(
             config.path, BenchLength(self.steps, self.warmup), self.repeats, "name" in config.flags
@@ -139,7 +139,8 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
 
 def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
     """Run the points one after another on this machine, and write the summary."""
-    from trainkit.bench.run_bench import end_line, run_here
+    from trainkit.bench.run_bench import run_here
+    from trainkit.bench.summary import end_line
     from trainkit.cli.following import print_copied
     from trainkit.run.registry import isolated_state
     from trainkit.submit.create import create_run
@@ -170,7 +171,7 @@ def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
 
 def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
     """Submit the points, as one array or several; with --follow, wait and write the summary."""
-    from trainkit.bench.run_bench import wait_for_groups
+    from trainkit.bench.run_bench import wait_for_runs
 
     bench = _create_arrays(planned, typed)
     groups = bench.groups
@@ -190,7 +191,7 @@ def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
     jobs = ", ".join(str(group.job_id) for group in groups)
     click.echo(f"{bench.folder}: job{'s' if len(groups) > 1 else ''} {jobs}", err=True)
     try:
-        wait_for_groups(groups, lambda text: click.echo(text, err=True))
+        wait_for_runs(bench, lambda text: click.echo(text, err=True))
     except KeyboardInterrupt:
         click.echo(
             f"\ndetached; the runs continue: `{bench.command} --collect {shown}` writes the summary, "
@@ -279,7 +280,7 @@ def _undo(folder: Path, groups: Sequence[RunGroup], num_started: int) -> None:
 
 def summarize_folder(folder: str, as_json: bool) -> int:
     """Write the summary of the bench in a folder."""
-    from trainkit.bench.bench_file import read_bench
+    from trainkit.bench.run_bench import read_bench
 
     if not folder.strip():
         raise UsageError("--collect is empty", hint="name the folder of a bench")
@@ -317,7 +318,7 @@ def summarize(bench: Bench, as_json: bool) -> int:
 
 def _plot(bench: Bench, rows: list[Row]) -> list[str]:
     """Draw the plots, and print where they are or why there are none."""
-    from trainkit.bench.plots import INSTALL_HINT, can_plot, write_plots
+    from trainkit.bench.summary import INSTALL_HINT, can_plot, write_plots
 
     if not can_plot():
         click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)

@@ -15,7 +15,7 @@ from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
     from trainkit.observe.report import Report
     from trainkit.observe.sweep_report import Sweep
     from trainkit.run.group import RunGroup
@@ -64,7 +64,7 @@ def _find(text: str) -> RunDir | RunGroup | Bench:
     folder = find_bench_folder(text)
     if folder is None:
         return find_run_or_group(text)
-    from trainkit.bench.bench_file import read_bench
+    from trainkit.bench.run_bench import read_bench
 
     return read_bench(folder)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainkit.backends.jobs import JobQuery
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
@@ -47,7 +47,7 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
         return show_all_runs(show_all, as_json)
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
-        from trainkit.bench.bench_file import read_bench
+        from trainkit.bench.run_bench import read_bench
 
         return show_bench(read_bench(folder), show_all, as_json)
     found = find_run_or_group(run_name)

@@ -17,7 +17,7 @@ from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
     from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
 
@@ -56,7 +56,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     folder = None if run_name is None else find_bench_folder(run_name, with_groups=False)
     found: RunDir | RunGroup | Bench | None = None
     if folder is not None:
-        from trainkit.bench.bench_file import read_bench
+        from trainkit.bench.run_bench import read_bench
 
         found = read_bench(folder)
     elif run_name is not None:

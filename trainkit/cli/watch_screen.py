@@ -41,7 +41,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
 
 LOG_LINES = 200
 MAX_PROBLEM_LINES = 4

@@ -20,7 +20,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
 
 ANSWER_S = 5.0
 """How long a reading waits for Slurm when there are new jobs; then it shows what the files say."""
