@@ -33,7 +33,7 @@ def script(project: Path, interpreter: Interpreter | None = None, **launch: Any)
         workdir="/work dir",
         **given,
     )
-    return render(PARTIAL, environment.context, project)
+    return render(PARTIAL, {"environment": environment}, project)
 
 
 def bash(cwd: Path, text: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:

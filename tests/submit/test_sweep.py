@@ -242,12 +242,12 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
     count(submission, "plan_run")
     count(ConfigRequest, "load")
     array, found = group.points(request_of_config, TRAINER)
-    loaded = [point for point in found if point[1].get("optimizer.lr") != -1]
+    loaded = [point for point in found if point.values.get("optimizer.lr") != -1]
     assert calls["load"] == num_loads
     made = plan(loaded, array)
     points = made.points
     assert calls["plan_run"] == num_plans
-    assert [point.values for point in points] == [values for _, values, _ in loaded]
+    assert [point.values for point in points] == [point.values for point in loaded]
     for point in points[:: len(points) - 1]:
         flags = {key: (f"--sweep {key}={value}", value) for key, value in point.values.items()}
         alone = load_config("run.yaml", flags=flags, environ={})

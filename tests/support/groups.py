@@ -14,7 +14,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import workload_of
 from trainkit.run.group import RunGroup
-from trainkit.submit.submission import ArraySpec, PlannedPoint, Submission, checked
+from trainkit.submit.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 
 SUBMITTED_AT = "2026-01-01T00:00:00.000Z"
 CONFIG = """
@@ -42,7 +42,7 @@ def planned(
             plan = make_plan(loaded, Facts(LOGIN_NODE, target), workload_of(command))
             result.append(PlannedPoint(index, values, loaded.config, plan))
         except ConfigError as error:
-            refused.append((index, values, error))
+            refused.append(LoadedPoint(index, values, error))
     return checked(result, refused, ArraySpec(tuple(points), None)).points
 
 

@@ -260,7 +260,7 @@ def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> Plann
 
     Raises the ConfigError of the first point if none can run, and UsageError for a key that a bench sets.
     """
-    found = (Candidate(values, loaded, values) for _, values, loaded in points)
+    found = (Candidate(point.values, point.loaded, point.values) for point in points)
     return _plan("settings", request, found, Gatherer(), {})
 
 

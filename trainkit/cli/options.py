@@ -407,7 +407,7 @@ class GroupRequest:
         they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
         """
         from trainkit.plan.sweep import combinations, parse_axes
-        from trainkit.submit.submission import ArraySpec, parse_array
+        from trainkit.submit.submission import ArraySpec, LoadedPoint, parse_array
 
         spec = None if self.array is None else parse_array(self.array)
         if self.sweeps:
@@ -421,22 +421,25 @@ class GroupRequest:
             return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
         loaded = request.load_to_plan(workload)
         if spec is None:
-            return None, iter([(0, {}, loaded)])
+            return None, iter([LoadedPoint(0, {}, loaded)])
         if not spec.indices:
             raise UsageError(
                 f"--array {self.array} limits how many tasks run at once, but names no tasks",
                 hint="for example --array 0-9%4",
             )
         if workload.is_command:
-            return spec, ((index, {}, loaded) for index in spec.indices)
+            return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
         seeds = ((index, loaded.config.seed + index) for index in spec.indices)
-        return spec, ((index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds)
+        return spec, (
+            LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+        )
 
 
 def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.names import is_known
     from trainkit.plan.sweep import key_without_seed, shown_value
+    from trainkit.submit.submission import LoadedPoint
 
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
@@ -444,7 +447,8 @@ def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[
         try:
             if key in loaded:
                 seed = values["seed"]
-                yield index, values, _with_seed(loaded[key], seed, f"--sweep seed={shown_value(seed)}")
+                own = _with_seed(loaded[key], seed, f"--sweep seed={shown_value(seed)}")
+                yield LoadedPoint(index, values, own)
                 continue
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
@@ -452,9 +456,9 @@ def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[
                 if is_known(tuple(key.split(".")))  # others are only in the command
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
-            yield index, values, loaded[key]
+            yield LoadedPoint(index, values, loaded[key])
         except ConfigError as error:
-            yield index, values, error
+            yield LoadedPoint(index, values, error)
 
 
 def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:

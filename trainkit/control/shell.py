@@ -69,7 +69,7 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
     launch = config.launch.model_copy(update={"container": None})
     environment = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
-    return render("shell.sh.j2", {**environment.context, "workdir": str(cwd), "bin": bin_folder}, cwd)
+    return render("shell.sh.j2", {"environment": environment, "workdir": str(cwd), "bin": bin_folder}, cwd)
 
 
 def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:

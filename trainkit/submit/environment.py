@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter, KeyProblem
@@ -45,10 +44,6 @@ class JobEnvironment:
     @property
     def rank_names(self) -> tuple[str, ...]:
         return RANK_VARIABLES
-
-    @property
-    def context(self) -> dict[str, Any]:
-        return {"environment": self}
 
 
 def make_job_environment(

@@ -67,7 +67,7 @@ def script_for(
         "per": plan.per,
         "step": step[:-1],
         "supervisor": (*environment.host_python, "-m", "trainkit.job.supervisor"),
-        **environment.context,
+        "environment": environment,
     }
     text = render(backend.template, context, cwd)
     script = JobScript(text, context["directives"], text, step, environment.host_python)

@@ -44,8 +44,6 @@ MAX_SHOWN = 10
 DEFAULT_MAX_ARRAY_SIZE = 1001
 _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
-LoadedPoint = tuple[int, dict[str, Any], LoadedConfig | ConfigError]
-"""The index of a point, its values, and the config with these values or its problems."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +117,22 @@ def _spans(indices: tuple[int, ...]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class PlannedPoint:
-    """One run to submit, with its config and plan."""
+class LoadedPoint:
+    """One run to plan, with its config or the problems of that."""
 
     index: int
     """Its number in the array."""
     values: dict[str, Any]
     """The values of the swept keys, by dotted key."""
+    loaded: LoadedConfig | ConfigError
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """One run to submit, with its config and plan."""
+
+    index: int
+    values: dict[str, Any]
     config: RunConfig
     plan: LaunchPlan
 
@@ -257,15 +264,16 @@ def plan_submission(
     """
     gatherer = Gatherer()
     planned: list[PlannedPoint] = []
-    refused: list[tuple[int, dict[str, Any], ConfigError]] = []
+    refused: list[LoadedPoint] = []
     # By values without the seed, on which no plan depends unless the command names it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
-    for index, values, loaded in points:
+    for point in points:
+        loaded = point.loaded
         if isinstance(loaded, ConfigError):
-            refused.append((index, values, loaded))
+            refused.append(point)
             continue
-        own = replace(workload, argv=workload.argv and filled_in(workload.argv, values))
-        key = (key_without_seed(values), own.argv)
+        own = replace(workload, argv=workload.argv and filled_in(workload.argv, point.values))
+        key = (key_without_seed(point.values), own.argv)
         if key not in plans:
             try:
                 facts = gatherer.facts(loaded, own)
@@ -280,9 +288,9 @@ def plan_submission(
                 plans[key] = error
         plan = plans[key]
         if isinstance(plan, LaunchPlan):
-            planned.append(PlannedPoint(index, values, loaded.config, plan))
+            planned.append(PlannedPoint(point.index, point.values, loaded.config, plan))
         else:
-            refused.append((index, values, plan))
+            refused.append(replace(point, loaded=plan))
     submission = checked(planned, refused, array)
     if not after:
         return submission
@@ -293,7 +301,7 @@ def plan_submission(
 
 def checked(
     planned: list[PlannedPoint],
-    refused: Sequence[tuple[int, dict[str, Any], ConfigError]],
+    refused: Sequence[LoadedPoint],
     array: ArraySpec | None,
 ) -> Submission:
     """The submission of points that must all have a plan and fit one array.
@@ -322,21 +330,19 @@ def checked(
     return Submission(planned, array)
 
 
-def _with_points(
-    refused: Sequence[tuple[int, dict[str, Any], ConfigError]], num_points: int
-) -> Iterator[Problem]:
+def _with_points(refused: Sequence[LoadedPoint], num_points: int) -> Iterator[Problem]:
     """The problems with their points; a problem of all points is shown without them."""
-    found: dict[Problem, list[tuple[int, dict[str, Any]]]] = {}
-    for index, values, error in refused:
-        for problem in error.problems:
-            found.setdefault(problem, []).append((index, values))
+    found: dict[Problem, list[LoadedPoint]] = {}
+    for point in refused:
+        for problem in point.loaded.problems if isinstance(point.loaded, ConfigError) else ():
+            found.setdefault(problem, []).append(point)
     limit = MAX_SHOWN if num_points > 1 else len(found)
     for problem, points in list(found.items())[:limit]:
         if len(points) == num_points:
             yield problem
             continue
         others = f" and {len(points) - 1:,} more" if len(points) > 1 else ""
-        text = f"point {points[0][0]} ({shown(points[0][1])}){others}"
+        text = f"point {points[0].index} ({shown(points[0].values)}){others}"
         yield replace(problem, origin=f"{text}: {problem.origin}" if problem.origin else text)
     if len(found) > limit:
         yield Problem("", f"and {len(found) - limit:,} more problems")
