@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from trainkit.config import load_config
 from trainkit.config.training import ModelConfig
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.submit.simulate import simulate, simulated_plan
+from trainkit.submit.trainer_process import simulate, simulated_plan
 from trainkit.trainer.models.decoder import Block, rope_table
 
 TOKENS = 4096

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from trainkit.cli.watch_screen import RunScreen, WatchApp
-from trainkit.control.run_registry import find_run
+from trainkit.run.registry import find_run
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 SCREEN_SIZE = (104, 28)

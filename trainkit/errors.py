@@ -66,6 +66,11 @@ class Problem:
     """The source of the value: ``configs/x.yaml:12``, ``--set train.steps=0``, ``TRAINKIT_SEED``."""
     hint: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """The key and what is wrong, in one line."""
+        return f"{self.key} {self.message}".strip()
+
     def render(self) -> str:
         place = f"{self.origin}: " if self.origin else ""
         subject = f"{self.key}: " if self.key else ""

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.bench_file import (
-    PROFILED_STEPS,
-    BenchLength,
+from trainkit.bench import plan_bench
+from trainkit.bench.plan_bench import (
+    BenchRequest,
+    PlannedBench,
     bench_changes,
     effective,
-    profiled_ranks,
+    plan_layouts,
     profiler_changes,
 )
+from trainkit.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
 from trainkit.config import LoadedConfig, RunConfig, load_config
 from trainkit.config.changes import Change, with_values
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.plan.facts import Facts
+from trainkit.plan.launch import LaunchPlan
 
 
 def load(folder: Path, *settings: str) -> LoadedConfig:
@@ -90,3 +94,46 @@ def test_one_step_has_to_be_measured() -> None:
 )
 def test_the_ranks_that_are_profiled(world_size: int, ranks: tuple[int, ...]) -> None:
     assert profiled_ranks(world_size) == ranks
+
+
+def layouts_of_four(folder: Path) -> PlannedBench:
+    shape = "model={preset: nano, num_layers: 8, num_kv_heads: 4}"
+    loaded = load(folder, "resources.gpus_per_node=4", "device=cpu", "launch.backend=local", shape)
+    return plan_layouts(BenchRequest("mine.yaml", BenchLength(30, 5), 1, keep_name=False), loaded, ())
+
+
+def test_a_bench_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 3)
+    planned = layouts_of_four(tmp_path)
+    assert [point.name for point in planned.points] == ["dp_shard=4", "dp_replicate=4", "tp=4"]
+    assert planned.left_out[:2] == ("pp=4", "dp_replicate=2,dp_shard=2")
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, **degrees: int) -> None:
+    """Refuse to plan layouts with these degrees, as if they were too large for a GPU."""
+    plan_run = plan_bench.plan_run
+
+    def plan(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
+        if all(getattr(loaded.config.parallel, name) == degree for name, degree in degrees.items()):
+            raise ConfigError([Problem("parallel.dp_shard", "is 1: too large for a GPU")])
+        return plan_run(loaded, facts)
+
+    monkeypatch.setattr(plan_bench, "plan_run", plan)
+
+
+def test_one_that_cannot_be_planned_makes_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 2)
+    refuse(monkeypatch, dp_replicate=4)
+    planned = layouts_of_four(tmp_path)
+    assert [point.name for point in planned.points] == ["dp_shard=4", "tp=4"]
+    assert planned.impossible["dp_replicate=4"] == "parallel.dp_shard is 1: too large for a GPU"
+
+
+def test_when_none_can_be_planned_the_config_is_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch)
+    with pytest.raises(ConfigError, match=r"parallel\.dp_shard: is 1: too large for a GPU"):
+        layouts_of_four(tmp_path)

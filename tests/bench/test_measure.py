@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
-from trainkit.bench.bench_file import Bench, BenchRun, read_bench
 from trainkit.bench.measure import Row, by_speed, measured, point_row, row_of
+from trainkit.bench.run_bench import Bench, BenchRun, read_bench
 from trainkit.bench.summary import COLUMNS, csv_text, find_fastest, summary_table
 from trainkit.run.events import read_metrics
 from trainkit.run.files import write_json

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.benches import made_up_bench, train_made_up
 from trainkit.bench.measure import Row, point_row, row_of
-from trainkit.bench.plots import PLOTS, lines_of, write_plots
+from trainkit.bench.summary import PLOTS, lines_of, write_plots
 
 pytest.importorskip("matplotlib")
 

@@ -11,13 +11,12 @@ import pytest
 from tests.support.benches import train_made_up
 from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
-from trainkit.bench.bench_file import read_bench
+from trainkit.bench.run_bench import read_bench
 from trainkit.cli.main import main
-from trainkit.job.array_tasks import create_task_run
 from trainkit.run.files import read_json, write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.rundir import RunDir
-from trainkit.submit import array_spec
+from trainkit.submit import submission
 
 CONFIG = """
 name: small
@@ -36,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(array_spec, "show_config", dict)
+    monkeypatch.setattr(submission, "show_config", dict)
     monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
     monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
@@ -85,7 +84,7 @@ def test_so_many_run_at_once_as_was_asked_for(place: Path) -> None:
 
 
 def test_what_slurm_does_not_take_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_spec, "show_config", lambda: {"MaxArraySize": "3"})
+    monkeypatch.setattr(submission, "show_config", lambda: {"MaxArraySize": "3"})
     assert main([*TYPED, *LENGTH]) == 2
     assert not (place / "out").exists()
 

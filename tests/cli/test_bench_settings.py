@@ -13,18 +13,17 @@ from steering import Desk
 from tests.support.benches import train_made_up
 from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
-from trainkit.bench.bench_file import read_bench
+from trainkit.bench.run_bench import read_bench
 from trainkit.cli.main import main
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import CancelResult
-from trainkit.control.run_registry import find_bench_folder
 from trainkit.errors import UsageError
-from trainkit.job.array_tasks import create_task_run
 from trainkit.run.files import read_json, write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, create_task_run
+from trainkit.run.registry import find_bench_folder
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import array_spec
+from trainkit.submit import submission
 
 CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
@@ -146,7 +145,7 @@ class Sbatch:
         """The options of each."""
         self.refused: int | None = None
         self.unreachable: int | None = None
-        monkeypatch.setattr(array_spec, "show_config", dict)
+        monkeypatch.setattr(submission, "show_config", dict)
         monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:

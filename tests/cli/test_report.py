@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.benches import made_up_bench, train_made_up
 from tests.support.sweeps import made_up_sweep
+from trainkit.backends import jobs
 from trainkit.cli.main import main
-from trainkit.control import jobs
 
 
 @pytest.fixture(autouse=True)

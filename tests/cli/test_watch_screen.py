@@ -17,13 +17,13 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
-from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
+from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
 from trainkit.cli.watch_source import SlurmPoller
 from trainkit.control.cancel import CancelResult
-from trainkit.control.run_registry import register
 from trainkit.run.group import RunGroup
 from trainkit.run.record import AttemptRecord
+from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -167,7 +167,7 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
             raise answer
         return answer
 
-    monkeypatch.setattr("trainkit.submit.start.requeue_run", requeue)
+    monkeypatch.setattr("trainkit.control.requeue.requeue_run", requeue)
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")

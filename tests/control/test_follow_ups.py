@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.backends import jobs as control_jobs
 from trainkit.backends import slurm as slurm_backend
+from trainkit.backends.jobs import job_statuses, live_entry, liveness_probe, open_job_ids, require_not_running
 from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
-from trainkit.control import jobs as control_jobs
 from trainkit.control.cancel import cancel_run
-from trainkit.control.jobs import job_statuses, live_entry, liveness_probe, open_job_ids, require_not_running
-from trainkit.control.run_registry import find_run, register
+from trainkit.control.requeue import requeue_run
 from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import add_slurm_attempt, read_job, set_follow_ups, submission_token
+from trainkit.run.registry import find_run, register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
-from trainkit.submit.start import requeue_run
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
 WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")

@@ -13,7 +13,7 @@ from tests.support.folders import content
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code.snapshot import take_snapshot
+from trainkit.submit.snapshot import take_snapshot
 
 
 @pytest.fixture

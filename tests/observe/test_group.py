@@ -15,11 +15,10 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import UsageError
-from trainkit.job.array_tasks import create_task_run
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.lock import run_lock
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir

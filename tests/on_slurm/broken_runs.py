@@ -26,7 +26,7 @@ from tests.on_slurm.login import Login
 from tests.support import broken_runs
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.control.jobs import query_attempt_status
+from trainkit.backends.jobs import query_attempt_status
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 

@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.cli.main import main
 from trainkit.config import load_config
-from trainkit.submit import user_code_check
+from trainkit.submit import trainer_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,7 @@ def test_what_the_trainer_would_refuse(
 def test_a_file_that_takes_long_is_left_to_the_trainer(
     argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_code_check, "CHECK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(trainer_process, "CHECK_TIMEOUT_S", 0.1)
     Path("mine.py").write_text("import time\ntime.sleep(100)")
     assert main(["check", *argv]) == 0
 
@@ -82,4 +82,4 @@ def test_a_file_that_takes_long_is_left_to_the_trainer(
 def test_the_environment_of_the_job_may_be_another(argv: list[str], setting: str) -> None:
     Path("mine.py").write_text("class Mine: ...")
     loaded = load_config("run.yaml", overrides=[setting], environ={})
-    assert user_code_check.find_code_problems(loaded) == []
+    assert trainer_process.find_code_problems(loaded) == []

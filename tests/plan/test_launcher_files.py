@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
 from trainkit.plan.launcher_files import Job, LauncherInput, keys_set_by_user, launcher_input
+from trainkit.plan.make_plan import make_plan
+from trainkit.plan.workload import Command
 
 DS = ("train.py", "--deepspeed_config", "{ds_config}")
 
@@ -149,6 +154,14 @@ def test_accelerate_ddp(tmp_path: Path) -> None:
     assert found.env == {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}
     alone = given(tmp_path, "accelerate", "train: {global_batch_size: 64}")
     assert alone == LauncherInput(), "accelerate has no word for a batch size alone"
+
+
+def test_the_config_comes_after_the_launcher(tmp_path: Path) -> None:
+    name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    text = f"train: {{device_batch_size: 4, global_batch_size: 64}}\nlaunch: {{env: {{{name}: '9'}}}}"
+    facts = Facts(Machine(2, 0, (), "no GPU"), LOCAL)
+    plan = make_plan(loaded(tmp_path, f"device: cpu\n{text}"), facts, Command(DS, "accelerate"))
+    assert plan.env == {name: "9"}
 
 
 def test_accelerate_fsdp(tmp_path: Path) -> None:

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from trainkit.errors import UsageError
 from trainkit.plan.sweep import (
     Axis,
-    changed,
     combinations,
-    difference,
     filled_in,
     parse_axes,
     parse_axis,
     short_keys,
     shown,
 )
+from trainkit.run.group import changed, difference
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trainkit.run.record import add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
-from trainkit.submit.templates import render
+from trainkit.submit.script import render
 
 PARTIAL = "partials/begin.sh.j2"
 FAKE = """#!/bin/bash

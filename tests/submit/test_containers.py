@@ -6,8 +6,13 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.containers import absolute_image, container_argv, container_problems, container_runtime
-from trainkit.submit.job_environment import make_job_environment
+from trainkit.submit.environment import (
+    absolute_image,
+    container_argv,
+    container_problems,
+    container_runtime,
+    make_job_environment,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 from trainkit.submit.create import create_run
-from trainkit.submit.preflight_checks import check_name
+from trainkit.submit.plan_run import check_name
 
 PLAN = LaunchPlan(
     "local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {"lr": "so"}, command=("a", "b")

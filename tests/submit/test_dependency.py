@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from trainkit.errors import UsageError
+from trainkit.observe.group import PointStatus
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.submit.dependency import Dependency, dependency_ids, with_dependency
+from trainkit.submit.dependency import dependency_ids, with_dependency
 
 
 def plan(slurm: SlurmRequest | None) -> LaunchPlan:
@@ -28,38 +29,42 @@ def plan(slurm: SlurmRequest | None) -> LaunchPlan:
     )
 
 
-def tasks(*states: str) -> list[Dependency]:
-    return [Dependency(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
+def run(folder: str, state: str, job_id: str | None, reason: str | None = None) -> PointStatus:
+    return PointStatus(0, {}, state, reason, job_id, None, folder)
+
+
+def tasks(*states: str) -> list[PointStatus]:
+    return [run(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
 
 
 @pytest.mark.parametrize("state", ["pending", "starting", "running", "stopping", "requeueing"])
 def test_a_run_that_may_finish(state: str) -> None:
-    assert dependency_ids("first", [Dependency("runs/first", state, "12")]) == ["12"]
+    assert dependency_ids("first", [run("runs/first", state, "12")]) == ["12"]
 
 
 def test_a_run_that_has_finished_is_not_waited_for() -> None:
-    assert dependency_ids("first", [Dependency("runs/first", "finished", "12")]) == []
-    assert dependency_ids("first", [Dependency("runs/first", "finished", "local-12")]) == []
+    assert dependency_ids("first", [run("runs/first", "finished", "12")]) == []
+    assert dependency_ids("first", [run("runs/first", "finished", "local-12")]) == []
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled", "stopped", "died", "incomplete"])
 def test_what_cannot_finish_is_refused(state: str) -> None:
     with pytest.raises(UsageError) as caught:
-        dependency_ids("first", [Dependency("runs/my first", state, "12", "exit code 3")])
+        dependency_ids("first", [run("runs/my first", state, "12", "exit code 3")])
     assert caught.value.message == f"--after first: runs/my first is {state} (exit code 3)"
     assert caught.value.hint == "resume it first: `trainkit resume 'runs/my first'`"
 
 
 def test_what_nobody_knows_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        dependency_ids("12", [Dependency("runs/first", "unknown", "12")])
+        dependency_ids("12", [run("runs/first", "unknown", "12")])
     assert "is unknown" in caught.value.message
     assert "`trainkit status runs/first` says why" in caught.value.hint
 
 
 def test_slurm_cannot_wait_for_this_machine() -> None:
     with pytest.raises(UsageError, match="runs on this machine, and Slurm cannot wait for it"):
-        dependency_ids("first", [Dependency("runs/first", "running", "local-12")])
+        dependency_ids("first", [run("runs/first", "running", "local-12")])
 
 
 def test_a_whole_array_is_one_dependency() -> None:
@@ -69,7 +74,7 @@ def test_a_whole_array_is_one_dependency() -> None:
 
 def test_a_point_that_was_started_again_is_waited_for_by_its_own_job() -> None:
     # The array's own task has failed: afterok of the array would never hold.
-    runs = [*tasks("running", "finished"), Dependency("runs/g/2", "running", "99")]
+    runs = [*tasks("running", "finished"), run("runs/g/2", "running", "99")]
     assert dependency_ids("g", runs, "12") == ["12_0", "99"]
 
 

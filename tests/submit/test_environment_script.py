@@ -12,8 +12,8 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.job_environment import make_job_environment
-from trainkit.submit.templates import render
+from trainkit.submit.environment import make_job_environment
+from trainkit.submit.script import render
 
 PARTIAL = "partials/environment.sh.j2"
 HOSTILE = (
@@ -33,7 +33,7 @@ def script(project: Path, interpreter: Interpreter | None = None, **launch: Any)
         workdir="/work dir",
         **given,
     )
-    return render(PARTIAL, environment.context, project)
+    return render(PARTIAL, {"environment": environment}, project)
 
 
 def bash(cwd: Path, text: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -6,8 +6,8 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.job_environment import JobEnvironment, make_job_environment
-from trainkit.submit.preflight_checks import launch_problems
+from trainkit.submit.environment import JobEnvironment, make_job_environment
+from trainkit.submit.plan_run import launch_problems
 
 PYTHON = Interpreter(("/v/bin/python",), ("/v/bin/python",), venv="/v")
 
@@ -30,13 +30,6 @@ def test_everything_of_the_config_gets_there() -> None:
         setup=("true",),
         sets_cpus_per_task=False,
     )
-    assert found.context == {"environment": found}
-
-
-def test_config_comes_after_the_cluster() -> None:
-    launch = LaunchConfig(env={"B": "config", "C": "config"})
-    found = make(launch, env={"A": "cluster", "B": "cluster"})
-    assert dict(found.env) == {"A": "cluster", "B": "config", "C": "config"}
 
 
 def problems(**launch: Any) -> list[tuple[str, str]]:

@@ -17,10 +17,9 @@ from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
-from trainkit.submit import preflight_checks
+from trainkit.submit import plan_run as module
 from trainkit.submit.interpreters import Packages, find_packages, own_packages
-from trainkit.submit.plan_run import gather, plan_run
-from trainkit.submit.preflight_checks import command_python, find_environment, refuse_missing
+from trainkit.submit.plan_run import command_python, find_environment, gather, plan_run, refuse_missing
 
 LAUNCH = RunConfig().launch
 
@@ -113,14 +112,14 @@ class Submitting:
         self.asked: list[str] = []
         self.package = make_torch(folder / "site")
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(preflight_checks, "find_packages", lambda argv, *_: self._packages(argv[0]))
-        monkeypatch.setattr(preflight_checks, "own_packages", lambda *_: self._packages(sys.executable))
+        monkeypatch.setattr(module, "find_packages", lambda argv, *_: self._packages(argv[0]))
+        monkeypatch.setattr(module, "own_packages", lambda *_: self._packages(sys.executable))
         program(folder / "bin" / "sbatch")
         program(folder / "venv" / "bin" / "python")
         (folder / "venv" / "bin" / "activate").touch()
         monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
         monkeypatch.delenv("SLURM_CONF", raising=False)
-        monkeypatch.setattr(preflight_checks, "conf_file", lambda environ: None)
+        monkeypatch.setattr(module, "conf_file", lambda environ: None)
 
     def _packages(self, program: str) -> Packages:
         self.asked.append(program)
@@ -199,7 +198,7 @@ def test_a_torch_that_only_the_job_knows_is_left_to_it(
 def test_a_cluster_by_its_name_on_its_own_login_node(
     submitting: Submitting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight_checks, "conf_file", lambda environ: Path("/etc/slurm/slurm.conf"))
+    monkeypatch.setattr(module, "conf_file", lambda environ: Path("/etc/slurm/slurm.conf"))
     assert "built without CUDA" in submitting.problem("launch.cluster=west")
     (submitting.folder / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", f"{submitting.folder}/bin")
@@ -209,7 +208,7 @@ def test_a_cluster_by_its_name_on_its_own_login_node(
 def test_what_every_host_installs_for_itself_may_differ_on_the_nodes(
     submitting: Submitting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight_checks, "SYSTEM_FOLDER", str(submitting.folder))
+    monkeypatch.setattr(module, "SYSTEM_FOLDER", str(submitting.folder))
     assert submitting.plan().device == "cuda"
 
 
@@ -231,7 +230,7 @@ def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:
 
 
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_checks, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
+    monkeypatch.setattr(module, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
     [found] = tracker_problems(tmp_path)
     assert found == (
         "logging.mlflow",
@@ -245,7 +244,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_tracker_in_an_environment_that_only_the_job_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(preflight_checks, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
+    monkeypatch.setattr(module, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
     assert not tracker_problems(tmp_path, **launch)
 
 

@@ -10,8 +10,7 @@ import pytest
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.submit.create import create_run
-from trainkit.submit.run_folder import local_locks
+from trainkit.submit.create import create_run, local_locks
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

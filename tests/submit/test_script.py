@@ -20,7 +20,7 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command, workload_of
 from trainkit.run.record import submission_token
 from trainkit.run.rundir import RunDir
-from trainkit.submit.containers import container_program
+from trainkit.submit.environment import container_program
 from trainkit.submit.script import script_for
 
 LOGIN_NODE = Machine(4, 0, (), "a login node")

@@ -11,7 +11,7 @@ from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.record import open_attempt
 from trainkit.slurm.quoting import quote
-from trainkit.submit.preflight_checks import present_secrets, refuse_leaks, refuse_secrets
+from trainkit.submit.secrets import present_secrets, refuse_leaks, refuse_secrets
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")

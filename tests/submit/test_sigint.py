@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.runs import start_local
 from trainkit.backends import local
-from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
-from trainkit.bench.run_bench import run_here
+from trainkit.bench.run_bench import Bench, BenchLength, BenchRun, run_here
 from trainkit.run.end import KILLED, read_end
 from trainkit.run.files import write_json
 from trainkit.run.process import Liveness

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,20 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.plan.sweep import difference
+from trainkit.plan.workload import TRAINER
 from trainkit.run.files import read_json
+from trainkit.run.group import RunGroup, difference
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import sweep
-from trainkit.submit.sweep import create_group, group_script, start_group
+from trainkit.submit import submission
+from trainkit.submit.plan_run import Gatherer, plan_run
+from trainkit.submit.submission import (
+    ArraySpec,
+    LoadedPoint,
+    PlannedPoint,
+    Submission,
+    plan_submission,
+    start_group,
+)
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
 
@@ -88,7 +98,7 @@ def test_the_script_finds_the_run_of_its_task(tmp_path: Path) -> None:
     folder.mkdir()
     group = make_group(folder, LRS)
     lines = group.script_file.read_text().splitlines()
-    assert "#SBATCH --array=0,1,2" in lines
+    assert "#SBATCH --array=0-2" in lines
     assert f'#SBATCH --output="{group.logs_dir}/%a.log"' in lines
     assert lines.count('    "$run"') == 1
     (assignment,) = [line for line in lines if line.startswith("run=")]
@@ -150,9 +160,10 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
-    points = planned(tmp_path, LRS)
-    group, _ = create_group(points, "0-2", ["trainkit"], tmp_path / "group")
-    assert group_script(group, points, "0-2", None).text == group.script_file.read_text()
+    made = Submission(planned(tmp_path, LRS), ArraySpec((0, 1, 2), None))
+    text = made.preview(tmp_path / "group").text
+    run = made.create(["trainkit"], tmp_path / "group").run
+    assert made.script(run, None).text == text == run.script_file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -180,10 +191,17 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
 
 def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
     (point,) = planned(tmp_path, {0: {"seed": 0}})
-    many = [sweep.PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
-    group, _ = create_group(many, "0-9999", ["trainkit"], tmp_path / "group")
+    many = [PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
+    made = Submission(many, ArraySpec(tuple(range(10_000)), None))
+    group = RunGroup(made.create(["trainkit"], tmp_path / "group").run.path)
     assert len(list(group.path.iterdir())) == 4
     assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000
+
+
+def plan(points: Iterable[LoadedPoint], array: ArraySpec | None) -> Submission:
+    return plan_submission(
+        points, array, TRAINER, config_path="run.yaml", after=(), will_start=False, warn=print
+    )
 
 
 @pytest.fixture
@@ -200,9 +218,15 @@ def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
 SEEDS = GroupRequest(("optimizer.lr=0.1,0.2,-1", "seed=" + ",".join(map(str, range(5)))), None)
 
 
-@pytest.mark.parametrize(("group", "num_plans"), [(GroupRequest((), "0-99"), 1), (SEEDS, 2)])
+@pytest.mark.parametrize(
+    ("group", "num_plans", "num_loads"), [(GroupRequest((), "0-99"), 1, 1), (SEEDS, 2, 7)]
+)
 def test_points_that_differ_only_in_the_seed_are_planned_once(
-    request_of_config: ConfigRequest, monkeypatch: pytest.MonkeyPatch, group: GroupRequest, num_plans: int
+    request_of_config: ConfigRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    group: GroupRequest,
+    num_plans: int,
+    num_loads: int,
 ) -> None:
     calls: dict[str, int] = Counter()
 
@@ -215,29 +239,30 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(sweep, "plan_run")
+    count(submission, "plan_run")
     count(ConfigRequest, "load")
-    _, values = group.points(0)
-    values = {index: point for index, point in values.items() if point.get("optimizer.lr") != -1}
-    loaded = list(group.load_points(request_of_config, values))
-    points = sweep.plan_points(values, loaded, config_path="run.yaml")
-    assert calls == {"plan_run": num_plans, "load": num_plans}
-    assert [point.values for point in points] == list(values.values())
+    array, found = group.points(request_of_config, TRAINER)
+    loaded = [point for point in found if point.values.get("optimizer.lr") != -1]
+    assert calls["load"] == num_loads
+    made = plan(loaded, array)
+    points = made.points
+    assert calls["plan_run"] == num_plans
+    assert [point.values for point in points] == [point.values for point in loaded]
     for point in points[:: len(points) - 1]:
         flags = {key: (f"--sweep {key}={value}", value) for key, value in point.values.items()}
         alone = load_config("run.yaml", flags=flags, environ={})
         assert point.config == alone.config
-        assert point.plan == sweep.plan_run(alone, sweep.Gatherer().facts(alone))
-    made, _ = create_group(points, "0-9", ["trainkit"], Path("group").absolute())
-    base, own = made.record["config"], points[-1].config.model_dump(mode="json", by_alias=True)
-    assert made.points[points[-1].index].config == difference(base, own)
+        assert point.plan == plan_run(alone, Gatherer().facts(alone))
+    group_made = RunGroup(made.create(["trainkit"], Path("group").absolute()).run.path)
+    base, own = group_made.record["config"], points[-1].config.model_dump(mode="json", by_alias=True)
+    assert group_made.points[points[-1].index].config == difference(base, own)
 
 
 def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config: ConfigRequest) -> None:
     group = GroupRequest(("optimizer.lr=0.1,-1", "seed=1,-2"), None)
-    _, values = group.points(None)
+    array, points = group.points(request_of_config, TRAINER)
     with pytest.raises(ConfigError) as caught:
-        sweep.plan_points(values, group.load_points(request_of_config, values), config_path="run.yaml")
+        plan(points, array)
     lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"
     seed = "--sweep seed=-2: seed: must be a whole number of at least 0 and below 9.22337e+18, not -2"
     assert [problem.render() for problem in caught.value.problems] == [

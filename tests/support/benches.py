@@ -6,9 +6,9 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.bench_file import LAYOUT, Bench, BenchLength, BenchRun, write_bench
-from trainkit.bench.layouts import DEGREES, layout_name
+from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun, write_bench
 from trainkit.plan.launch import Layout
+from trainkit.plan.layouts.axis import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.rundir import RunDir
 

@@ -14,7 +14,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import workload_of
 from trainkit.run.group import RunGroup
-from trainkit.submit.sweep import PlannedPoint, check_points, create_group
+from trainkit.submit.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 
 SUBMITTED_AT = "2026-01-01T00:00:00.000Z"
 CONFIG = """
@@ -34,16 +34,16 @@ def planned(
     config_file.write_text(CONFIG)
 
     target = Target("sbatch", "a test", Cluster("unknown"))
-    result: dict[int, PlannedPoint | ConfigError] = {}
+    result, refused = [], []
     for index, values in points.items():
         flags = {key: (f"--sweep {key}={value}", value) for key, value in values.items()}
         try:
             loaded = load_config(config_file, flags=flags, environ={}, cwd=folder)
             plan = make_plan(loaded, Facts(LOGIN_NODE, target), workload_of(command))
-            result[index] = PlannedPoint(index, values, loaded.config, plan)
+            result.append(PlannedPoint(index, values, loaded.config, plan))
         except ConfigError as error:
-            result[index] = error
-    return check_points(points, result)
+            refused.append(LoadedPoint(index, values, error))
+    return checked(result, refused, ArraySpec(tuple(points), None)).points
 
 
 def make_group(
@@ -54,8 +54,7 @@ def make_group(
     **record: Any,
 ) -> RunGroup:
     """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
-    array = ",".join(map(str, points))
-    argv = ["trainkit", "submit"]
-    group, _ = create_group(planned(folder, points, command), array, argv, folder / "group")
+    submission = Submission(planned(folder, points, command), ArraySpec(tuple(points), None))
+    group = RunGroup(submission.create(["trainkit", "submit"], folder / "group").run.path)
     group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)
     return group

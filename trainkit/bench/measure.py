@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from trainkit.bench.bench_file import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
+from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
 from trainkit.run.events import read_metrics
 from trainkit.run.files import parse_time
 

@@ -1,85 +1,88 @@
-"""Plans a bench of layouts or settings: plans the run of every point, and creates the bench's folder."""
+"""Plans a bench: a sweep of layouts, or of any keys, whose points run for a few steps each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from trainkit.bench.bench_file import (
+from trainkit.bench.run_bench import (
     LAYOUT,
+    PROFILED_STEPS,
     Bench,
     BenchLength,
     BenchRun,
     Kind,
-    bench_changes,
-    effective,
     point_name,
-    profiler_changes,
+    profiled_ranks,
     write_bench,
 )
-from trainkit.bench.layouts import (
-    DEGREES,
-    BenchLayout,
-    LayoutConstraints,
-    Selection,
-    all_layouts,
-    fill_degrees,
-    first_problem,
-    parse_layout,
-    refuse_duplicates,
-    requested_layout,
-    select,
-)
-from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.changes import Change, with_values
+from trainkit.config.changes import Change, short_training, with_values
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts.axis import (
+    DEGREES,
+    LayoutConstraints,
+    all_layouts,
+    fill_degrees,
+    parse_layout,
+    refuse_duplicates,
+    requested_layout,
+)
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.submit.create import new_folder
-from trainkit.submit.plan_run import Gatherer, gather, plan_run
-from trainkit.submit.sweep import PlannedPoint, job_difference
+from trainkit.submit.plan_run import Gatherer, plan_run
+from trainkit.submit.submission import LoadedPoint, PlannedPoint, job_difference
 
 ORIGIN = "trainkit bench"
 OPTION = "--out"
 REPEAT = "repeat"
 """The key of the repeat in the values of a group's point."""
-Planned = TypeVar("Planned")
+MAX_LAYOUTS = 16
+"""Maximum number of layouts to run without --layout, to limit the duration of a bench."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point to plan."""
+
+    values: dict[str, Any]
+    """The layout, or the values of the swept keys."""
+    loaded: LoadedConfig | ConfigError
+    """Its config, or why that is invalid; for a layout, the config of all."""
+    settings: Mapping[str, Any]
+    """The values in the config that make it this point, by dotted key."""
+    notes: tuple[str, ...] = ()
+    """The values adapted to the layout, one sentence each."""
 
 
 @dataclass(frozen=True)
 class BenchPoint:
     """One point of a bench before its first run."""
 
-    values: dict[str, Any]
-    """The layout, or the values of the swept keys."""
-    settings: Mapping[str, Any]
-    """The values in the config that make it this point, by dotted key."""
+    of: Candidate
     config: RunConfig
     plan: LaunchPlan
-    notes: tuple[str, ...] = ()
-    """The values adapted to the layout, one sentence each."""
 
     @property
     def name(self) -> str:
-        return point_name(self.values)
+        return point_name(self.of.values)
 
     def run(self, folder: str, repeat: int) -> BenchRun:
         """One of its runs."""
         layout, batch = self.plan.layout, self.plan.batch
         return BenchRun(
             run=folder,
-            values=self.values,
+            values=self.of.values,
             repeat=repeat,
             degrees={name: getattr(layout, name) for name in DEGREES},
             device_batch_size=batch.device_batch_size,
             pp_microbatches=batch.pp_microbatches,
-            notes=list(self.notes),
+            notes=list(self.of.notes),
         )
 
 
@@ -132,7 +135,7 @@ class PlannedBench:
             for index, (repeat, point) in enumerate(order)
         ]
 
-    @cached_property
+    @property
     def arrays(self) -> list[list[PlannedPoint]]:
         """The runs by the array on Slurm that has them, in the order in which the arrays run.
 
@@ -154,15 +157,15 @@ class PlannedBench:
         ]
 
     def _group_values(self, point: BenchPoint, repeat: int) -> dict[str, Any]:
-        return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values
+        return {**point.of.values, REPEAT: repeat} if self.request.repeats > 1 else point.of.values
 
     def to_dict(self) -> dict[str, Any]:
         """The points that would run, and those that would not, as a JSON object."""
         points = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
-                "values": dict(item.settings),
-                "notes": list(item.notes),
+                "values": dict(item.of.settings),
+                "notes": list(item.of.notes),
             }
             for item in self.points
         ]
@@ -183,7 +186,7 @@ class PlannedBench:
             device=self.plan.device,
             length=self.request.length,
             repeats=self.request.repeats,
-            keys=tuple(self.points[0].values),
+            keys=tuple(self.points[0].of.values),
             runs=tuple(
                 self.points[index % num_points].run(name, index // num_points + 1)
                 for index, name in enumerate(run_names)
@@ -204,76 +207,65 @@ class PlannedBench:
             return self.create(folder, names)
 
 
-def plan_settings(
-    request: BenchRequest, points: Iterable[tuple[dict[str, Any], LoadedConfig | ConfigError]]
-) -> PlannedBench:
-    """Plan the run of every point of a sweep; `points` are the values and the config with these values.
+def bench_changes(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> list[Change]:
+    """The values that a bench sets in the config of all its runs, changed or not.
 
-    Points that cannot run are listed with the reason. Raises the ConfigError of the first point if none can
-    run, and UsageError for a swept key that a bench sets itself.
+    Model, data and optimizer are not among them.
     """
-    plan = SettingsPlanner(request)
-    errors: list[ConfigError] = []
-    planned: list[BenchPoint] = []
-    impossible: dict[str, str] = {}
-    for values, loaded in points:
-        try:
-            if isinstance(loaded, ConfigError):
-                raise loaded
-            planned.append(plan.point(values, loaded))
-        except ConfigError as error:
-            errors.append(error)
-            impossible[point_name(values)] = first_problem(error)
-    if not planned:
-        raise errors[0]
-    return PlannedBench("settings", request, planned, plan.changes, impossible)
+    return [
+        *([] if keep_name else _named(config, kind)),
+        *short_training(config, length.steps, "bench"),
+        *_bare(config),
+    ]
 
 
-class SettingsPlanner:
-    """Plans the points of a sweep, which share the cluster and mostly the data."""
-
-    def __init__(self, request: BenchRequest) -> None:
-        self.request = request
-        self.changes: list[Change] = []
-        """The changes to the config of the first point."""
-        self._gatherer = Gatherer()
-
-    def point(self, values: dict[str, Any], loaded: LoadedConfig) -> BenchPoint:
-        """Plan a point; raises ConfigError if it cannot run."""
-        length = self.request.length
-        own = bench_changes(loaded.config, "settings", length, self.request.keep_name)
-        _refuse_set_by_bench(values, [*own, *profiler_changes(loaded.config, length, 1)])
-        facts = self._gatherer.facts(loaded)
-        _refuse_submitit(facts.target)
-        changes = effective(own)
-        short = with_values(loaded, {item.key: item.value for item in changes}, ORIGIN)
-        plan = plan_run(short, facts)
-        profiler = effective(profiler_changes(short.config, length, plan.world_size))
-        full = with_values(short, {item.key: item.value for item in profiler}, ORIGIN)
-        self.changes = self.changes or [*changes, *profiler]
-        return BenchPoint(values, values, full.config, plan)
+def effective(changes: Sequence[Change]) -> list[Change]:
+    """The changes that change something."""
+    return [change for change in changes if change.value != change.before]
 
 
-def _refuse_set_by_bench(values: Mapping[str, Any], changes: Sequence[Change]) -> None:
-    for key in values:
-        if key in ("launch", "launch.backend", "launch.cluster"):
-            raise UsageError(
-                f"--sweep {key}: all points of a bench run in one place", hint="run one bench for each"
-            )
-        for change in changes:
-            if change.key == key or change.key.startswith(f"{key}."):
-                raise UsageError(
-                    f"--sweep {key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
-                )
+def _named(config: RunConfig, kind: Kind) -> Iterator[Change]:
+    yield Change("name", f"{config.name}-{kind}"[:100], config.name, "runs of a bench have their own name")
 
 
-def _refuse_submitit(target: Target) -> None:
-    if target.backend == "submitit":
-        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+def _bare(config: RunConfig) -> Iterator[Change]:
+    """The changes so that runs save nothing, log less and are not restarted."""
+    checkpoint, requeue, logging = config.checkpoint, config.requeue, config.logging
+    reason = "a bench saves nothing"
+    yield Change("checkpoint.every_steps", None, checkpoint.every_steps, reason)
+    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, reason)
+    yield Change("checkpoint.best_metric", None, checkpoint.best_metric, reason)
+    yield Change("checkpoint.async", False, checkpoint.async_save, "a bench needs no memory for saves")
+    yield Change("requeue.on", [], list(requeue.on), "a failed run is not restarted")
+    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a failed run is not restarted")
+    reason = "the result is summary.csv"
+    yield Change("logging.tensorboard", False, logging.tensorboard, reason)
+    yield Change("logging.mlflow", None, logging.mlflow, reason)
+    yield Change("logging.wandb", None, logging.wandb, reason)
+
+
+def profiler_changes(config: RunConfig, length: BenchLength, world_size: int) -> list[Change]:
+    """The values that a bench sets in the section `profiler`, changed or not."""
+    profiler, reason = config.profiler, "measures exposed communication"
+    ranks = list(profiled_ranks(world_size))
+    return [
+        Change("profiler.start_step", length.first_profiled, profiler.start_step, reason),
+        Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, reason),
+        Change("profiler.ranks", ranks, list(profiler.ranks), reason),
+    ]
+
+
+def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> PlannedBench:
+    """Plan the run of every point of a sweep; points that cannot run are listed with the reason.
+
+    Raises the ConfigError of the first point if none can run, and UsageError for a key that a bench sets.
+    """
+    found = (Candidate(point.values, point.loaded, point.values) for point in points)
+    return _plan("settings", request, found, Gatherer(), {})
 
 
 def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[str]) -> PlannedBench:
-    """Choose the layouts, the typed ones or all possible ones, and plan the run of each.
+    """Plan the run of the typed layouts, which must all be possible, else of the first possible ones.
 
     Raises ConfigError and UsageError.
     """
@@ -287,42 +279,92 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
             "`trainkit bench layouts` needs trainkit's own decoder; `trainkit bench settings` takes any model"
         )
         raise ConfigError([loaded.problem("model.architecture", message, hint)])
-    facts = gather(loaded)
-    _refuse_submitit(facts.target)
-    constraints = _find_constraints(loaded, facts)
-    changes = effective(
-        [
-            *bench_changes(loaded.config, "layouts", request.length, request.keep_name),
-            *profiler_changes(loaded.config, request.length, constraints.world_size),
-        ]
-    )
+    gatherer = Gatherer()
+    constraints = _find_constraints(loaded, gatherer.facts(loaded))
+    impossible: dict[str, str] = {}
+    if not layouts:
+        found, impossible = all_layouts(loaded.config.parallel, constraints)
+    else:
+        found = []
+        for text in layouts:
+            values = {f"parallel.{key}": value for key, value in fill_degrees(parse_layout(text)).items()}
+            parallel = with_values(loaded, values, f"--layout {text}").config.parallel
+            found.append(requested_layout(text, parallel, constraints))
+        refuse_duplicates(found)
+    candidates = (Candidate({LAYOUT: item.name}, loaded, item.values, item.notes) for item in found)
+    return _plan("layouts", request, candidates, gatherer, impossible, must_all=bool(layouts))
+
+
+def _plan(
+    kind: Kind,
+    request: BenchRequest,
+    candidates: Iterable[Candidate],
+    gatherer: Gatherer,
+    impossible: Mapping[str, str],
+    must_all: bool = False,
+) -> PlannedBench:
+    """Plan the candidates that can run, all of them if they `must`, or of untyped layouts the first.
+
+    Raises the ConfigError of the first if none can run.
+    """
+    refused, left_out = dict(impossible), list[str]()
+    points: list[BenchPoint] = []
+    errors: list[ConfigError] = []
+    changes: list[Change] = []
+    for item in candidates:
+        name = point_name(item.values)
+        if kind == "layouts" and not must_all and len(points) == MAX_LAYOUTS:
+            left_out.append(name)
+            continue
+        try:
+            point, own = _plan_point(kind, request, item, gatherer)
+        except ConfigError as error:
+            if must_all:
+                raise
+            errors.append(error)
+            refused[name] = error.problems[0].sentence
+        else:
+            points.append(point)
+            changes = changes or own
+    if not points:
+        raise errors[0]
+    return PlannedBench(kind, request, points, changes, refused, tuple(left_out))
+
+
+def _plan_point(
+    kind: Kind, request: BenchRequest, item: Candidate, gatherer: Gatherer
+) -> tuple[BenchPoint, list[Change]]:
+    """Plan a point, and what a bench changes in its config; raises ConfigError if it cannot run."""
+    loaded, length = item.loaded, request.length
+    if isinstance(loaded, ConfigError):
+        raise loaded
+    if kind == "layouts":
+        loaded = with_values(loaded, item.settings, f"layout {point_name(item.values)}")
+    own = bench_changes(loaded.config, kind, length, request.keep_name)
+    if kind == "settings":
+        _refuse_set_by_bench(item.values, [*own, *profiler_changes(loaded.config, length, 1)])
+    facts = gatherer.facts(loaded)
+    if facts.target.backend == "submitit":
+        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+    changes = effective(own)
     short = with_values(loaded, {change.key: change.value for change in changes}, ORIGIN)
-
-    def plan(layout: BenchLayout) -> BenchPoint:
-        values = with_values(short, layout.values, f"layout {layout.name}")
-        made = plan_run(values, facts)
-        return BenchPoint({LAYOUT: layout.name}, layout.values, values.config, made, layout.notes)
-
-    selection, points = _select(short, constraints, layouts, plan)
-    return PlannedBench("layouts", request, points, changes, selection.impossible, selection.left_out)
+    plan = plan_run(short, facts)
+    profiler = effective(profiler_changes(short.config, length, plan.world_size))
+    full = with_values(short, {change.key: change.value for change in profiler}, ORIGIN)
+    return BenchPoint(item, full.config, plan), [*changes, *profiler]
 
 
-def _select(
-    short: LoadedConfig,
-    constraints: LayoutConstraints,
-    typed: Sequence[str],
-    plan: Callable[[BenchLayout], Planned],
-) -> tuple[Selection, list[Planned]]:
-    """The typed layouts, which must all be possible, else all possible ones; with their plans."""
-    if not typed:
-        return select(*all_layouts(short.config.parallel, constraints), plan)
-    layouts = []
-    for text in typed:
-        values = {f"parallel.{key}": value for key, value in fill_degrees(parse_layout(text)).items()}
-        parallel = with_values(short, values, f"--layout {text}").config.parallel
-        layouts.append(requested_layout(text, parallel, constraints))
-    refuse_duplicates(layouts)
-    return Selection(tuple(layouts), {}, ()), [plan(item) for item in layouts]
+def _refuse_set_by_bench(values: Mapping[str, Any], changes: Sequence[Change]) -> None:
+    for key in values:
+        if key in ("launch", "launch.backend", "launch.cluster"):
+            raise UsageError(
+                f"--sweep {key}: all points of a bench run in one place", hint="run one bench for each"
+            )
+        for change in changes:
+            if change.key == key or change.key.startswith(f"{key}."):
+                raise UsageError(
+                    f"--sweep {key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
+                )
 
 
 def _find_constraints(loaded: LoadedConfig, facts: Facts) -> LayoutConstraints:

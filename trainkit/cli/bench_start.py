@@ -16,9 +16,9 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench, BenchRun
     from trainkit.bench.measure import Row
     from trainkit.bench.plan_bench import BenchRequest, PlannedBench
+    from trainkit.bench.run_bench import Bench, BenchRun
     from trainkit.cli.options import ConfigRequest, GroupRequest
     from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
@@ -48,8 +48,8 @@ class BenchOptions:
         return None if self.out is None else Path(self.out)
 
     def request(self, config: ConfigRequest) -> BenchRequest:
-        from trainkit.bench.bench_file import BenchLength
         from trainkit.bench.plan_bench import BenchRequest
+        from trainkit.bench.run_bench import BenchLength
 
         return BenchRequest(
             config.path, BenchLength(self.steps, self.warmup), self.repeats, "name" in config.flags
@@ -66,10 +66,10 @@ def bench_layouts(config: ConfigRequest, layouts: Sequence[str], typed: BenchOpt
 def bench_settings(config: ConfigRequest, sweep: GroupRequest, typed: BenchOptions) -> int:
     """Run the points of a sweep, submit them, or only list them."""
     from trainkit.bench.plan_bench import plan_settings
+    from trainkit.plan.workload import TRAINER
 
     request = typed.request(config)
-    _, values = sweep.points(None)
-    points = ((values[index], loaded) for index, loaded in sweep.load_points(config, values))
+    _, points = sweep.points(config, TRAINER)
     return _bench(plan_settings(request, points), typed)
 
 
@@ -99,7 +99,7 @@ def _describe(planned: PlannedBench) -> None:
     if num_arrays > 1:
         _print_fact("arrays", f"{num_arrays}, one after another, because the points need different jobs")
     for item in planned.points:
-        for note in item.notes:
+        for note in item.of.notes:
             _print_fact("adapted", f"{item.name}: {note}")
     for name, reason in planned.impossible.items():
         _print_fact("not possible", f"{name}: {reason}")
@@ -126,12 +126,12 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(planned.to_dict(), ensure_ascii=False))
         return EXIT_OK
-    keys = list(planned.points[0].values)
+    keys = list(planned.points[0].of.values)
     rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
     for point in planned.points:
         batch = point.plan.batch
         microbatches = "-" if batch.pp_microbatches is None else str(batch.pp_microbatches)
-        values = [shown_value(value) for value in point.values.values()]
+        values = [shown_value(value) for value in point.of.values.values()]
         rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
     click.echo(table(rows))
     return EXIT_OK
@@ -139,9 +139,10 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
 
 def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
     """Run the points one after another on this machine, and write the summary."""
-    from trainkit.bench.run_bench import end_line, run_here
+    from trainkit.bench.run_bench import run_here
+    from trainkit.bench.summary import end_line
     from trainkit.cli.following import print_copied
-    from trainkit.control.run_registry import isolated_state
+    from trainkit.run.registry import isolated_state
     from trainkit.submit.create import create_run
     from trainkit.submit.start import start_run
 
@@ -170,7 +171,7 @@ def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
 
 def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
     """Submit the points, as one array or several; with --follow, wait and write the summary."""
-    from trainkit.bench.run_bench import wait_for_groups
+    from trainkit.bench.run_bench import wait_for_runs
 
     bench = _create_arrays(planned, typed)
     groups = bench.groups
@@ -190,7 +191,7 @@ def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
     jobs = ", ".join(str(group.job_id) for group in groups)
     click.echo(f"{bench.folder}: job{'s' if len(groups) > 1 else ''} {jobs}", err=True)
     try:
-        wait_for_groups(groups, lambda text: click.echo(text, err=True))
+        wait_for_runs(bench, lambda text: click.echo(text, err=True))
     except KeyboardInterrupt:
         click.echo(
             f"\ndetached; the runs continue: `{bench.command} --collect {shown}` writes the summary, "
@@ -213,33 +214,33 @@ def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     from trainkit.bench.plan_bench import OPTION
     from trainkit.cli.following import print_copied
-    from trainkit.submit.array_spec import ArraySpec, refuse_too_large
+    from trainkit.run.group import RunGroup
     from trainkit.submit.create import new_folder
-    from trainkit.submit.sweep import create_group
+    from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large
 
     argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
     specs = [ArraySpec(tuple(range(len(runs))), typed.at_once) for runs in arrays]
     refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
-        group, code = create_group(planned.runs, specs[0].directive, argv, typed.folder, OPTION)
-        print_copied(code)
-        return planned.create(group.path, [str(index) for index in specs[0].indices])
+        created = Submission(planned.runs, specs[0]).create(argv, typed.folder, OPTION)
+        print_copied(created.code)
+        return planned.create(created.run.path, [str(index) for index in specs[0].indices])
     places: dict[int, str] = {}
-    first: RunGroup | None = None
+    first = None
     with new_folder(planned.name, typed.folder, OPTION) as (folder, _):
         for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
             points = [replace(run, index=index) for index, run in enumerate(runs)]
             place = folder / f"array-{number}"
-            group, code = create_group(points, spec.directive, argv, place, OPTION, code_from=first)
-            first = first or group
+            created = Submission(points, spec).create(argv, place, OPTION, code_from=first)
+            first = first or RunGroup(created.run.path)
             places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
-        print_copied(code)
+        print_copied(created.code)
         return planned.create(folder, [places[index] for index in sorted(places)])
 
 
 def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
     """Submit arrays that run one after another: all of them, or none."""
-    from trainkit.submit.sweep import start_group
+    from trainkit.submit.submission import start_group
 
     num_started = 0
     try:
@@ -279,7 +280,7 @@ def _undo(folder: Path, groups: Sequence[RunGroup], num_started: int) -> None:
 
 def summarize_folder(folder: str, as_json: bool) -> int:
     """Write the summary of the bench in a folder."""
-    from trainkit.bench.bench_file import read_bench
+    from trainkit.bench.run_bench import read_bench
 
     if not folder.strip():
         raise UsageError("--collect is empty", hint="name the folder of a bench")
@@ -317,7 +318,7 @@ def summarize(bench: Bench, as_json: bool) -> int:
 
 def _plot(bench: Bench, rows: list[Row]) -> list[str]:
     """Draw the plots, and print where they are or why there are none."""
-    from trainkit.bench.plots import INSTALL_HINT, can_plot, write_plots
+    from trainkit.bench.summary import INSTALL_HINT, can_plot, write_plots
 
     if not can_plot():
         click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)

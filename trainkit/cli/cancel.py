@@ -15,7 +15,7 @@ from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
     from trainkit.run.group import RunGroup
 
 
@@ -33,8 +33,8 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
     """
     from trainkit.control.cancel import cancel_group, cancel_run
-    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.run.group import RunGroup
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
 
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
@@ -54,7 +54,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
 def _cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
-    from trainkit.bench.bench_file import read_bench
+    from trainkit.bench.run_bench import read_bench
     from trainkit.control.cancel import cancel_group
 
     bench = read_bench(folder)
@@ -85,9 +85,9 @@ def _cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool) -> int:
 
 def _require_ended(bench: Bench) -> None:
     """Raise UsageError if a bench on this machine has not ended: a command in a terminal starts its runs."""
-    from trainkit.bench.run_bench import have_ended, run_states
+    from trainkit.bench.run_bench import have_ended, query_bench_status
 
-    if not have_ended(state for state, _ in run_states(bench, lambda text: None)):
+    if not have_ended(query_bench_status(bench, lambda text: None).states):
         raise UsageError(
             f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
             hint="Ctrl-C ends it in the terminal where it runs",
@@ -96,7 +96,7 @@ def _require_ended(bench: Bench) -> None:
 
 def _note_other_arrays(group: RunGroup) -> None:
     """Say that the other arrays of a bench continue, if the group is one of several."""
-    from trainkit.control.run_registry import find_bench_folder
+    from trainkit.run.registry import find_bench_folder
 
     folder = find_bench_folder(str(group.path.parent), with_groups=False)
     if folder is not None and len(list(folder.glob("*/sweep.json"))) > 1:

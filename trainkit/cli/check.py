@@ -76,10 +76,10 @@ def command(
     """
     from trainkit.config.loaded import origin_lines
     from trainkit.run.rundir import RUNS_FOLDER
+    from trainkit.submit.create import local_locks, require_locks
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
-    from trainkit.submit.run_folder import local_locks, require_locks
-    from trainkit.submit.user_code_check import smoke_problems
+    from trainkit.submit.trainer_process import smoke_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -151,7 +151,7 @@ def _and_warnings(count: int) -> str:
 
 def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -> int:
     """Simulate a step of one rank of a job, which may be larger than this machine."""
-    from trainkit.submit.simulate import simulate, simulated_plan, simulation_lines
+    from trainkit.submit.trainer_process import simulate, simulated_plan, simulation_lines
 
     plan = simulated_plan(loaded, world_size)
     found = simulate(loaded, plan, rank)

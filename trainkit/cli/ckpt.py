@@ -45,9 +45,9 @@ def ls(run_name: str, as_json: bool) -> int:
 
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
-    from trainkit.control.run_registry import find_run
     from trainkit.formats import table
     from trainkit.observe.checkpoints import list_checkpoints
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     listed = list_checkpoints(run)
@@ -69,8 +69,8 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 
     Changes nothing: resuming skips damaged checkpoints.
     """
-    from trainkit.control.run_registry import find_run
     from trainkit.run.manifest import find_damage
+    from trainkit.run.registry import find_run
 
     results = []
     for checkpoint in _wanted(find_run(run_name), step):
@@ -105,10 +105,10 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
 
     Refused while the run is running. Checkpoints set aside as damaged are kept.
     """
-    from trainkit.control.jobs import require_not_running
-    from trainkit.control.run_registry import find_run
+    from trainkit.backends.jobs import require_not_running
     from trainkit.run.lock import run_lock
     from trainkit.run.manifest import best_step, newest_intact, obsolete, published, remove
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     with run_lock(run):
@@ -164,8 +164,8 @@ def export(
 
     With model.lora only the adapters are written, as peft does, unless --merge is given.
     """
-    from trainkit.control.run_registry import find_run
     from trainkit.job.processes import module_argv
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     checkpoint = chosen_checkpoint(run, step)

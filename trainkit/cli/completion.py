@@ -40,8 +40,8 @@ def command(shell: str) -> None:
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """RUN: `last`, the names and job ids of known runs, and folders."""
-    from trainkit.control.run_registry import iter_known_runs
     from trainkit.run.record import read_job
+    from trainkit.run.registry import iter_known_runs
 
     known = list(islice(iter_known_runs(), MAX_RUNS))
     found = {"last": "the newest run"} if known else {}

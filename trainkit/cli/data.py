@@ -231,7 +231,7 @@ def _asks_questions(loaded: LoadedConfig) -> bool:
 
 
 def _validate_own_task(loaded: LoadedConfig, as_json: bool) -> int:
-    from trainkit.submit.user_code_check import sample_problems
+    from trainkit.submit.trainer_process import sample_problems
 
     name = loaded.config.task
     found = [f"{key} {message}" for key, message in sample_problems(loaded)]

@@ -38,8 +38,8 @@ def command(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     Each with its index in the dataset, the rank and microbatch that read it, the source file and position of
     its documents, and the beginning of its text. Any step can be shown, also one that is still to come.
     """
-    from trainkit.control.run_registry import find_run
     from trainkit.replay.steps import find_step, step_samples
+    from trainkit.run.registry import find_run
 
     at = find_step(find_run(run_name), step)
     num_ranks = at.plan.world_size

@@ -48,10 +48,10 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     Says `unknown`, with the last lines of that rank, where no known cause explains the failure. Your own
     causes go into ./signatures.yaml or ~/.config/trainkit/signatures.yaml.
     """
-    from trainkit.control.jobs import query_attempt_status
-    from trainkit.control.run_registry import find_run
+    from trainkit.backends.jobs import query_attempt_status
     from trainkit.observe.diagnose import diagnose
     from trainkit.observe.signatures import load_signatures, user_files
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     signatures = load_signatures(user_files(Path.cwd()))

@@ -136,11 +136,11 @@ def _drill(
     as_json: bool,
 ) -> int:
     from trainkit.cli.following import print_copied
-    from trainkit.control.run_registry import isolated_state
     from trainkit.drill.result import all_passed, result_table, summary
     from trainkit.drill.run_drill import REFERENCE, Drill, make_folder
     from trainkit.plan.launch import describe_plan
     from trainkit.run.files import write_json
+    from trainkit.run.registry import isolated_state
     from trainkit.run.rundir import RunDir
     from trainkit.submit.create import create_run
     from trainkit.submit.start import start_run

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.control.jobs import liveness_probe
+from trainkit.backends.jobs import liveness_probe
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line

@@ -79,8 +79,8 @@ def command(
     The text appears as it is generated. PROMPT is read from stdin if it is -. It is encoded as the training
     data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
     """
-    from trainkit.control.run_registry import find_run
     from trainkit.job.processes import module_argv
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     checkpoint = chosen_checkpoint(run, step)

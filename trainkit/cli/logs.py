@@ -59,12 +59,12 @@ def command(
 
     Without one, because the job ended before its supervisor began, it is the output of the batch script.
     """
-    from trainkit.control.jobs import liveness_probe
-    from trainkit.control.run_registry import find_run
+    from trainkit.backends.jobs import liveness_probe
     from trainkit.job.failed_starts import batch_log
     from trainkit.observe.follow import follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
     from trainkit.run.record import AttemptRecord, read_job
+    from trainkit.run.registry import find_run
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from inspect import cleandoc
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.plan.workload import Workload
-    from trainkit.submit.array_spec import ArraySpec
+    from trainkit.submit.submission import ArraySpec, LoadedPoint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
@@ -399,76 +399,75 @@ class GroupRequest:
         return bool(self.sweeps) or self.array is not None
 
     def points(
-        self, seed: int | None, command: Sequence[str] | None = None
-    ) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
-        """The array, and the values of every point by index; a `command` may contain swept keys.
+        self, request: ConfigRequest, workload: Workload
+    ) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
+        """The array, None for a run, and the config of every point; a group can have 100,000 points.
 
-        Without --sweep the points get consecutive seeds, starting at `seed`; None leaves the seed unchanged.
-        Raises UsageError if the options are invalid.
+        A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
+        they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
         """
         from trainkit.plan.sweep import combinations, parse_axes
-        from trainkit.submit.array_spec import ArraySpec, parse_array
+        from trainkit.submit.submission import ArraySpec, LoadedPoint, parse_array
 
         spec = None if self.array is None else parse_array(self.array)
-        if not self.sweeps:
-            assert spec is not None
-            if not spec.indices:
+        if self.sweeps:
+            if spec is not None and spec.indices:
                 raise UsageError(
-                    f"--array {self.array} limits how many tasks run at once, but names no tasks",
-                    hint="for example --array 0-9%4",
+                    f"--array {self.array}: --sweep numbers its points itself",
+                    hint="with --sweep, --array only sets a limit, as in --array %4",
                 )
-            values = {index: {} if seed is None else {"seed": seed + index} for index in spec.indices}
-            return spec, values
-        if spec is not None and spec.indices:
+            found = combinations(parse_axes(self.sweeps, workload.argv or ()))
+            limit = None if spec is None else spec.limit
+            return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
+        loaded = request.load_to_plan(workload)
+        if spec is None:
+            return None, iter([LoadedPoint(0, {}, loaded)])
+        if not spec.indices:
             raise UsageError(
-                f"--array {self.array}: --sweep numbers its points itself",
-                hint="with --sweep, --array only sets a limit, as in --array %4",
+                f"--array {self.array} limits how many tasks run at once, but names no tasks",
+                hint="for example --array 0-9%4",
             )
-        found = combinations(parse_axes(self.sweeps, command or ()))
-        limit = None if spec is None else spec.limit
-        return ArraySpec(tuple(range(len(found))), limit), dict(enumerate(found))
-
-    def load_points(
-        self, request: ConfigRequest, values: Mapping[int, dict[str, Any]]
-    ) -> Iterator[tuple[int, LoadedConfig | ConfigError]]:
-        """The index and config of each point, or its problems; a group can have 100,000 points."""
-        from trainkit.plan.sweep import key_without_seed, shown_value
-
-        # Points that differ only in the seed are loaded once.
-        loaded = {} if self.sweeps else {key_without_seed({}): request.load()}
-        for index, point in values.items():
-            key = key_without_seed(point)
-            try:
-                if key in loaded:
-                    seed = point.get("seed")
-                    origin = f"--sweep seed={shown_value(seed)}" if self.sweeps else "--array"
-                    yield index, _with_seed(loaded[key], seed, origin)
-                else:
-                    loaded[key] = _swept(request, point)
-                    yield index, loaded[key]
-            except ConfigError as error:
-                yield index, error
+        if workload.is_command:
+            return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
+        seeds = ((index, loaded.config.seed + index) for index in spec.indices)
+        return spec, (
+            LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+        )
 
 
-def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
+def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[LoadedPoint]:
+    """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.names import is_known
-    from trainkit.plan.sweep import shown_value
+    from trainkit.plan.sweep import key_without_seed, shown_value
+    from trainkit.submit.submission import LoadedPoint
 
-    flags = {
-        key: (f"--sweep {key}={shown_value(value)}", value)
-        for key, value in values.items()
-        if is_known(tuple(key.split(".")))  # others are only in the command
-    }
-    return replace(request, flags={**request.flags, **flags}).load()
+    loaded: dict[str, LoadedConfig] = {}
+    for index, values in enumerate(found):
+        key = key_without_seed(values)
+        try:
+            if key in loaded:
+                seed = values["seed"]
+                own = _with_seed(loaded[key], seed, f"--sweep seed={shown_value(seed)}")
+                yield LoadedPoint(index, values, own)
+                continue
+            flags = {
+                key: (f"--sweep {key}={shown_value(value)}", value)
+                for key, value in values.items()
+                if is_known(tuple(key.split(".")))  # others are only in the command
+            }
+            loaded[key] = replace(request, flags={**request.flags, **flags}).load()
+            yield LoadedPoint(index, values, loaded[key])
+        except ConfigError as error:
+            yield LoadedPoint(index, values, error)
 
 
-def _with_seed(loaded: LoadedConfig, seed: int | None, origin: str) -> LoadedConfig:
-    """The config with the seed of a point; None leaves it unchanged."""
-    if seed is None:
-        return loaded
+def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:
     from trainkit.config.changes import with_values
 
-    return with_values(loaded, {"seed": seed}, origin)
+    try:
+        return with_values(loaded, {"seed": seed}, origin)
+    except ConfigError as error:
+        return error
 
 
 def sweep_option(help_text: str) -> Callable[[Function], Function]:

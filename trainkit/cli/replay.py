@@ -103,8 +103,8 @@ def command(
         )
     _refuse_misfits(submit, keep, follow, run_dir, flags)
 
-    from trainkit.control.run_registry import find_run
     from trainkit.replay.plan_replay import plan_replay
+    from trainkit.run.registry import find_run
 
     first, last = _range(steps)
     what = plan_replay(find_run(run_name), first, last, layout, flags, submits=submit)
@@ -177,8 +177,8 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
 
 def _collect(name: str, as_json: bool) -> int:
     """Compare what a job computed."""
-    from trainkit.control.run_registry import find_run
     from trainkit.replay.run_replay import replay_of
+    from trainkit.run.registry import find_run
 
     copy = find_run(name)
     what = replay_of(copy)

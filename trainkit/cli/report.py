@@ -15,7 +15,7 @@ from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
     from trainkit.observe.report import Report
     from trainkit.observe.sweep_report import Sweep
     from trainkit.run.group import RunGroup
@@ -41,7 +41,7 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
     For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
     first, the results by each swept key, and the curves over each other.
     """
-    from trainkit.control.run_registry import find_run
+    from trainkit.run.registry import find_run
     from trainkit.run.rundir import RunDir
 
     found = _find(run_name)
@@ -59,12 +59,12 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
 
 def _find(text: str) -> RunDir | RunGroup | Bench:
     """The bench in the folder of this name or path, else the run or group that RUN refers to."""
-    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
 
     folder = find_bench_folder(text)
     if folder is None:
         return find_run_or_group(text)
-    from trainkit.bench.bench_file import read_bench
+    from trainkit.bench.run_bench import read_bench
 
     return read_bench(folder)
 
@@ -95,7 +95,7 @@ def _report_sweep(found: RunGroup | Bench, as_json: bool) -> int:
 
 
 def _read_group(group: RunGroup) -> Sweep:
-    from trainkit.control.jobs import query_known_jobs, recover_group_job_id
+    from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
     from trainkit.observe.group import GroupFiles
     from trainkit.observe.sweep_report import sweep_of_group
 
@@ -126,7 +126,7 @@ def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int
 
 
 def _read(run: RunDir) -> Report:
-    from trainkit.control.jobs import query_job_status
+    from trainkit.backends.jobs import query_job_status
     from trainkit.observe.report import read_report
     from trainkit.observe.status import read_status
 

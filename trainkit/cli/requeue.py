@@ -20,9 +20,9 @@ def command(run_name: str, as_json: bool) -> int:
     A running job saves, stops and is then restarted.
     """
     from trainkit.cli.following import print_started
-    from trainkit.control.run_registry import find_run
+    from trainkit.control.requeue import requeue_run
     from trainkit.run.record import read_job
-    from trainkit.submit.start import requeue_run
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name, to_change=True)
     entry, is_started = requeue_run(run)

@@ -69,11 +69,11 @@ def command(
     It resumes in the same run folder as the next attempt, or with --as in a new run folder. With --node-rank,
     --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run` does.
     """
+    from trainkit.backends.jobs import require_not_running
     from trainkit.cli.following import print_copied, print_started
     from trainkit.cli.hosts import hosts_target
     from trainkit.cluster.target import make_target
     from trainkit.config import load_config, read_effective
-    from trainkit.control.jobs import require_not_running
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
@@ -81,15 +81,16 @@ def command(
         note_dead_job,
         refuse_incompatible,
         refuse_replay,
+        resume_run,
         submission_folder,
     )
-    from trainkit.control.run_registry import find_run
     from trainkit.plan.launch import LaunchPlan, describe_plan
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
+    from trainkit.run.registry import find_run
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import gather, plan_run
-    from trainkit.submit.start import resume_run, start_run
+    from trainkit.submit.start import start_run
 
     source, place = find_run(run_name, to_change=True), host.place(nodes)
     refuse_replay(source)
@@ -151,8 +152,8 @@ def _resume_on_hosts(
 ) -> int:
     """Resume RUN as one of several hosts; returns the exit code, the same on every host."""
     from trainkit.cli.hosts import facts_of, run_on_hosts
+    from trainkit.control.resume import resume_run
     from trainkit.run.record import read_job
-    from trainkit.submit.start import resume_run
 
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
 

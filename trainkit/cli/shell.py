@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
-import tempfile
 from pathlib import Path
 
 import click
@@ -21,8 +18,7 @@ from trainkit.cli.options import (
     slurm_flags,
     slurm_options,
 )
-from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
+from trainkit.run.rundir import RUNS_FOLDER
 
 
 @click.command(
@@ -53,29 +49,15 @@ def command(
 
     In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
     """
-    from trainkit.submit.interactive import shell_argv, shell_start_file
+    from trainkit.control.shell import open_shell, shell_argv, shell_start_file
 
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
-    start_file = shell_start_file(loaded.config, Path.cwd())
     if loaded.config.launch.container is not None:
         click.echo("note: the shell runs outside launch.container", err=True)
-    if dry_run:
-        click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
-        click.echo(start_file, nl=False)
-        return 0
-    if not sys.stdin.isatty():
-        raise UsageError("a shell needs a terminal", hint="`trainkit submit` runs without one")
-    folder = Path("runs")
-    ensure_folder(folder)
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
-        file.write(start_file)
-    path = Path(file.name).absolute()
-    argv = shell_argv(loaded, str(path))
-    from trainkit.slurm.environment import scrubbed
-
-    try:
-        os.execvpe(argv[0], argv, scrubbed(os.environ))
-    except FileNotFoundError:
-        path.unlink()
-        raise UsageError("`salloc` is not on PATH: Slurm is not available here") from None
+    if not dry_run:
+        open_shell(loaded, Path(RUNS_FOLDER))
+    start_file = shell_start_file(loaded.config, Path.cwd())
+    click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
+    click.echo(start_file, nl=False)
+    return 0

@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK, TrainkitError, UsageError
+from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.job.failure.stacks import Reply
-    from trainkit.run.rundir import AttemptDir, RunDir
-
-WAIT_S = 20.0
-"""Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
 
 
 @click.command(
@@ -35,30 +30,13 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
     is installed.
     """
-    from trainkit.control.run_registry import find_run
-    from trainkit.job.failure.stacks import gather, group_replies
+    from trainkit.control.rank_stacks import ask_stacks
+    from trainkit.job.failure.stacks import group_replies
     from trainkit.job.watch.silence import explain_silence
-    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
-    attempt = _running_attempt(run)
-    world_size = LaunchPlan.read(attempt.plan_file).world_size
-    if rank is not None and rank >= world_size:
-        raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
-    try:
-        replies = gather(attempt, range(world_size), rank, WAIT_S)
-    except OSError as error:
-        raise UsageError(
-            f"{attempt.path} cannot be written: {error.strerror}",
-            hint="requesting stacks needs write access to the run folder",
-        ) from error
-    if not replies:
-        raise TrainkitError(
-            f"no rank of {run.path} responded within {WAIT_S:.0f} s",
-            hint=f"`trainkit status {quote(str(run.path))}` shows whether it is still running",
-        )
-    asked = range(world_size) if rank is None else (rank,)
-    silent = sorted(set(asked) - {reply.rank for reply in replies})
+    attempt, replies, silent = ask_stacks(run, rank)
     groups = group_replies(replies)
     if as_json:
         value = {
@@ -81,24 +59,6 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     if silent:
         click.echo(f"no response from {_ranks(silent)}: ended, or the host does not respond")
     return EXIT_OK
-
-
-def _running_attempt(run: RunDir) -> AttemptDir:
-    """The attempt whose ranks are running; raises UsageError when there is none."""
-    from trainkit.control.jobs import live_entry
-
-    entry = live_entry(run, "stacks")
-    if entry is None:
-        raise UsageError(
-            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` shows how it ended"
-        )
-    attempt = run.attempt(entry.attempt)
-    if not any(attempt.logs_dir.glob("rank-*.log")):
-        raise UsageError(
-            f"no rank of attempt {attempt.number} of {run.path} has been started yet",
-            hint=f"`trainkit status {quote(str(run.path))}` shows what it waits for",
-        )
-    return attempt
 
 
 def _group_text(group: Sequence[Reply], all_threads: bool) -> str:

@@ -17,8 +17,8 @@ from trainkit.errors import EXIT_OK
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainkit.bench.bench_file import Bench
-    from trainkit.control.jobs import JobQuery
+    from trainkit.backends.jobs import JobQuery
+    from trainkit.bench.run_bench import Bench
     from trainkit.observe.group import GroupStatus
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
@@ -40,14 +40,14 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
-    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
     from trainkit.run.rundir import RunDir
 
     if run_name is None:
         return show_all_runs(show_all, as_json)
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
-        from trainkit.bench.bench_file import read_bench
+        from trainkit.bench.run_bench import read_bench
 
         return show_bench(read_bench(folder), show_all, as_json)
     found = find_run_or_group(run_name)
@@ -55,7 +55,7 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
 
 
 def _show_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.control.jobs import query_job_status
+    from trainkit.backends.jobs import query_job_status
     from trainkit.observe.status import read_status
     from trainkit.observe.status_text import run_details
 
@@ -67,7 +67,7 @@ def _show_run(run: RunDir, as_json: bool) -> int:
 
 def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     """Print a group of runs."""
-    from trainkit.control.jobs import query_known_jobs, recover_group_job_id
+    from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
     from trainkit.observe.group import GroupFiles
     from trainkit.observe.status_text import group_details
 
@@ -140,7 +140,7 @@ def _summary(status: RunStatus | GroupStatus) -> dict[str, Any]:
 
 
 def _query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-    from trainkit.control.jobs import query_known_jobs
+    from trainkit.backends.jobs import query_known_jobs
 
     return query_known_jobs(ids, _warn)
 
@@ -155,11 +155,11 @@ def read_all(
     With `max_ended`, only that many of those that are over for certain; the second value counts the others.
     `histories` keeps the events of each run for the next call.
     """
-    from trainkit.control.jobs import job_statuses, open_job_ids
-    from trainkit.control.run_registry import KnownRun, record_over, starts
+    from trainkit.backends.jobs import job_statuses, open_job_ids
     from trainkit.observe.group import GroupFiles, read_newest_end
     from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import read_status
+    from trainkit.run.registry import KnownRun, record_over, starts
 
     known: list[KnownRun] = []
     groups: dict[Path, GroupFiles] = {}

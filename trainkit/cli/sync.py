@@ -20,8 +20,8 @@ def command(run_name: str, as_json: bool) -> int:
 
     Each step is sent once, as soon as a checkpoint covers it or the run has finished.
     """
-    from trainkit.control.run_registry import find_run
     from trainkit.locks import LockBusy
+    from trainkit.run.registry import find_run
     from trainkit.trackers.sync import sync_run
 
     run = find_run(run_name, to_change=True)

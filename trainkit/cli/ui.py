@@ -28,7 +28,7 @@ def command(run_name: str, tool: str, port: int | None) -> None:
     Other users of this host can open the page, other hosts cannot: the printed ssh line, run on your own,
     brings it there.
     """
-    from trainkit.control.run_registry import find_run
+    from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     port = port or PORTS[tool]

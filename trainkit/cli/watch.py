@@ -17,7 +17,7 @@ from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
     from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
 
@@ -48,15 +48,15 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
     terminal, prints once.
     """
-    from trainkit.control.run_registry import find_bench_folder, find_run_or_group
     from trainkit.run.group import RunGroup
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
     from trainkit.run.rundir import RunDir
 
     prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
     folder = None if run_name is None else find_bench_folder(run_name, with_groups=False)
     found: RunDir | RunGroup | Bench | None = None
     if folder is not None:
-        from trainkit.bench.bench_file import read_bench
+        from trainkit.bench.run_bench import read_bench
 
         found = read_bench(folder)
     elif run_name is not None:
@@ -77,7 +77,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
 
 def _print_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.control.jobs import query_job_status
+    from trainkit.backends.jobs import query_job_status
     from trainkit.observe.run_files import RunFiles
     from trainkit.observe.run_view import read_view
     from trainkit.observe.status import read_status

@@ -41,7 +41,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
 
 LOG_LINES = 200
 MAX_PROBLEM_LINES = 4
@@ -225,7 +225,7 @@ class RunScreen(ReadingScreen):
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
-        from trainkit.submit.start import requeue_run
+        from trainkit.control.requeue import requeue_run
 
         entry, is_started = requeue_run(self.run_dir)
         if is_started:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backends import JobStatus
-from trainkit.control.jobs import QUERY_INTERVAL_S, job_statuses, open_job_ids, query_known_jobs
+from trainkit.backends.jobs import QUERY_INTERVAL_S, job_statuses, open_job_ids, query_known_jobs
 from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.run_files import EventHistory, RunFiles
 from trainkit.observe.run_view import RunView, read_view
@@ -20,7 +20,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
-    from trainkit.bench.bench_file import Bench
+    from trainkit.bench.run_bench import Bench
 
 ANSWER_S = 5.0
 """How long a reading waits for Slurm when there are new jobs; then it shows what the files say."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from trainkit.backends import backend_of
 from trainkit.backends.base import write_cancelled
+from trainkit.backends.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
-from trainkit.control.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
 from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan

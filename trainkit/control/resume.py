@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from trainkit.backends import backend_of
+from trainkit.backends.jobs import recover_job_id, require_not_running
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
+from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.run.files import read_json
+from trainkit.run.lock import run_lock
 from trainkit.run.manifest import newest_intact, published
-from trainkit.run.record import is_exiting, read_job
+from trainkit.run.record import AttemptRecord, is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.environment import cluster_name
+from trainkit.submit.snapshot import renewed_code
+from trainkit.submit.start import start_attempt
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -190,3 +195,15 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool) -> AttemptRecord:
+    """Start the next attempt of a run that has ended, with this config and plan; returns its job.json entry.
+
+    `new_code` replaces the run's copy of the code. Raises UsageError if the run is still running.
+    """
+    with run_lock(run):
+        recover_job_id(run)
+        require_not_running(run, "resume")  # under the lock: another command may have started it
+        with renewed_code(run, config, plan) if new_code else nullcontext():
+            return start_attempt(run, config, plan, "resume")

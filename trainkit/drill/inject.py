@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.backends import backend_of
+from trainkit.backends.jobs import live_entry, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, step_of
-from trainkit.control.jobs import live_entry, recover_job_id
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainkit.backends import backend_of
-from trainkit.control.jobs import liveness_probe
+from trainkit.backends.jobs import liveness_probe
 from trainkit.drill.loss_curve import points_of
 from trainkit.observe.follow import LogTail, run_is_over
 from trainkit.run.end import AttemptEnd, read_end

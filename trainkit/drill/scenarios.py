@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from trainkit.backends.jobs import recover_job_id, require_not_running
 from trainkit.config import RunConfig
-from trainkit.control.jobs import recover_job_id, require_not_running
+from trainkit.control.requeue import start_again
 from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.drill.run_watch import RunWatch
 from trainkit.plan.launch import LaunchPlan
@@ -17,7 +18,6 @@ from trainkit.run.files import read_jsonl
 from trainkit.run.lock import run_lock
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
-from trainkit.submit.start import start_again
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from trainkit.job.watch.slow_hosts import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.failure import RankFailure
+from trainkit.run.group import create_task_run
 from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -199,9 +200,7 @@ class SlurmAllocation(Allocation):
 
     def claim(self) -> AttemptDir | int:
         if not self.run.exists():
-            # Only the run of an array task can be missing; creating it loads the config, which is slow.
-            from trainkit.job.array_tasks import create_task_run
-
+            # Only the run of an array task can be missing.
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
         if isinstance(attempt, AttemptDir):

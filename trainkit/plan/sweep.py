@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,42 +129,6 @@ def short_keys(keys: Sequence[str]) -> list[str]:
     """The last part of every key, or the full key if another has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
-
-
-def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes that turn JSON object `base` into `other`, by dotted path.
-
-    A mapping that lost a key, or has a name with a dot, is replaced as a whole.
-    """
-    return dict(_differences(base, other, ()))
-
-
-def _differences(
-    base: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[str, Any]]:
-    for key, value in other.items():
-        before = base.get(key)
-        # As JSON: in Python 1 is True, also inside of lists.
-        if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
-            continue
-        if isinstance(before, dict) and isinstance(value, dict) and _fits_in(before, value):
-            yield from _differences(before, value, (*path, key))
-        else:
-            yield ".".join((*path, key)), value
-
-
-def _fits_in(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether dotted paths can express the change of a mapping."""
-    return before.keys() <= value.keys() and not any("." in name for name in value)
-
-
-def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `base` with the changes that `difference` returned."""
-    result = dict(base)
-    for path, value in changes.items():
-        head, dot, rest = path.partition(".")
-        result[head] = changed(result[head], {rest: value}) if dot else value
-    return result
 
 
 def _first_twice(items: Sequence[str]) -> str | None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainkit.bench.layouts import DEGREES, layout_name
 from trainkit.config import read_effective
+from trainkit.plan.layouts.axis import DEGREES, layout_name
 from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
 from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data

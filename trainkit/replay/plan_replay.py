@@ -9,7 +9,6 @@ from shlex import quote
 from statistics import median
 from typing import Any
 
-from trainkit.bench.layouts import DEGREES, fill_degrees, parse_layout
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config import load_config, read_effective
@@ -17,6 +16,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts.axis import DEGREES, fill_degrees, parse_layout
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.run.events import read_metrics
 from trainkit.run.files import parse_time

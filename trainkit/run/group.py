@@ -7,8 +7,11 @@ points takes no longer than submitting ten.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.locks import file_lock
+from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_json
+from trainkit.run.record import add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import RunDir
 
 GROUP_VERSION = 1
@@ -33,7 +38,7 @@ class Point:
     values: dict[str, Any]
     """The values of the swept keys, by dotted key."""
     config: dict[str, Any]
-    """How its config differs from the group's, as `trainkit.plan.sweep.difference` computes it."""
+    """How its config differs from the group's, as `difference` computes it."""
     plan: dict[str, Any]
     """How its plan differs from the group's."""
 
@@ -159,3 +164,108 @@ def is_index(text: str) -> bool:
 
 def _point(value: Mapping[str, Any]) -> Point:
     return Point(value["index"], value["values"], value.get("config", {}), value.get("plan", {}))
+
+
+def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
+    """The run, after creating its folder if it is that of an array task and does not exist yet.
+
+    It does so when the task starts, or earlier when a command needs it.
+
+    `job_id` is the id of the task, by default derived from the group's sweep.json.
+    Raises UsageError when the group has no such task, was not submitted, or cannot be written.
+    """
+    if run.exists() or (found := group_of(run)) is None:
+        return run
+    group, index = found
+    point = group.point(index)
+    job_id = job_id or group.task_id(index)
+    if job_id is None:
+        raise UsageError(
+            f"cannot tell whether {group.path} was submitted: its sweep.json has no job id",
+            hint="`squeue --me` lists your jobs",
+        )
+    try:
+        _create(group, point, job_id)
+    except OSError as error:
+        raise UsageError(
+            f"cannot create the run folder {run.path}: {error.strerror or error}",
+            hint="check the permissions of its parent folder and the free space of the disk",
+        ) from error
+    return run
+
+
+def _create(group: RunGroup, point: Point, job_id: str) -> None:
+    """Create the folder under a temporary name and rename it, so that no reader sees a partial run."""
+    run = group.run(point.index)
+    stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
+    try:
+        _fill(stage, group, point, job_id)
+        stage.path.rename(run.path)
+    except BaseException as error:
+        shutil.rmtree(stage.path, ignore_errors=True)
+        # Another command, or the task itself, may have created it meanwhile.
+        if not (isinstance(error, OSError) and run.exists()):
+            raise
+
+
+def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
+    from trainkit.config.yamlfile import dump  # slow to import
+
+    record = group.record
+    stage.checkpoints_dir.mkdir(mode=0o700)
+    create_job(
+        stage,
+        backend=record["backend"],
+        name=f"{group.name}/{point.index}",
+        cwd=record["cwd"],
+        code=record.get("code"),
+    )
+    plan = json.dumps(changed(record["plan"], point.plan), indent=2, ensure_ascii=False) + "\n"
+    attempt = open_attempt(stage, dump(changed(record["config"], point.config)), plan)
+    shutil.copyfile(group.provenance_file, stage.provenance_file)
+    for copy in (attempt.script_file, stage.script_file):
+        shutil.copyfile(group.script_file, copy)
+    if group.code_dir.is_dir():
+        stage.code_dir.symlink_to(Path(os.pardir, group.code_dir.name))
+    # Slurm writes the output of the task there from its first line on.
+    log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
+    attempt.supervisor_log.symlink_to(log)
+    known = {key: record[key] for key in ("submitted_at", "cancelled_at", "cluster") if record.get(key)}
+    add_slurm_attempt(stage, attempt.number, job_id, "submit", str(record["backend"]), **known)
+    log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
+
+
+def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes that turn JSON object `base` into `other`, by dotted path.
+
+    A mapping that lost a key, or has a name with a dot, is replaced as a whole.
+    """
+    return dict(_differences(base, other, ()))
+
+
+def _differences(
+    base: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[str, Any]]:
+    for key, value in other.items():
+        before = base.get(key)
+        # As JSON: in Python 1 is True, also inside of lists.
+        if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
+            continue
+        if isinstance(before, dict) and isinstance(value, dict) and _fits_in(before, value):
+            yield from _differences(before, value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
+
+
+def _fits_in(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether dotted paths can express the change of a mapping."""
+    return before.keys() <= value.keys() and not any("." in name for name in value)
+
+
+def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `base` with the changes that `difference` returned."""
+    result = dict(base)
+    for path, value in changes.items():
+        head, dot, rest = path.partition(".")
+        result[head] = changed(result[head], {rest: value}) if dot else value
+    return result

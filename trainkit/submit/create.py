@@ -1,4 +1,4 @@
-"""Creates the folder of a new run: its code, its provenance and its job record."""
+"""Creates the folder of a new run in a place that is safe: its code, its provenance and its job record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,21 +23,28 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
+from trainkit.locks import NEEDS_FLOCK, unsupported
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import create_job
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
-from trainkit.submit.code.snapshot import copy_code, wants_copy
 from trainkit.submit.interpreters import own_packages
-from trainkit.submit.preflight_checks import refuse_leaks
-from trainkit.submit.run_folder import refuse_shared
-from trainkit.submit.secrets import mask_diff, without_secrets
+from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
+from trainkit.submit.snapshot import copy_code, wants_copy
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
+MOUNTINFO = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_LOCAL_LOCKS = {
+    "lustre": ("localflock",),
+    "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
+    "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
+}
+"""File system -> mount options with which a flock is seen only by its own host."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,88 @@ def _empty_folder(folder: Path, option: str) -> Path:
     ensure_folder(folder.parent, parents=True)
     folder.mkdir(mode=0o700)
     return folder
+
+
+def require_locks(folder: Path) -> None:
+    """Raise UsageError when the file system of a folder, which may not exist yet, has no file locks."""
+    place = Path(os.path.realpath(folder))
+    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
+    if reason is not None:
+        raise UsageError(
+            f"files in {folder} cannot be locked: {reason}",
+            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
+        )
+
+
+def local_locks(folder: Path, mountinfo: Path = MOUNTINFO) -> str | None:
+    """Why locks in a folder, which may not exist yet, would be local to each host; None if they are not.
+
+    Says nothing where the mounts cannot be read.
+    """
+    try:
+        lines = mountinfo.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    found = None
+    place = Path(os.path.realpath(folder))
+    for line in lines:
+        mount, _, file_system = line.partition(" - ")
+        fields, kind = mount.split(" "), file_system.split(" ")
+        if len(fields) < 6 or len(kind) < 3:
+            continue
+        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+        # The last of several mounts at one place is the visible one.
+        if place.is_relative_to(point) and (found is None or len(point.parts) >= len(found[0].parts)):
+            found = point, kind[0], {*fields[5].split(","), *kind[2].split(",")}
+    if found is None:
+        return None
+    point, name, options = found
+    option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
+    if option is None:
+        return None
+    return (
+        f"{point} is mounted with {option} ({name}): locks in the run folder work only within one host, so "
+        "commands and jobs on different hosts can disturb each other there; do not control this run from two "
+        "hosts at once, or choose another file system with --run-dir"
+    )
+
+
+def refuse_shared(folder: Path, option: str) -> None:
+    """Raise UsageError when other users could replace files of a run in this folder, which may not exist yet.
+
+    They are executed as the user who starts the run. A folder that its group may write to is accepted: the
+    members of a project trust each other. `option` is the command-line option of the folder.
+    """
+    place = Path(os.path.realpath(folder))
+    hint = f"choose a folder with {option} that only you or your project group can write to"
+    if place.is_dir():
+        found = place.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            raise UsageError(
+                f"{folder} belongs to {_name_of(found.st_uid)}, who could replace the run", hint=hint
+            )
+        if found.st_mode & stat.S_IWOTH:
+            raise UsageError(
+                f"every user can write to {folder}, and could change what the run executes",
+                hint=f"`chmod o-w {quote(str(folder))}`, or {hint}",
+            )
+    parent = next(path for path in place.parents if path.is_dir())
+    mode = parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UsageError(
+            f"every user can write to {parent}, and could replace {folder}",
+            hint=f"`chmod o-w {quote(str(parent))}` or `chmod +t`, or {hint}",
+        )
+
+
+def _name_of(uid: int) -> str:
+    # Slow with a directory service, and needed only here.
+    from pwd import getpwuid
+
+    try:
+        return getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def collect_provenance(cwd: Path) -> dict[str, Any]:

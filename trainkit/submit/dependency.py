@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from shlex import quote
 
+from trainkit.backends.jobs import query_job_status
 from trainkit.config import read_effective
-from trainkit.control.jobs import query_job_status
-from trainkit.control.run_registry import find_run_or_group
 from trainkit.errors import UsageError
-from trainkit.observe.group import GroupFiles
-from trainkit.observe.status import read_status
+from trainkit.observe.group import GroupFiles, PointStatus
+from trainkit.observe.status import RunStatus, read_status
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
-from trainkit.run.group import RunGroup
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
 
 MAX_NAMED = 3
 
 
-@dataclass(frozen=True)
-class Dependency:
-    """A run that a job waits for."""
-
-    name: str
-    """The name to show in messages: the run's folder or its index in a group."""
-    state: str
-    job_id: str | None
-    """None if the run was never submitted."""
-    reason: str | None = None
+Dependency = RunStatus | PointStatus
+"""A run that a job waits for; its job id is None if it was never submitted."""
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
@@ -46,8 +37,8 @@ def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = No
     local = next((run for run in open_runs if str(run.job_id).startswith("local-")), None)
     if local is not None:
         raise UsageError(
-            f"--after {text}: {local.name} runs on this machine, and Slurm cannot wait for it",
-            hint=f"`trainkit logs {quote(local.name)} -f` returns when it has ended",
+            f"--after {text}: {local.run_dir} runs on this machine, and Slurm cannot wait for it",
+            hint=f"`trainkit logs {quote(local.run_dir)} -f` returns when it has ended",
         )
     own = f"{array}_"
     if array is not None and open_runs and all(str(run.job_id).startswith(own) for run in runs):
@@ -59,16 +50,18 @@ def _unfinishable(text: str, wrong: Sequence[Dependency], count: int) -> str:
     first = wrong[0]
     reason = f" ({first.reason})" if first.reason else ""
     if count == 1:
-        return f"--after {text}: {first.name} is {first.state}{reason}"
-    named = ", ".join(f"{run.name} is {run.state}" for run in wrong[:MAX_NAMED])
+        return f"--after {text}: {first.run_dir} is {first.state}{reason}"
+    named = ", ".join(f"{run.run_dir} is {run.state}" for run in wrong[:MAX_NAMED])
     more = f" and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
     return f"--after {text}: {named}{more}, of {count:,} runs"
 
 
 def _hint(wrong: Dependency) -> str:
     if wrong.state == "unknown":
-        return f"`trainkit status {quote(wrong.name)}` says why; without --after the run starts immediately"
-    return f"resume it first: `trainkit resume {quote(wrong.name)}`"
+        return (
+            f"`trainkit status {quote(wrong.run_dir)}` says why; without --after the run starts immediately"
+        )
+    return f"resume it first: `trainkit resume {quote(wrong.run_dir)}`"
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:
@@ -105,11 +98,13 @@ def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
         if isinstance(found, RunDir):
             ids += dependency_ids(name, [_run(found, warn)])
         else:
-            ids += dependency_ids(name, _points(found), found.job_id)
+            points = GroupFiles(found)
+            status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
+            ids += dependency_ids(name, status.points, found.job_id)
     return ids
 
 
-def _run(run: RunDir, warn: Callable[[str], None]) -> Dependency:
+def _run(run: RunDir, warn: Callable[[str], None]) -> RunStatus:
     job_status = query_job_status([run], warn)[0]
     status = read_status(run, job_status.alive, datetime.now(timezone.utc), job_status.job)
     if status.state in UNFINISHED_STATES:
@@ -120,10 +115,4 @@ def _run(run: RunDir, warn: Callable[[str], None]) -> Dependency:
                 "under other job ids, and Slurm would start this job when the first of them ends",
                 hint=f"`trainkit logs {quote(str(run.path))} -f` returns when the run has ended",
             )
-    return Dependency(str(run.path), status.state, status.job_id, status.reason)
-
-
-def _points(group: RunGroup) -> list[Dependency]:
-    points = GroupFiles(group)
-    status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
-    return [Dependency(point.run_dir, point.state, point.job_id, point.reason) for point in status.points]
+    return status

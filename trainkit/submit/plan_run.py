@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from pathlib import Path
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path, PurePath
 
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import Target, choose_backend, make_target
 from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
+from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.data.checks import DataFacts, inspect_data
-from trainkit.errors import ConfigError, TrainkitError
-from trainkit.plan.facts import Environment, Facts
+from trainkit.errors import ConfigError, TrainkitError, UsageError
+from trainkit.job.notifications import url_problem
+from trainkit.plan.facts import Environment, Facts, Interpreter, KeyProblem
+from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan, problems
-from trainkit.plan.workload import TRAINER, Workload
+from trainkit.plan.workload import SHELLS, TRAINER, Workload
 from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
-from trainkit.submit.containers import container_problems, container_program, runtimes
-from trainkit.submit.preflight_checks import (
-    check_name,
-    command_python,
-    experimental_settings,
-    find_environment,
-    refuse_missing,
-    refuse_secrets,
-    with_local_environment,
-    with_notifications,
+from trainkit.slurm.environment import conf_file
+from trainkit.slurm.quoting import quote
+from trainkit.submit.environment import RANK_VARIABLES, container_problems, container_program, runtimes
+from trainkit.submit.interpreters import (
+    NoAnswer,
+    Packages,
+    find_interpreter,
+    find_packages,
+    own_packages,
+    package_problem,
 )
-from trainkit.submit.user_code_check import find_code_problems
+from trainkit.submit.secrets import refuse_secrets
+from trainkit.submit.trainer_process import find_code_problems
 
 
 class Gatherer:
@@ -158,3 +167,219 @@ def planning_error(
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
     except TrainkitError as error:  # Slurm or a file cannot be read: report at least the problems of the load
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SLURM_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN)_\w+")
+
+
+RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError for a name that commands would not take for a run name: `last` or a job id."""
+    if RESERVED_NAME.fullmatch(name):
+        raise UsageError(
+            f"a run cannot be called {name!r}",
+            hint="`last` and job ids are reserved; choose another --name",
+        )
+
+
+def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
+    """(key, message, hint) for values that are invalid on any machine."""
+    for name in launch.modules:
+        if name.startswith("-") or len(name.split()) != 1:
+            hint = "list one name per entry; put other `module` commands in launch.setup"
+            yield "launch.modules", f"has {name!r}, which is not a module name", hint
+    if launch.conda is not None and launch.conda.startswith("-"):
+        yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
+    for name, value in launch.env.items():
+        key = f"launch.env.{name}"
+        if not _VARIABLE.fullmatch(name):
+            yield key, "is not a valid environment variable name", "use letters, digits and _"
+        elif name in RANK_VARIABLES or _SLURM_VARIABLE.fullmatch(name):
+            yield key, "is set by the job in every process", "remove it"
+        elif "\0" in value:
+            yield key, "has a NUL character, which an environment variable cannot contain", ""
+    for line in launch.setup:
+        if "\0" in line:
+            yield "launch.setup", "has a NUL character, which a script cannot contain", ""
+    for key in ("modules", "venv", "conda", "uv", "python", "container", "container_mounts"):
+        value = getattr(launch, key)
+        for text in (value,) if isinstance(value, str) else value or ():
+            if "\n" in text or "\0" in text:
+                yield (
+                    f"launch.{key}",
+                    f"has {text!r}, which contains a line break or NUL",
+                    "write it on one line",
+                )
+
+
+def command_python(
+    launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """The interpreter of a launcher such as torchrun: the one that would run the command without it.
+
+    That is the one that the config or the command names, else that of the active environment, else this one.
+    """
+    if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
+        return find_interpreter(launch, sys.executable, environ, cwd)[0].argv
+    if "/" in command[0] and PurePath(command[0]).name.startswith("python"):
+        return (os.path.normpath(cwd / Path(command[0]).expanduser()),)
+    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
+    python = None if active is None else shutil.which("python", path=environ.get("PATH", os.defpath))
+    is_active = python is not None and PurePath(python).is_relative_to(str(active))
+    return (str(python) if is_active else sys.executable,)
+
+
+def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:
+    """Raise UsageError for a command that cannot start in `cwd`, its working directory."""
+    elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
+    runs_unchanged = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
+    if runs_unchanged and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
+        hint = "give its path, or set launch.venv, conda, modules or container in the config"
+        if command[0].endswith(".py") and (cwd / command[0]).is_file():
+            hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
+        raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
+    script = _script_of(command)
+    # launch.setup may change the folder or create the script.
+    folder_is_known = launch.container is None and not launch.setup
+    if script is not None and folder_is_known and not (cwd / script).exists():
+        raise UsageError(f"there is no {script} in {cwd}", hint="commands are started in this folder")
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """The Python script that a command starts; None if it starts something else or cannot be determined."""
+    if PurePath(command[0]).name in SHELLS:
+        return None  # the argument is a shell program, which may name any files
+    before = takewhile(lambda word: word not in ("-m", "-c"), command)
+    return next((word for word in before if word.endswith(".py")), None)
+
+
+SYSTEM_FOLDER = "/usr"
+"""What is installed below it may differ between this host and the nodes of a cluster."""
+_BATCH_ONLY = ("modules", "conda", "container", "setup")
+"""What only a batch script uses."""
+
+
+def find_environment(
+    config: RunConfig,
+    on_slurm: bool,
+    workload: Workload,
+    cwd: Path,
+    environ: Mapping[str, str] = os.environ,
+) -> Environment:
+    """The environment of the ranks, and what would fail in it, as far as that is known here.
+
+    Where a package is not known, the ranks check it, or the job warns and trains.
+    """
+    launch, trackers = config.launch, tuple(config.logging.trackers)
+    key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
+    if not on_slurm and (launch.container is not None or key in (None, "conda")):
+        key, launch = None, LaunchConfig(env=launch.env)
+    interpreter, found = find_interpreter(launch, sys.executable, environ, cwd)
+    program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
+    # On another host, PATH may lead to another program of this name.
+    is_known = not found and "/" in program and launch.container is None
+    is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
+    trains_here = not workload.is_command and (key is None or not on_slurm)
+    may_use_gpus = not workload.is_command and config.device != "cpu"
+    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch, environ))
+    if "PYTHONPATH" in launch.env:
+        trackers = ()
+    packages, gpu_problem = None, None
+    if is_known and (trackers or trains_here or may_use_gpus):
+        try:
+            packages = _packages_of(interpreter, ("torch", "trainkit", *trackers), launch.env, cwd)
+        except NoAnswer as error:
+            if trains_here and key is not None:
+                reason = str(error).removeprefix(f"{program} does not run: ")
+                message = f"uses {program}, which does not run: {reason}"
+                found.append((named, message, f"`{quote(program)} -V` shows it"))
+    if on_slurm:
+        found = [*launch_problems(launch), *found]
+    if packages is not None:
+        if trains_here and key is None and (problem := release_problem(packages.torch_version)):
+            found.append(("", f"{program} {problem[0]}", problem[1]))
+        elif trains_here and key is not None and (problem := package_problem(packages, program)):
+            found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
+        found += _tracker_problems(packages, program, trackers)
+        is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
+        if may_use_gpus and not is_of_host and (version := packages.cpu_only_torch) is not None:
+            message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
+            gpu_problem = named, message, cuda_torch_hint(program)
+    found += webhook_problem(config.notify, environ)
+    return Environment(interpreter, tuple(found), gpu_problem)
+
+
+def _tracker_problems(packages: Packages, program: str, trackers: Sequence[str]) -> Iterator[KeyProblem]:
+    for name in trackers:
+        if name not in packages.files:
+            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            yield f"logging.{name}", f"is set, but {program} has no {name}", hint
+
+
+def _packages_of(
+    interpreter: Interpreter, names: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> Packages:
+    if interpreter.argv[0] == sys.executable and not {"PYTHONPATH", "PYTHONHOME"} & env.keys():
+        return own_packages(*names)
+    return find_packages((*interpreter.argv, *interpreter.options), names, env, cwd)
+
+
+def _is_cluster_of_host(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
+    """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
+    has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
+    return has_sbatch and (launch.cluster is None or conf_file(environ) is not None)
+
+
+def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, interpreter: Interpreter) -> LaunchPlan:
+    """The plan of a run whose agents no batch script starts, so that they use the interpreter of `launch`.
+
+    What needs a batch script is named among the reasons of the plan.
+    """
+    unused = [name for name in _BATCH_ONLY if getattr(launch, name)]
+    if unused:
+        keys = ", ".join(f"launch.{name}" for name in unused)
+        plan = replace(plan, reasons={**plan.reasons, "launch": f"{keys}: only batch jobs of Slurm use it"})
+    if launch.container is not None or not any((launch.venv, launch.uv, launch.python)):
+        return plan
+    plan = replace(plan, reasons={**plan.reasons, "python": f"{interpreter.argv[0]}, as launch says"})
+    if not plan.workload.is_command:
+        plan = replace(plan, python=(*interpreter.argv, *interpreter.options))
+    return replace(plan, venv=interpreter.venv)
+
+
+def experimental_settings(launch: LaunchConfig) -> str | None:
+    """A note on a setting that was tested with a stand-in only; None without such a setting."""
+    for key, program in (("conda", "conda"), ("container", "Apptainer or pyxis")):
+        if getattr(launch, key) is not None:
+            return f"launch.{key} has not been validated with a real {program}; try a short run first"
+    return None
+
+
+def webhook_problem(notify: NotifyConfig, environ: Mapping[str, str]) -> Iterator[KeyProblem]:
+    """(key, message, hint) if the value of the variable that `notify.webhook` names is not a URL."""
+    url = environ.get(notify.webhook or "", "")
+    problem = url_problem(url) if url else None
+    if problem is not None:
+        hint = f"export {notify.webhook}=https://…, as the chat program shows it, in the shell that submits"
+        yield "notify.webhook", f"is {notify.webhook}, whose value {problem}", hint
+
+
+def with_notifications(plan: LaunchPlan, notify: NotifyConfig, environ: Mapping[str, str]) -> LaunchPlan:
+    """The plan with what it reports and to where, and warnings about what it cannot report."""
+    found, warnings = [], list(plan.warnings)
+    if notify.on and environ.get(notify.webhook or ""):
+        found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
+    elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
+        warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
+    if notify.mail is not None and plan.slurm is None:
+        warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
+    elif notify.mail is not None:
+        by_mail = [event for event in notify.on if event in MAIL_TYPES]
+        unknown = [event for event in notify.on if event not in MAIL_TYPES]
+        without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
+        found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
+    reasons = {**plan.reasons, "notify": "; ".join(found)} if found else plan.reasons
+    return replace(plan, reasons=reasons, warnings=tuple(warnings))

@@ -1,14 +1,18 @@
-"""Finds what looks like a secret in command lines and diffs, and masks it in files that only inform."""
+"""Secrets are refused in what a run needs, and masked in command lines and diffs that only inform."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePosixPath
+from urllib.parse import quote as url_quote
 
-from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS
-from trainkit.submit.code.source_tree import looks_secret
+from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS, written_secrets
+from trainkit.errors import UsageError
+from trainkit.slurm.quoting import quote
+from trainkit.submit.source_tree import looks_secret
 
 MASK = "***"
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
@@ -130,3 +134,43 @@ def _masked_assignment(match: re.Match[str]) -> str:
         return match[0]
     start, end = match.span("value")
     return f"{match[0][: start - match.start()]}{MASK}{match[0][end - match.start() :]}"
+
+
+def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The named variables that are set, which the job inherits."""
+    return tuple(name for name in names if environ.get(name))
+
+
+def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise UsageError when a text that will be written contains the value of a named variable.
+
+    `where` names the text, for example ``submit.sbatch``. The value is searched for verbatim and as escaped
+    in scripts, JSON and URLs; the error contains only the name of the variable.
+    """
+    for name in present_secrets(names, environ):
+        # A multi-line key may be indented in the text, so search for its longest line.
+        line = max(environ[name].strip().splitlines() or [""], key=len)
+        if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):
+            raise UsageError(
+                f"the value of {name} would be written into {where}",
+                hint=f"remove it from config and command line: the job inherits {name} from this shell",
+            )
+
+
+def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError for a command that sets a secret, since plan.json contains the command."""
+    found = [name for word in command for name in written_secrets(word, names)]
+    if found:
+        raise UsageError(
+            f"the command sets {found[0]}, which looks like a secret, and would be written to plan.json",
+            hint=f"export {found[0]} in the shell instead: the job inherits it",
+        )
+
+
+def _spellings(value: str) -> Iterator[str]:
+    yield value
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield value.replace("'", "'\"'\"'")  # in a word of bash in single quotes
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # in a $'…' word of bash
+    yield url_quote(value, safe="")

@@ -21,7 +21,7 @@ from trainkit.plan.workload import Command
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
+from trainkit.submit.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 
 
 @pytest.fixture

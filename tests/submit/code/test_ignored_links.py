@@ -10,8 +10,8 @@ import pytest
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code import source_tree
-from trainkit.submit.code.snapshot import take_snapshot
+from trainkit.submit import source_tree
+from trainkit.submit.snapshot import take_snapshot
 
 
 def test_what_git_ignores(project: Path, run: RunDir) -> None:

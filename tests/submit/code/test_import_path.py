@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code.snapshot import find_import_path, take_snapshot
+from trainkit.submit.snapshot import find_import_path, take_snapshot
 
 
 def find(*files: str, subfolder: str = "", inherited: str | None = None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.folders import git
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code.snapshot import take_snapshot
+from trainkit.submit.snapshot import take_snapshot
 
 
 def write(root: Path, *names: str) -> None:

@@ -19,8 +19,8 @@ from trainkit.errors import UsageError
 from trainkit.run.files import write_json
 from trainkit.run.record import copied_file, create_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code import snapshot as module
-from trainkit.submit.code.snapshot import Snapshot, plan_snapshot, take_snapshot
+from trainkit.submit import snapshot as module
+from trainkit.submit.snapshot import Snapshot, plan_snapshot, take_snapshot
 
 
 def take(project: Path, run: RunDir, **environ: str) -> Snapshot:
@@ -227,7 +227,7 @@ def test_file_that_cannot_be_read() -> None:
     script = (
         "import os; from pathlib import Path\n"
         "from trainkit.errors import UsageError; from trainkit.run.rundir import RunDir\n"
-        "from trainkit.submit.code.snapshot import take_snapshot\n"
+        "from trainkit.submit.snapshot import take_snapshot\n"
         "os.setuid(65534)\n"
         "try: take_snapshot(Path('project'), RunDir('run'))\n"
         "except UsageError as error: print(error.render())\n"

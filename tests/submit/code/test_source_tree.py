@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.submit.code import source_tree
-from trainkit.submit.code.source_tree import (
+from trainkit.submit import source_tree
+from trainkit.submit.source_tree import (
     SourceTree,
     looks_like_source,
     looks_secret,

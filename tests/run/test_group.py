@@ -11,11 +11,10 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group, planned
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
-from trainkit.job.array_tasks import create_task_run
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -142,7 +141,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*args: object, **more: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("trainkit.job.array_tasks.add_slurm_attempt", full)
+    monkeypatch.setattr("trainkit.run.group.add_slurm_attempt", full)
     with pytest.raises(UsageError, match=r"cannot create the run folder .*: No space left on device"):
         create_task_run(group.run(0))
     assert sorted(path.name for path in group.path.iterdir()) == [

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import NoReturn
 
+from trainkit.backends import backend_of
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.folders import ensure_folder
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
+from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.environment import scrubbed
+from trainkit.slurm.hosts import expand_hosts
+from trainkit.submit.environment import make_job_environment
 from trainkit.submit.interpreters import find_interpreter
-from trainkit.submit.job_environment import make_job_environment
-from trainkit.submit.templates import render
+from trainkit.submit.script import render
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
 BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
@@ -61,14 +69,44 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
     launch = config.launch.model_copy(update={"container": None})
     environment = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
-    return render("shell.sh.j2", {**environment.context, "workdir": str(cwd), "bin": bin_folder}, cwd)
+    return render("shell.sh.j2", {"environment": environment, "workdir": str(cwd), "bin": bin_folder}, cwd)
 
 
-def attach_argv(job_id: str, host: str | None) -> list[str]:
-    """The srun command that starts a shell on a node of a running job; `host` is optional."""
-    where = [] if host is None else [f"--nodelist={host}"]
-    return [
-        *("srun", f"--jobid={job_id}", "--overlap", "--mpi=none"),
+def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
+    """Replace this process by the shell on a new allocation; its start file is written to `folder`.
+
+    Raises UsageError without a terminal or Slurm, and ConfigError with every problem.
+    """
+    start_file = shell_start_file(loaded.config, Path.cwd())
+    _require_terminal("`trainkit submit` runs without one")
+    ensure_folder(folder)
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
+        file.write(start_file)
+    path = Path(file.name).absolute()
+    argv = shell_argv(loaded, str(path))
+    try:
+        os.execvpe(argv[0], argv, scrubbed(os.environ))
+    except FileNotFoundError:
+        path.unlink()
+        raise UsageError("`salloc` is not on PATH: Slurm is not available here") from None
+
+
+def attach(run: RunDir, node: int) -> NoReturn:
+    """Replace this process by a shell on a node of a run's job; raises UsageError if it does not run."""
+    entry = read_job(run).newest or AttemptRecord()
+    job = backend_of(entry).running_job(run, entry)
+    hosts = expand_hosts(job.nodes)
+    if node >= len(hosts):
+        raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
+    _require_terminal("`trainkit logs` shows the output of the run")
+    argv = [
+        *("srun", f"--jobid={job.number or job.job_id}", "--overlap", "--mpi=none"),
         *("--mem=0", "--nodes=1", "--ntasks=1"),
-        *(*where, "--pty", "bash", "-i"),
+        *(f"--nodelist={hosts[node]}", "--pty", "bash", "-i"),
     ]
+    os.execvpe(argv[0], argv, scrubbed(os.environ))
+
+
+def _require_terminal(hint: str) -> None:
+    if not sys.stdin.isatty():
+        raise UsageError("a shell needs a terminal", hint=hint)

@@ -22,7 +22,7 @@ from shlex import quote
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import BENCH_FILE, RunGroup, group_of, is_index
+from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.slurm.states import base_id, is_job_id
@@ -188,7 +188,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
     if is_run:
-        return _ensure_created(run)
+        return create_task_run(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
         raise UsageError(f"{text} does not contain a run", hint=_folder_hint(Path(text)) or LIST_HINT)
@@ -265,16 +265,7 @@ def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun
 
 def _run_of_point(group: RunGroup, index: int) -> RunDir:
     group.point(index)
-    return _ensure_created(group.run(index))
-
-
-def _ensure_created(run: RunDir) -> RunDir:
-    """The run, after creating its folder if it is an array task that has not started."""
-    if not run.exists():
-        from trainkit.job.array_tasks import create_task_run  # slow to import: it loads configs
-
-        create_task_run(run)
-    return run
+    return create_task_run(group.run(index))
 
 
 def _has_job(known: KnownRun, job_id: str) -> bool:

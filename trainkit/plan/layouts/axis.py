@@ -1,11 +1,11 @@
-"""The layouts of a bench: the requested ones, or all ways to split the processes. Pure."""
+"""The axis of layouts of a bench: the requested ones, or all ways to split the processes. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 from trainkit.config.names import near
 from trainkit.config.running import ParallelConfig
@@ -104,11 +104,6 @@ def _notes(
 
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-MAX_LAYOUTS = 16
-"""Maximum number of layouts to run without --layout, to limit the duration of a bench."""
-
-
-Planned = TypeVar("Planned")
 
 
 @dataclass(frozen=True)
@@ -122,17 +117,6 @@ class BenchLayout:
     """Config values by dotted key."""
     notes: tuple[str, ...] = ()
     """The values adapted to the layout, one sentence each."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The layouts of a bench, and those that it does not run with the reason."""
-
-    layouts: tuple[BenchLayout, ...]
-    impossible: Mapping[str, str]
-    """Name of an impossible layout -> reason."""
-    left_out: tuple[str, ...]
-    """Names of possible layouts beyond the maximum."""
 
 
 def parse_layout(text: str) -> dict[str, Any]:
@@ -201,43 +185,8 @@ def all_layouts(
         try:
             found.append(_fitted(layout, parallel, constraints, {}, None))
         except ConfigError as error:
-            impossible[layout_name(layout, {})] = first_problem(error)
+            impossible[layout_name(layout, {})] = error.problems[0].sentence
     return found, impossible
-
-
-def first_problem(error: ConfigError) -> str:
-    """The reason why a layout or another point is impossible, in one line."""
-    return f"{error.problems[0].key} {error.problems[0].message}".strip()
-
-
-def select(
-    found: Sequence[BenchLayout],
-    impossible: Mapping[str, str],
-    plan: Callable[[BenchLayout], Planned],
-    limit: int = MAX_LAYOUTS,
-) -> tuple[Selection, list[Planned]]:
-    """The first layouts that can be planned, with the plan of each.
-
-    Raises the ConfigError of the first layout if none can.
-    """
-    chosen: list[BenchLayout] = []
-    plans: list[Planned] = []
-    refused = dict(impossible)
-    left_out: list[str] = []
-    errors: list[ConfigError] = []
-    for item in found:
-        if len(chosen) == limit:
-            left_out.append(item.name)
-            continue
-        try:
-            plans.append(plan(item))
-            chosen.append(item)
-        except ConfigError as error:
-            errors.append(error)
-            refused[item.name] = first_problem(error)
-    if errors and not chosen:
-        raise errors[0]
-    return Selection(tuple(chosen), refused, tuple(left_out)), plans
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:

@@ -21,7 +21,7 @@ from trainkit.folders import ensure_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import changed_job, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.code.source_tree import (
+from trainkit.submit.source_tree import (
     LeftOut,
     SourceTree,
     below,

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.status import read_all
-from trainkit.control import run_registry
-from trainkit.control.run_registry import Start, find_run, index_file, known_runs, record_over, register
 from trainkit.errors import UsageError
+from trainkit.run import registry
 from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.registry import Start, find_run, index_file, known_runs, record_over, register
 from trainkit.run.rundir import RunDir
 
 
@@ -114,13 +114,13 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
 @pytest.fixture
 def read_folders(monkeypatch):
     """The names of the folders that have been read, each time it happens."""
-    read, known = [], run_registry._known
+    read, known = [], registry._known
 
     def counting(folder, name=None, time=None):
         read.append(folder.name)
         return known(folder, name, time)
 
-    monkeypatch.setattr(run_registry, "_known", counting)
+    monkeypatch.setattr(registry, "_known", counting)
     return read
 
 
@@ -179,7 +179,7 @@ def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     [run] = make_many(tmp_path / "elsewhere", 1)
-    monkeypatch.setattr(run_registry, "append_jsonl", refuse)
+    monkeypatch.setattr(registry, "append_jsonl", refuse)
     record_over([Start(run.path, "run-0", "2026-01-01T00:00:00.000Z")])
     assert [item.name for item in known_runs()] == ["run-0"]
 

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.models import nano_shape
-from trainkit.bench.layouts import (
+from trainkit.config.running import ParallelConfig
+from trainkit.errors import ConfigError, UsageError
+from trainkit.plan.launch import Layout
+from trainkit.plan.layouts.axis import (
     BenchLayout,
     LayoutConstraints,
     all_layouts,
@@ -16,11 +19,7 @@ from trainkit.bench.layouts import (
     parse_layout,
     refuse_duplicates,
     requested_layout,
-    select,
 )
-from trainkit.config.running import ParallelConfig
-from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.plan.launch import Layout
 from trainkit.plan.layouts.choices import LONG_SEQUENCE
 
 
@@ -190,29 +189,3 @@ def test_an_impossible_layout_that_was_asked_for(text: str, problem: str) -> Non
 def test_two_that_mean_the_same() -> None:
     with pytest.raises(UsageError, match=r"two --layout are the same: dp_shard=2,tp=2"):
         refuse_duplicates([asked("tp=2"), asked("dp_shard=2,tp=2")])
-
-
-def test_a_bench_ends_soon() -> None:
-    found, impossible = all_layouts(ParallelConfig(), site())
-    selection, plans = select(found, impossible, lambda item: item.name, limit=3)
-    assert plans == [item.name for item in selection.layouts] == ["dp_shard=4", "dp_replicate=4", "tp=4"]
-    assert selection.left_out == tuple(item.name for item in found[3:])
-
-
-def test_one_that_cannot_be_planned_makes_room_for_the_next() -> None:
-    def plan(item: BenchLayout) -> str:
-        if item.name == "dp_replicate=4":
-            raise ConfigError([Problem("parallel.dp_shard", "is 1: too large for a GPU")])
-        return item.name
-
-    selection, plans = select(all_layouts(ParallelConfig(), site())[0], {}, plan, limit=2)
-    assert plans == [item.name for item in selection.layouts] == ["dp_shard=4", "tp=4"]
-    assert selection.impossible == {"dp_replicate=4": "parallel.dp_shard is 1: too large for a GPU"}
-
-
-def test_when_none_can_be_planned_the_config_is_to_blame() -> None:
-    def plan(item: BenchLayout) -> str:
-        raise ConfigError([Problem("data.source", f"is not there ({item.name})")])
-
-    with pytest.raises(ConfigError, match=r"data\.source: is not there \(dp_shard=4\)"):
-        select(all_layouts(ParallelConfig(), site())[0], {}, plan)

@@ -1,0 +1,477 @@
+"""What one command submits: a run, or the points of a sweep or array as one Slurm array.
+
+A run is a group of one. All points are checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainkit.backends import BACKENDS, JobScript
+from trainkit.backends.slurm import removed_unless_submitted, submit_file
+from trainkit.config import LoadedConfig, RunConfig, dump_effective
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import option_argv
+from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key, shown, shown_value
+from trainkit.plan.workload import Workload
+from trainkit.run.files import utc_now, write_atomic, write_json
+from trainkit.run.group import GROUP_VERSION, Point, RunGroup, difference
+from trainkit.run.record import submission_token
+from trainkit.run.registry import register
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.control import show_config
+from trainkit.slurm.environment import cluster_name
+from trainkit.slurm.states import array_indices
+from trainkit.submit.create import CreatedRun, create_run, future_run, new_folder, write_origin
+from trainkit.submit.dependency import job_ids_of, with_dependency
+from trainkit.submit.plan_run import Gatherer, plan_run
+from trainkit.submit.script import script_for
+from trainkit.submit.secrets import refuse_leaks
+from trainkit.submit.snapshot import planned_code
+from trainkit.submit.start import start_run
+
+MAX_SHOWN = 10
+"""The maximum number of problems of a group that are listed."""
+DEFAULT_MAX_ARRAY_SIZE = 1001
+_LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
+_MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The parsed form of ``0-9,20%4``."""
+
+    indices: tuple[int, ...]
+    """Empty if only a limit was given."""
+    limit: int | None
+    """The maximum number of concurrent tasks; None for no limit."""
+
+    @property
+    def directive(self) -> str:
+        """The value of ``#SBATCH --array``."""
+        limit = "" if self.limit is None else f"%{self.limit}"
+        return ",".join(_spans(self.indices)) + limit
+
+
+def parse_array(text: str) -> ArraySpec:
+    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with an optional limit ``%4``, or ``%4`` alone.
+
+    Raises UsageError for anything else.
+    """
+    spec, percent, limit = text.strip().partition("%")
+    if percent and not _LIMIT.fullmatch(limit):
+        raise UsageError(
+            f"--array {text}: {limit!r} is not a number of concurrent tasks",
+            hint="for example --array 0-9%4",
+        )
+    indices = array_indices(spec) if spec or not percent else []
+    if len(indices) > MAX_POINTS:
+        raise UsageError(
+            f"--array {text}: {len(indices):,} tasks; the maximum is {MAX_POINTS:,}",
+            hint="for example --array 0-9",
+        )
+    if len(set(indices)) < len(indices):
+        raise UsageError(f"--array {text}: an index is repeated", hint="each index is one run")
+    if spec and not indices:
+        raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
+    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
+
+
+def refuse_too_large(spec: ArraySpec) -> None:
+    """Raise UsageError when the array exceeds the limits of the cluster; asks Slurm once."""
+    config = show_config()
+    size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
+    if spec.indices[-1] >= size:
+        raise UsageError(
+            f"the array ends with index {spec.indices[-1]:,}; the maximum of this cluster is {size - 1:,} "
+            f"(MaxArraySize is {size})",
+            hint="split it into several arrays",
+        )
+    limit = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
+    if limit is not None and len(spec.indices) > int(limit["count"]):
+        raise UsageError(
+            f"the array has {len(spec.indices):,} tasks; the maximum of this cluster is "
+            f"{int(limit['count']):,} (max_array_tasks)",
+            hint="split it into several arrays",
+        )
+
+
+def _spans(indices: tuple[int, ...]) -> list[str]:
+    """Ascending indices as ranges, for example ``0-3``."""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and spans[-1][1] == index - 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+
+
+@dataclass(frozen=True)
+class LoadedPoint:
+    """One run to plan, with its config or the problems of that."""
+
+    index: int
+    """Its number in the array."""
+    values: dict[str, Any]
+    """The values of the swept keys, by dotted key."""
+    loaded: LoadedConfig | ConfigError
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """One run to submit, with its config and plan."""
+
+    index: int
+    values: dict[str, Any]
+    config: RunConfig
+    plan: LaunchPlan
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What `Submission.create` would write and submit."""
+
+    text: str
+    """The batch script; the plan of a run on this machine."""
+    is_script: bool
+    files: dict[Path, str]
+    """What the tools of launchers would get, by path."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The points that one job runs: a run, or those of a group, which share the script of the `array`."""
+
+    points: list[PlannedPoint]
+    array: ArraySpec | None = None
+    """None for a run."""
+
+    @cached_property
+    def plan(self) -> LaunchPlan:
+        """The plan of the first point; its reasons note where others differ, its warnings are of all."""
+        first = self.points[0].plan
+        others = [point.plan.reasons for point in self.points[1:]]
+        reasons = {
+            key: text
+            if all(other.get(key) == text for other in others)
+            else f"differs; for the first point: {text}"
+            for key, text in first.reasons.items()
+        }
+        warnings = dict.fromkeys(text for point in self.points for text in point.plan.warnings)
+        return replace(first, reasons=reasons, warnings=tuple(warnings))
+
+    def preview(self, run_dir: Path | None) -> Preview:
+        """The script or plan, byte for byte; writes nothing.
+
+        Raises UsageError if it would contain a secret.
+        """
+        config, plan = self.points[0].config, self.points[0].plan
+        run = future_run(config.name, run_dir)
+        files: dict[Path, str] = {}
+        for place, point in self._distinct_runs(run):
+            files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
+        if BACKENDS[plan.backend].template is None:
+            return Preview(plan.to_text(), False, files)
+        script = self.script(run, planned_code(run, config, plan, Path.cwd()))
+        if self.array is None:
+            for where, text in (("plan.json", plan.to_text()), ("config.yaml", dump_effective(config))):
+                refuse_leaks(text, where, config.secrets, os.environ)
+        return Preview(script.text, True, files)
+
+    def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedPoint]]:
+        """The runs in the folder, and of those with the same files for a launcher only the first."""
+        seen: list[Mapping[str, str]] = []
+        for point in self.points:
+            if point.plan.launcher_files not in seen:
+                seen.append(point.plan.launcher_files)
+                yield folder if self.array is None else RunGroup(folder.path).run(point.index), point
+
+    def script(self, folder: RunDir, code: Mapping[str, Any] | None) -> JobScript:
+        """The script of the job in its folder; raises UsageError when it would contain a secret."""
+        config, array = self.points[0].config, None if self.array is None else self.array.directive
+        # Variables that differ are set by the agents of each point.
+        plan = replace(self.points[0].plan, env=_common(point.plan.env for point in self.points))
+        script = script_for(folder, 1, plan, config, Path.cwd(), code, array)
+        refuse_leaks(script.text, str(folder.script_file), config.secrets, os.environ)
+        return script
+
+    def create(
+        self,
+        argv: Sequence[str],
+        run_dir: Path | None = None,
+        option: str = "--run-dir",
+        code_from: RunGroup | None = None,
+    ) -> CreatedRun:
+        """Create the folder of the run or group, without its job.
+
+        `option` is the command-line option of `run_dir`. `code_from` is a group in the same folder whose code
+        and provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot be written, or
+        a secret would be written.
+        """
+        config, plan = self.points[0].config, self.points[0].plan
+        if self.array is None:
+            return create_run(config, plan, argv, run_dir)
+        with new_folder(config.name, run_dir, option) as (folder, name):
+            group, run = RunGroup(folder), RunDir(folder)
+            group.logs_dir.mkdir(mode=0o700)
+            code = (
+                write_origin(run, config, plan, argv)
+                if code_from is None
+                else _share_origin(code_from, group)
+            )
+            record = _record(name, self.points, self.array.directive, code)
+            refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
+            write_atomic(group.script_file, self.script(run, code).text)
+            write_json(group.sweep_file, record)
+        return CreatedRun(run, name, code)
+
+    def start(self, created: CreatedRun) -> tuple[str, int | None]:
+        """Start what `create` has created; returns the job id, and the attempt of a run.
+
+        Raises SlurmRefused after removing the folder, and SlurmUnreachable, which keeps it if the job may
+        exist.
+        """
+        if self.array is not None:
+            return start_group(RunGroup(created.run.path)), None
+        entry = start_run(created.run, self.points[0].config, self.points[0].plan, "submit")
+        return entry.job_id, entry.attempt
+
+
+def plan_submission(
+    points: Iterable[LoadedPoint],
+    array: ArraySpec | None,
+    workload: Workload,
+    *,
+    config_path: str,
+    after: Sequence[str],
+    will_start: bool,
+    warn: Callable[[str], None],
+) -> Submission:
+    """Plan a run or every point of a group, which starts when the runs that `after` names have finished.
+
+    An array that exceeds the limits of the cluster, if it `will_start`, is refused before any point is
+    planned. Raises ConfigError with the problems of all points, UsageError when one array cannot run them.
+    """
+    gatherer = Gatherer()
+    planned: list[PlannedPoint] = []
+    refused: list[LoadedPoint] = []
+    # By values without the seed, on which no plan depends unless the command names it.
+    plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
+    for point in points:
+        loaded = point.loaded
+        if isinstance(loaded, ConfigError):
+            refused.append(point)
+            continue
+        own = replace(workload, argv=workload.argv and filled_in(workload.argv, point.values))
+        key = (key_without_seed(point.values), own.argv)
+        if key not in plans:
+            try:
+                facts = gatherer.facts(loaded, own)
+                if array is not None and not plans:
+                    target = facts.target
+                    if problem := BACKENDS[target.backend].array_problem(target.reason, config_path):
+                        raise UsageError(*problem)
+                    if will_start:
+                        refuse_too_large(array)
+                plans[key] = plan_run(loaded, facts, own)
+            except ConfigError as error:
+                plans[key] = error
+        plan = plans[key]
+        if isinstance(plan, LaunchPlan):
+            planned.append(PlannedPoint(point.index, point.values, loaded.config, plan))
+        else:
+            refused.append(replace(point, loaded=plan))
+    submission = checked(planned, refused, array)
+    if not after:
+        return submission
+    job_ids = () if planned[0].plan.slurm is None else job_ids_of(after, warn)
+    waiting = [replace(item, plan=with_dependency(item.plan, after, job_ids)) for item in planned]
+    return Submission(waiting, array)
+
+
+def checked(
+    planned: list[PlannedPoint],
+    refused: Sequence[LoadedPoint],
+    array: ArraySpec | None,
+) -> Submission:
+    """The submission of points that must all have a plan and fit one array.
+
+    Raises ConfigError with the problems of all points, each with its first point, and UsageError when the
+    points need different jobs.
+    """
+    if refused:
+        raise ConfigError(list(_with_points(refused, len(planned) + len(refused))))
+    first = planned[0]
+    if array is not None and first.config.requeue.follow_ups:
+        raise UsageError(
+            f"requeue.follow_ups is {first.config.requeue.follow_ups}, which a group of runs cannot have",
+            hint="set it to 0: follow-up jobs wait for a job, not for a task of an array",
+        )
+    job_of_first = _job_of(first)
+    for point in planned[1:]:
+        differing = job_difference(first, point, job_of_first)
+        if differing:
+            raise UsageError(
+                f"point {point.index} ({shown(point.values)}) needs a different job than point "
+                f"{first.index}: {differing}",
+                hint="all tasks of an array have one script and size: "
+                "submit a run or a sweep for each of these",
+            )
+    return Submission(planned, array)
+
+
+def _with_points(refused: Sequence[LoadedPoint], num_points: int) -> Iterator[Problem]:
+    """The problems with their points; a problem of all points is shown without them."""
+    found: dict[Problem, list[LoadedPoint]] = {}
+    for point in refused:
+        for problem in point.loaded.problems if isinstance(point.loaded, ConfigError) else ():
+            found.setdefault(problem, []).append(point)
+    limit = MAX_SHOWN if num_points > 1 else len(found)
+    for problem, points in list(found.items())[:limit]:
+        if len(points) == num_points:
+            yield problem
+            continue
+        others = f" and {len(points) - 1:,} more" if len(points) > 1 else ""
+        text = f"point {points[0].index} ({shown(points[0].values)}){others}"
+        yield replace(problem, origin=f"{text}: {problem.origin}" if problem.origin else text)
+    if len(found) > limit:
+        yield Problem("", f"and {len(found) - limit:,} more problems")
+
+
+def reaches_command(points: Sequence[PlannedPoint], command: Sequence[str]) -> bool:
+    """Whether a COMMAND sees all swept values, as arguments or environment variables."""
+    keys = {key for point in points for key in point.values}
+    return all(key.startswith("launch.env.") or names_key(command, key) for key in keys)
+
+
+def describe_points(submission: Submission, is_sweep: bool) -> str:
+    """The points of a group in one line."""
+    points, array = submission.points, submission.array
+    first_index, first = points[0].index, points[0].values
+    if is_sweep:
+        axes = {key: dict.fromkeys(shown_value(point.values[key]) for point in points) for key in first}
+        differs = " x ".join(f"{key}={','.join(texts)}" for key, texts in axes.items())
+    elif "seed" in first:
+        differs = f"seed is {first['seed'] - first_index} + the index"
+    else:
+        differs = "SLURM_ARRAY_TASK_ID is the index"
+    limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
+    return f"{len(points):,} run{'s' if len(points) > 1 else ''}: {differs}{limit}"
+
+
+def job_difference(
+    first: PlannedPoint, point: PlannedPoint, job_of_first: dict[str, str] | None = None
+) -> str:
+    """What differs in the jobs of two points; empty if one array, with one script and size, can run both.
+
+    `job_of_first` avoids computing it for every other point.
+    """
+    if point.plan is first.plan and point.config.launch is first.config.launch:
+        return ""
+    before, now = job_of_first or _job_of(first), _job_of(point)
+    return ", ".join(
+        f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    )
+
+
+def _job_of(point: PlannedPoint) -> dict[str, str]:
+    """The parts of a point's script by name, as shown to the user."""
+    plan = point.plan
+    options = {} if plan.slurm is None else {**plan.slurm.srun, **plan.slurm.sbatch}
+    script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
+    # Not part of the script: agents set the variables and the network.
+    launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})
+    return {
+        **script,
+        "device": f"device {plan.device}",
+        **{f"launch.{key}": f"launch.{key}: {shown_value(value)}" for key, value in launch.items()},
+    }
+
+
+def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The items that all mappings share, in the order of the first."""
+    first, *others = mappings
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def _share_origin(source: RunGroup, group: RunGroup) -> dict[str, Any] | None:
+    shutil.copyfile(source.provenance_file, group.provenance_file)
+    if source.code_dir.is_dir():
+        group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
+    code: dict[str, Any] | None = source.record["code"]
+    return code
+
+
+def _record(
+    name: str, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    first = points[0]
+    plan = first.plan.to_dict()
+    entries = (
+        Point(
+            point.index,
+            point.values,
+            _config_difference(first.config, point.config),
+            {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
+        )
+        for point in points
+    )
+    return {
+        "version": GROUP_VERSION,
+        "name": name,
+        "backend": points[0].plan.backend,
+        "cwd": str(Path.cwd()),
+        "cluster": None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
+        "job_id": None,
+        "array": array,
+        "keys": _keys(points),
+        "code": code,
+        "config": _config_dict(first.config),
+        "plan": plan,
+        "points": [_compact(entry) for entry in entries],
+    }
+
+
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True, include=sections)
+
+
+def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, Any]:
+    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
+    changed = {name for name, value in base if getattr(other, name) is not value}
+    return difference(_config_dict(base, changed), _config_dict(other, changed))
+
+
+def _keys(points: Iterable[PlannedPoint]) -> list[str]:
+    return list(dict.fromkeys(key for point in points for key in point.values))
+
+
+def _compact(point: Point) -> dict[str, Any]:
+    entry = {"index": point.index, "values": point.values, "config": point.config, "plan": point.plan}
+    return {key: value for key, value in entry.items() if value != {} or key == "values"}
+
+
+def start_group(group: RunGroup, after: str | None = None) -> str:
+    """Submit the array of a group and return its job id; it waits until the job `after` has ended.
+
+    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
+    """
+    token = submission_token(RunDir(group.path), 1)
+    options = [] if after is None else [f"--dependency=afterany:{after}"]
+    with removed_unless_submitted(group.path, token):
+        job_id = submit_file(group.script_file, token, group.path, options)
+    group.update(job_id=job_id, submitted_at=utc_now())
+    register(RunDir(group.path), group.name)
+    return job_id
