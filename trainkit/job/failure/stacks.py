@@ -19,10 +19,10 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from trainkit.job import processes
-from trainkit.job.failure.lock_files import find_lock_files
+from trainkit.job.failure.lock_files import LockFile, find_lock_files
 from trainkit.job.signals import STACKS_SIGNAL
 from trainkit.run.files import read_json, utc_now, write_json
 from trainkit.run.process import process_stat
@@ -48,15 +48,12 @@ class Reply:
     """Seconds since the rank entered that phase."""
     problem: str = ""
     """Why there are no stacks."""
-    locks: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """The lock files that a rank that did not reply itself may wait for: the fields of a `LockFile`."""
+    locks: Sequence[LockFile] = ()
+    """The lock files that a rank that did not reply itself may wait for."""
 
     @property
     def main_stack(self) -> tuple[str, ...]:
         return tuple(next(iter(self.threads.values()), ()))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,17 @@ class Request:
 
     def reply(self, reply: Reply) -> None:
         """Write the reply of a rank."""
-        write_json(self.reply_file(reply.rank), reply.to_dict())
+        write_json(self.reply_file(reply.rank), asdict(reply))
 
     def replies(self) -> list[Reply]:
         """The replies so far, by rank."""
         found = []
         for path in sorted(self.replies_dir.glob("rank-*.json")):
             try:
-                found.append(Reply(**read_json(path)))
-            except (OSError, ValueError, TypeError):
+                value = read_json(path)
+                locks = tuple(LockFile(**lock) for lock in value.get("locks", ()))
+                found.append(Reply(**{**value, "locks": locks}))
+            except (OSError, ValueError, TypeError, AttributeError):
                 continue  # damaged: that rank counts as one without a reply
         return found
 
@@ -240,39 +239,46 @@ def spy_on(rank: int, pid: int) -> Reply:
         return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
-            threads = _stacks(_spy(spy, candidate))
+            spied = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             problem = problem or f"py-spy: {error}"
         else:
+            threads = {name: [frame.text for frame in frames] for name, frames in spied.items()}
             named = _named_locks(spy, candidate)
             return Reply(rank, host, candidate, "py-spy", threads, locks=_locks(candidate, named))
     return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
 
 
-def _locks(pid: int, named: Sequence[str] | None) -> list[dict[str, Any]]:
+def _locks(pid: int, named: Sequence[str] | None) -> list[LockFile]:
     """The lock files that a rank may wait for; of those that its stack does not name, only held ones.
 
     Without a stack, `named` is None. What one rank holds can be what another one waits for.
     """
     found = find_lock_files(pid, named or ())
-    return [asdict(lock) for lock in found if named is None or lock.is_certain or lock.holder]
+    return [lock for lock in found if named is None or lock.is_certain or lock.holder]
 
 
-def _spy(spy: str, pid: int, *options: str) -> list[dict[str, Any]]:
-    """The threads of a Python process as py-spy dumps them, the main thread first."""
+class _Frame(NamedTuple):
+    text: str
+    """Function, file and line."""
+    variables: list[str]
+    """As Python prints their values; empty unless asked for."""
+
+
+def _spy(spy: str, pid: int, *options: str) -> dict[str, list[_Frame]]:
+    """The frames of each thread of a Python process as py-spy dumps them, the main thread first."""
     argv = [spy, "dump", *options, "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().partition("\n")[0] or f"ended with {done.returncode}")
-    threads: list[dict[str, Any]] = json.loads(done.stdout)
-    return sorted(threads, key=lambda thread: thread["os_thread_id"] != pid)
-
-
-def _stacks(threads: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The frames of each thread."""
+    threads = sorted(json.loads(done.stdout), key=lambda thread: bool(thread["os_thread_id"] != pid))
     return {
         f"{thread['thread_name'] or 'native'} {thread['thread_id']:#x}": [
-            f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]
+            _Frame(
+                f"{frame['name']} ({frame['filename']}:{frame['line']})",
+                [str(local["repr"]) for local in frame.get("locals") or ()],
+            )
+            for frame in thread["frames"]
         ]
         for thread in threads
     }
@@ -287,9 +293,9 @@ def _named_locks(spy: str, pid: int) -> list[str] | None:
     try:
         # Twice: once cuts a path to a few characters.
         threads = _spy(spy, pid, "--locals", "--locals")
-        frames = threads[0]["frames"][:LOCK_FRAMES] if threads else []
-        texts = [str(local["repr"]) for frame in frames for local in frame["locals"] or ()]
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
         return None
+    frames = next(iter(threads.values()), [])[:LOCK_FRAMES]
+    texts = [text for frame in frames for text in frame.variables]
     paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
     return [path if path.endswith("lock") else f"{path}/lock" for path in paths]
