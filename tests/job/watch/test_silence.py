@@ -15,8 +15,7 @@ import pytest
 from job_tree import Job, wait_for
 
 from trainkit.job.attempt_end import repeatable_failure
-from trainkit.job.failure.lock_files import LockFile, find_lock_files
-from trainkit.job.failure.stacks import Reply, find_requests
+from trainkit.job.failure.stacks import LockFile, Reply, find_lock_files, find_requests
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.watch.silence import SilenceWatch, explain_silence
 from trainkit.observe.diagnose import diagnose

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
 from trainkit.job.decision import Outcome
-from trainkit.job.failure.launcher_report import RankExit, first_exit
-from trainkit.job.failure.srun_errors import hosts_of, ran_out_of_memory
+from trainkit.job.failure.launcher_report import RankExit, first_exit, hosts_of, ran_out_of_memory
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.process_group import PEER_EXIT_S
@@ -240,10 +239,7 @@ def _later_s(first: RankFailure, second: RankFailure) -> float:
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
     """The failure when hosts were lost, which also explains the errors of ranks on other hosts."""
-    try:
-        hosts = list(read_json(attempt.rendezvous_file)["hosts"])
-    except (OSError, ValueError, KeyError):
-        hosts = []
+    hosts = hosts_of(attempt)
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
         node_rank=hosts.index(lost[0]) if lost[0] in hosts else None,

@@ -1,7 +1,8 @@
 """Stacks of the ranks of a running attempt on demand: requests and replies are files.
 
 ``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. Each agent
-reads the request and signals its ranks, which reply themselves; the agent replies for those that cannot.
+reads the request and signals its ranks, which reply themselves; the agent replies for those that cannot, with
+the lock files of compile caches that they may wait for.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.job import processes
-from trainkit.job.failure.lock_files import LockFile, find_lock_files
 from trainkit.job.signals import STACKS_SIGNAL
-from trainkit.run.files import read_json, utc_now, write_json
-from trainkit.run.process import process_stat
+from trainkit.run.files import as_utc, read_json, utc_now, write_json
+from trainkit.run.process import PROC, process_stat
 from trainkit.run.rundir import AttemptDir
 
 POLL_S = 0.1
@@ -299,3 +300,116 @@ def _named_locks(spy: str, pid: int) -> list[str] | None:
     texts = [text for frame in frames for text in frame.variables]
     paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
     return [path if path.endswith("lock") else f"{path}/lock" for path in paths]
+
+
+# torch locks the build of an extension by the existence of a file, which stays when its holder is killed: a
+# process that needs the extension then waits forever, without output. Triton and filelock use flock.
+EXTENSIONS = (
+    ("TORCH_EXTENSIONS_DIR", ""),
+    ("XDG_CACHE_HOME", "torch_extensions"),
+    ("HOME", ".cache/torch_extensions"),
+)
+TRITON = (("TRITON_CACHE_DIR", ""), ("TRITON_HOME", ".triton/cache"), ("HOME", ".triton/cache"))
+"""The variables that set the folder of a cache, in their order, and the folder below their value."""
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """A lock file that a rank waits for, or may wait for."""
+
+    path: str
+    time: str
+    """When the file was last changed: torch's is empty, so when it was created."""
+    is_certain: bool
+    """Whether the stack of the rank shows that it waits for this file."""
+    holder: str
+    """The process on the host of the rank that has it open, as ``process 7 (python)``; empty if none has.
+
+    It can be the rank itself, if its stack does not show that it waits.
+    """
+
+
+def find_lock_files(pid: int, named: Iterable[str]) -> list[LockFile]:
+    """The lock files that a process may wait for; `named` are those in the frames of its stack."""
+    certain = [path for path in map(Path, dict.fromkeys(named)) if path.is_file()]
+    environ = _environ(pid)
+    held = _held_files()
+    others = [
+        *_files(_folder(EXTENSIONS, environ), "*/lock", "*/*/lock"),
+        *(path for path in _files(_folder(TRITON, environ), "*/lock") if _identity(path) in held),
+    ]
+    return [
+        found
+        for path, is_certain in [*((path, True) for path in certain), *((path, False) for path in others)]
+        if (is_certain or path not in certain) and (found := _lock_file(path, pid, is_certain)) is not None
+    ]
+
+
+def _lock_file(path: Path, pid: int, is_certain: bool) -> LockFile | None:
+    try:
+        changed = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+    except OSError:
+        return None  # released meanwhile
+    return LockFile(
+        str(path),
+        as_utc(changed, "seconds"),
+        is_certain,
+        _holder(path, other_than=pid if is_certain else None),
+    )
+
+
+def _environ(pid: int) -> dict[str, str]:
+    try:
+        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}  # it has ended
+    pairs = (os.fsdecode(line).partition("=") for line in lines)
+    return {name: value for name, _, value in pairs if value}
+
+
+def _folder(variables: Iterable[tuple[str, str]], environ: Mapping[str, str]) -> Path | None:
+    return next((Path(environ[name], below) for name, below in variables if name in environ), None)
+
+
+def _files(folder: Path | None, *patterns: str) -> Iterator[Path]:
+    if folder is not None:
+        for pattern in patterns:
+            yield from sorted(folder.glob(pattern))
+
+
+def _identity(path: Path) -> str:
+    """A file as ``/proc/locks`` names it; empty if it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+
+
+def _held_files() -> set[str]:
+    """The files with a lock that a process on this host holds or waits for."""
+    try:
+        lines = (PROC / "locks").read_text().splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines for word in line.split() if word.count(":") == 2}
+
+
+def _holder(path: Path, other_than: int | None) -> str:
+    """A process of this host that has a file open; of other users' processes nothing is known."""
+    real = os.path.realpath(path)
+    for process in PROC.iterdir():
+        if not process.name.isdigit() or int(process.name) == other_than:
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if any(_target(link) == real for link in (process / "fd").iterdir()):
+                name = (process / "comm").read_text().strip()
+                return f"process {process.name} ({name})"
+    return ""
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""  # closed meanwhile

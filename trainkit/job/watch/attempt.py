@@ -14,13 +14,13 @@ from typing import Any
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.decision import RESTART_SIGNAL, Outcome
-from trainkit.job.failure.records import first_exit_code
-from trainkit.job.failure.srun_errors import (
+from trainkit.job.failure.launcher_report import (
     first_task_exit,
     node_of_killed_task,
     ran_out_of_memory,
     was_aborted,
 )
+from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangWatch
 from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id

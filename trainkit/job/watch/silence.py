@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.folders import ensure_folder
-from trainkit.job.failure.lock_files import LockFile
-from trainkit.job.failure.stacks import Gathering, Reply, group_replies
+from trainkit.job.failure.stacks import Gathering, LockFile, Reply, group_replies
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
