@@ -48,7 +48,7 @@ from trainkit.job.preflight import retry_on_disk_error, supervisor_view
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
 from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.watch.slow_hosts import slow_hosts
+from trainkit.job.watch.progress import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.failure import RankFailure

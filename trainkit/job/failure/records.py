@@ -16,7 +16,7 @@ from trainkit.job.decision import Outcome
 from trainkit.job.failure.launcher_report import RankExit, first_exit, hosts_of, ran_out_of_memory
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
-from trainkit.job.process_group import PEER_EXIT_S
+from trainkit.job.processes import PEER_EXIT_S
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.failure import RankFailure
