@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (311, 61_179), "tests": (378, 54_685)}
+SIZES = {"trainkit": (311, 61_256), "tests": (378, 54_686)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -32,8 +32,7 @@ ALLOWED = {
     "resources": set(),
     "formats": set(),
     # What is asked for, and what will run: pure.
-    "config": {"errors", "folders", "resources", "formats"},
-    "data": {"errors", "folders", "locks", "run"},
+SIZES = {"trainkit": (311, 61_256), "tests": (378, 54_686)}
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "locks", "slurm"},
@@ -96,13 +95,14 @@ ALLOWED = {
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
-    "adapters": {"errors", "config"},
+    "adapters": {"errors", "config", "formats"},
     "task": {"errors", "config", "data.shards", "safetensors", "adapters"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
         *(
             "errors",
             "folders",
+            "formats",
             "run",
             "config",
             "data",

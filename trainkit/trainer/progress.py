@@ -50,6 +50,14 @@ class CurrentPhase(NamedTuple):
     """Monotonic time at which the phase was entered."""
 
 
+class RankInfo(NamedTuple):
+    """Which rank this process is, as its records of failures and hangs say it."""
+
+    rank: int
+    node_rank: int
+    host: str
+
+
 class Progress:
     """Tracks the step and phase of this rank, and the duration of its recent steps."""
 
