@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (313, 61_052), "tests": (380, 54_767)}
+SIZES = {"trainkit": (303, 61_067), "tests": (378, 54_740)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -33,7 +33,7 @@ ALLOWED = {
     "formats": set(),
     # What is asked for, and what will run: pure.
     "config": {"errors", "folders", "resources", "formats"},
-    "data": {"errors", "folders", "locks", "run"},
+    "data": {"errors", "folders", "formats", "locks", "run"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "locks", "slurm", "config.yamlfile"},
@@ -97,13 +97,14 @@ ALLOWED = {
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
-    "adapters": {"errors", "config"},
+    "adapters": {"errors", "config", "formats"},
     "task": {"errors", "config", "data.shards", "safetensors", "adapters"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
         *(
             "errors",
             "folders",
+            "formats",
             "run",
             "config",
             "data",

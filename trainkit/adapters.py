@@ -14,6 +14,7 @@ from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.formats import JsonObject
 
 ADAPTER = "default"
 """The name of the adapter in peft."""
@@ -67,7 +68,7 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
     reset_meta_adapters(module, settings)
 
 
-def lora_config(lora: dict[str, Any], task_type: str | None = None) -> Any:
+def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
     """The config of peft; raises TrainkitError (exit code 78) for what it or trainkit does not take."""
     import peft
 
@@ -157,12 +158,12 @@ def _is_adapted(module: Any) -> bool:
     return isinstance(module, LoraLayer)
 
 
-def is_independent(lora: dict[str, Any]) -> bool:
+def is_independent(lora: JsonObject) -> bool:
     """Whether the initial values of adapters do not depend on the weights that they adapt."""
     return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
 
 
-def keeps_base(lora: dict[str, Any]) -> bool:
+def keeps_base(lora: JsonObject) -> bool:
     """Whether peft leaves the weights of the model as they are."""
     is_simple = lora.get("init_lora_weights", True) in (True, False, "gaussian")
     return is_simple and not any(lora.get(key) for key in NEEDS_WEIGHTS)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
+from typing import Any
 
+JsonObject = dict[str, Any]
+"""An object of a document that others define: a config.json, a JSON schema, a user's YAML or row of data.
+
+What trainkit itself defines is a dataclass.
+"""
 GAP = "  "
 
 

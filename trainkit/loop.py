@@ -66,7 +66,7 @@ from trainkit.trainer.distributed import (
     record_event,
     select_device,
 )
-from trainkit.trainer.progress import Progress
+from trainkit.trainer.progress import Progress, RankInfo
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 
@@ -173,7 +173,7 @@ class Attached:
         self._values: dict[str, Any] = {}
         self._control = _Control()
         self._saver = CheckpointSaver(attempt.run, attempt.number, world, {}, keep_last=3)
-        self._rank_info = {"rank": env.rank, "node_rank": env.node_rank, "host": own_host()}
+        self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._stacks = RankStacks(attempt, env.rank, self._progress)
         self._stacks.listen(stop)
         self._owns_group = owns_group

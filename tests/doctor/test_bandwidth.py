@@ -7,13 +7,11 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trainkit.doctor import bandwidth, node, nodes
-from trainkit.doctor.bandwidth import Layout, bandwidth_checks, link_gbit_s, ring_rounds
-from trainkit.doctor.check import Request
+from trainkit.doctor import Finding, NodeReport, Request, bandwidth, nodes
+from trainkit.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
 from trainkit.doctor.nodes import can_measure
 from trainkit.job.node.rendezvous import choose_port
 
@@ -49,10 +47,10 @@ def test_speed_of_links_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pyt
     assert link_gbit_s(None) == {"infiniband": 200.0}
 
 
-def measured(reduced: float, *speeds: float, backend: str = "gloo") -> dict[str, Any]:
+def measured(reduced: float, *speeds: float, backend: str = "gloo") -> Bandwidth:
     hosts = "abc"[: len(speeds)]
     links = [(host, hosts[(index + 1) % len(hosts)], speeds[index]) for index, host in enumerate(hosts)]
-    return {"backend": backend, "size_mib": 32, "all_reduce_gbit_s": reduced, "links": links}
+    return Bandwidth("", backend, 32, reduced, links)
 
 
 def test_bandwidth_near_what_the_link_gives_is_ok() -> None:
@@ -81,13 +79,13 @@ def test_one_slow_link_is_named() -> None:
 
 
 def test_failed_measurement_is_a_failure() -> None:
-    (found,) = bandwidth_checks(TWO, {"error": "rank 1 on b: Connection refused"}, [{}, {}])
+    (found,) = bandwidth_checks(TWO, Bandwidth("rank 1 on b: Connection refused"), [{}, {}])
     assert (found.state, found.value) == ("failure", "not measured: rank 1 on b: Connection refused")
 
 
 def test_broken_gpu_stops_the_measurement() -> None:
-    assert can_measure([{"name": "GPU 3", "state": "ok"}, {"name": "disk", "state": "failure"}])
-    assert not can_measure([{"name": "GPU 3", "state": "failure"}])
+    assert can_measure([Finding("GPU 3", "ok", ""), Finding("disk", "failure", "")])
+    assert not can_measure([Finding("GPU 3", "failure", "")])
 
 
 FAKE_RANK = """
@@ -111,13 +109,13 @@ def fake_rank(tmp_path: Path) -> tuple[str, str]:
 
 def test_result_of_ranks_that_print_much_is_found(fake_rank: tuple[str, str]) -> None:
     layout = Layout(("here",), (3,), "127.0.0.1", 1)
-    assert bandwidth.run_ranks(layout, "here", os.environ, fake_rank) == {"backend": "nccl"}
+    assert bandwidth.run_ranks(layout, "here", os.environ, fake_rank) == Bandwidth(backend="nccl")
 
 
 def test_first_rank_that_fails_is_named(fake_rank: tuple[str, str]) -> None:
     layout = Layout(("there", "here"), (1, 1), "127.0.0.1", 1)
     found = bandwidth.run_ranks(layout, "here", os.environ, (*fake_rank, "fails"))
-    assert found == {"error": "rank 1 on here: RuntimeError: address already in use"}
+    assert found == Bandwidth("rank 1 on here: RuntimeError: address already in use")
 
 
 @pytest.mark.slow
@@ -126,8 +124,8 @@ def test_port_that_another_program_has_taken_is_not_the_end(
 ) -> None:
     with socket.create_server(("", 0)) as server:
         ports = [server.getsockname()[1], choose_port(str(os.getpid()), 1)]
-        facts = {"host": node.own_host(), "num_gpus": 2, "ports": ports}
-        monkeypatch.setattr(nodes, "node_facts", lambda _: facts)
+        report = NodeReport(nodes.own_host(), 2, ports)
+        monkeypatch.setattr(nodes, "node_report", lambda _: report)
         found = list(nodes.local_bandwidth(Request(tmp_path)))
     assert [check.state for check in found] == ["ok", "ok"]
     assert "over 2 ranks (gloo, 32 MiB)" in found[0].value

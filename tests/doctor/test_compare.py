@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from trainkit.doctor.check import Check
+from trainkit.doctor import Finding, NodeReport
 from trainkit.doctor.nodes import compare_clocks, compare_versions
 
 
-def result(host: str, offset_s: float = 0.0, server_s: float = 0.0, **versions: str) -> dict[str, Any]:
+def result(host: str, offset_s: float = 0.0, server_s: float = 0.0, **versions: str) -> NodeReport:
     """What a node reports; its clock and that of the file server are ahead of this host's by these."""
-    facts = {"host": host, "versions": versions, "file_server_offset_s": offset_s - server_s}
-    return {"facts": facts, "time_s": 1000.0 + offset_s, "arrived_s": 1000.0}
+    offset = {"file_server_offset_s": offset_s - server_s, "time_s": 1000.0 + offset_s, "arrived_s": 1000.0}
+    return NodeReport(host, 0, [], versions=versions, **offset)
 
 
 def test_packages_that_differ_on_one_node_are_named() -> None:
     results = [result("a", torch="2.13"), result("b", torch="2.12"), result("c", torch="2.13")]
     (found,) = compare_versions(results)
     text = "torch is 2.12, but 2.13 on 2 of 3 nodes"
-    assert found == Check("packages", "failure", text, found.hint, "b")
+    assert found == Finding("packages", "failure", text, found.hint, "b")
 
 
 def test_two_nodes_that_differ_are_not_blamed() -> None:
@@ -31,8 +29,8 @@ def test_missing_package_is_named() -> None:
     assert (found.host, found.value) == ("c", "peft is missing, but 1 on 2 of 3 nodes")
 
 
-def clocks(*results: dict[str, Any], caller: str = "login") -> list[tuple[str | None, str, str]]:
-    return [(check.host, check.state, check.value) for check in compare_clocks(results, caller)]
+def clocks(*reports: NodeReport, caller: str = "login") -> list[tuple[str | None, str, str]]:
+    return [(check.host, check.state, check.value) for check in compare_clocks(reports, caller)]
 
 
 def test_clock_of_one_of_two_nodes_is_found_by_those_of_this_host_and_the_file_server() -> None:

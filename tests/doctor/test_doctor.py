@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainkit.cli import doctor as cli_doctor
 from trainkit.cli.main import main
-from trainkit.doctor import node
-from trainkit.doctor.check import Check, Request
+from trainkit.doctor import Finding, NodeReport, Request, node
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_config_of_the_folder_is_read(
 def test_values_of_nodes_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
     def values(*texts: str) -> list[str]:
         cli_doctor._echo_nodes(
-            [Check("CPU", "ok", text, host=f"n{index}") for index, text in enumerate(texts, 1)]
+            [Finding("CPU", "ok", text, host=f"n{index}") for index, text in enumerate(texts, 1)]
         )
         return capsys.readouterr().out.splitlines()
 
@@ -57,12 +57,14 @@ def test_values_of_nodes_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_request_survives_json() -> None:
+def test_request_and_report_survive_json() -> None:
     request = Request(
         Path("/r"), "ib", ("b",), 1, True, ("python", "-u"), (("PYTHONPATH", "/x"),), Path("/c"), ("/f", "a")
     )
     assert Request.from_json(request.to_json()) == request
     assert Request.from_json(Request(Path("/r")).to_json()) == Request(Path("/r"))
+    report = NodeReport("a", 2, [7], ["b"], findings=[Finding("CPU", "ok", "8", host="a")], time_s=1.0)
+    assert NodeReport.from_json(report.to_json(), 2.0) == replace(report, arrived_s=2.0)
 
 
 def test_messages_of_hosts_survive_being_mixed(
@@ -71,7 +73,7 @@ def test_messages_of_hosts_survive_being_mixed(
     sent, lines = [], []
     for host in ("a", "b"):
         monkeypatch.setattr(node, "own_host", lambda host=host: host)
-        sent.append({"host": host, "text": "x y " * 700})
+        sent.append(f"{host}: {'x y ' * 700}.")
         node.send(sent[-1])
         lines.append(capsys.readouterr().out.splitlines(keepends=True))
     assert len(lines[0]) > 3

@@ -12,8 +12,7 @@ import pytest
 
 from trainkit import __version__
 from trainkit.cli.main import main
-from trainkit.doctor import environment
-from trainkit.doctor.check import Request
+from trainkit.doctor import Request, environment
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,7 @@ def test_environment_that_only_the_job_knows_is_a_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: True)
-    monkeypatch.setattr("trainkit.doctor.slurm_settings.slurm_checks", lambda: iter(()))
+    monkeypatch.setattr("trainkit.doctor.nodes.slurm_checks", lambda: iter(()))
     found = report(capsys, "--set", "launch.container=torch.sif", code=0)
     text = "checked the environment of this command; the job uses that of launch.container"
     assert found["environment"] == ("warning", text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.doctor.slurm_settings import settings_checks
+from trainkit.doctor.nodes import settings_checks
 
 CONFIG = {"SLURM_VERSION": "23.11.4", "ClusterName": "big", "JobRequeue": "1", "KillWait": "30 sec"}
 

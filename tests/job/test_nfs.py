@@ -88,7 +88,7 @@ def test_the_announcement_of_an_interactive_step(hosts: tuple[Path, Path]) -> No
     first, other = hosts
     found, waited_s = waiting(
         lambda: await_announcement(other / "runs", TASK),
-        lambda: announce(first / "runs", TASK, {"run_dir": str(first), "attempt": 1}),
+        lambda: announce(first / "runs", TASK, Announcement(RunDir(first), 1)),
     )
     assert isinstance(found, Announcement)
     assert waited_s < FAST_S

@@ -20,14 +20,13 @@ from trainkit.job.notifications import (
     DeliveryError,
     Notification,
     Notifier,
+    State,
     end_notification,
-    is_due,
     notify_end,
     post,
     read_state,
     slowdown_notification,
     url_problem,
-    with_withheld,
 )
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
@@ -86,11 +85,7 @@ def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
     assert notification is not None
     assert notification.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
     assert notification.command == f"trainkit diagnose '{attempt.run.path}'"
-    assert (notification.fields["rank"], notification.fields["host"], notification.fields["step"]) == (
-        5,
-        "node3",
-        7,
-    )
+    assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
 
 
 def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
@@ -111,14 +106,13 @@ def test_slow_ranks_are_reported_with_their_host(tmp_path: Path) -> None:
 
 
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
-    state = {"sent": {"requeued": as_utc(NOW), "failed": as_utc(NOW)}, "withheld": {}}
+    state = State({"requeued": as_utc(NOW), "failed": as_utc(NOW)})
     soon, later = NOW + timedelta(seconds=599), NOW + timedelta(seconds=600)
-    assert not is_due(state, "requeued", soon, 600)
-    assert is_due(state, "requeued", later, 600)
-    assert is_due(state, "stalled", soon, 600)
-    assert is_due(state, "failed", soon, 600)
-    assert is_due(state, "requeued", NOW - timedelta(seconds=5), 600)  # of a host with another clock
-    assert with_withheld(with_withheld(state, "slow"), "slow")["withheld"] == {"slow": 2}
+    assert not state.is_due("requeued", soon, 600)
+    assert state.is_due("requeued", later, 600)
+    assert state.is_due("stalled", soon, 600)
+    assert state.is_due("failed", soon, 600)
+    assert state.is_due("requeued", NOW - timedelta(seconds=5), 600)  # of a host with another clock
 
 
 def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
@@ -138,7 +132,7 @@ def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> 
     assert len(endpoint.events) <= 3  # the two processes may both have been first
     assert endpoint.messages[-1]["withheld"]["requeued"] > 40
     assert "not reported before: " in endpoint.messages[-1]["text"]
-    assert read_state(attempt.run)["withheld"] == {}
+    assert read_state(attempt.run).withheld == {}
     assert SECRET not in (attempt.run.path / notifications.STATE_NAME).read_text()
 
 
@@ -161,25 +155,25 @@ def test_what_is_no_url_is_said_without_it(url: str) -> None:
     assert problem is not None
     assert url not in problem
     with pytest.raises(DeliveryError) as error:
-        post(url, {})
+        post(url, "{}")
     assert url not in error.value.render()
 
 
 def test_a_redirect_is_not_followed(endpoint: Webhook) -> None:
     moved = webhook(status=307, headers={"Location": endpoint.url})
     with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 307"):
-        post(first.url, {"event": "test"})
+        post(first.url, "{}")
     assert endpoint.messages == []
 
 
 def test_a_certificate_of_nobody_is_refused(endpoint: Webhook) -> None:
     with pytest.raises(DeliveryError, match="the server cannot be reached"):
-        post(endpoint.url.replace("http:", "https:"), {"event": "test"})
+        post(endpoint.url.replace("http:", "https:"), "{}")
 
 
 def test_a_server_that_never_answers() -> None:
     with webhook(is_silent=True) as silent, pytest.raises(DeliveryError, match="has not answered within"):
-        post(silent.url, {"event": "test"}, timeout_s=0.2)
+        post(silent.url, "{}", timeout_s=0.2)
 
 
 CRASHES_ONCE = "sys.exit(0 if ATTEMPT == 2 else 3)"
@@ -260,7 +254,7 @@ def test_a_dead_endpoint_delays_nothing_for_long(
     expected = {"silent": "has not answered", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
     assert logs.count(expected) == 1
     assert SECRET not in logs
-    assert read_state(job.run)["withheld"] != {}
+    assert read_state(job.run).withheld != {}
 
 
 def stall_watch(
@@ -296,7 +290,7 @@ def test_a_stalled_run_is_reported_once_until_it_makes_progress(
     assert notifications == []
     wait(400)
     [notification] = notifications
-    assert (notification.event, notification.fields["step"]) == ("stalled", 30)
+    assert (notification.event, notification.step) == ("stalled", 30)
     assert notification.text == "no progress for 2 minutes after step 30"
     append_jsonl(attempt.run.metrics_file, {"step": 31, "attempt": 1})
     wait(20)
@@ -320,7 +314,7 @@ def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: py
     log_event(attempt.run, attempt.number, "slow_rank", rank=2, host="b", **slow)
     log_event(attempt.run, attempt.number, "slow_rank_over", rank=2, host="b", **slow)
     wait(40)
-    assert [notification.fields["host"] for notification in notifications] == ["b"]
+    assert [notification.host for notification in notifications] == ["b"]
 
 
 def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
@@ -338,9 +332,9 @@ def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
     log_event(run, number, "silent", rank=1, host="b", reason="no output for 610 s")
     wait(40)
     saves, silence = notifications
-    assert (saves.event, saves.fields["step"]) == ("stalled", 40)
+    assert (saves.event, saves.step) == ("stalled", 40)
     assert saves.text == "cannot save checkpoints: 2 in a row failed, since step 30: OSError: disk full"
-    assert (silence.event, silence.text, silence.fields["host"]) == ("stalled", "no output for 610 s", "b")
+    assert (silence.event, silence.text, silence.host) == ("stalled", "no output for 610 s", "b")
     assert silence.command == f"trainkit diagnose {run.path}"
 
 

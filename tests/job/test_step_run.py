@@ -29,7 +29,7 @@ TASK = SlurmTask("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
 
 
 def test_the_others_wait_for_what_the_first_announces(tmp_path: Path) -> None:
-    value = {"run_dir": str(tmp_path / "mine"), "attempt": 3}
+    value = Announcement(RunDir(tmp_path / "mine"), 3)
     threading.Timer(0.2, announce, (tmp_path / "runs", TASK, value)).start()
     found = await_announcement(tmp_path / "runs", TASK, timeout_s=10.0)
     assert isinstance(found, Announcement)
@@ -39,12 +39,12 @@ def test_the_others_wait_for_what_the_first_announces(tmp_path: Path) -> None:
 
 
 def test_all_end_with_the_code_of_a_start_that_failed(tmp_path: Path) -> None:
-    announce(tmp_path, TASK, {"exit_code": 2})
+    announce(tmp_path, TASK, 2)
     assert await_announcement(tmp_path, TASK) == 2
 
 
 def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
-    announce(tmp_path, replace(TASK, launcher_port="4001"), {"exit_code": 0})
+    announce(tmp_path, replace(TASK, launcher_port="4001"), 0)
     with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run within 0\.2 s"):
         await_announcement(tmp_path, TASK, timeout_s=0.2)
 

@@ -17,7 +17,7 @@ import pytest
 from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
-from trainkit.job import allocation, held_lock, supervisor
+from trainkit.job import allocation, supervisor
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import attempt as attempt_module
@@ -338,9 +338,9 @@ class TestHeldLocks:
     def impatient(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trainkit.locks.STOP_S", 0.1)
         monkeypatch.setattr(allocation.SlurmAllocation, "lock_timeout_s", 0.2)
-        monkeypatch.setattr(held_lock, "query_job", lambda job_id: slurm.job)
-        monkeypatch.setattr(held_lock, "requeue", slurm.requeue)
-        for module in (held_lock, allocation):
+        monkeypatch.setattr(supervisor, "query_job", lambda job_id: slurm.job)
+        monkeypatch.setattr(supervisor, "requeue", slurm.requeue)
+        for module in (supervisor, allocation):
             monkeypatch.setattr(module, "await_eviction", lambda: None)
         add_slurm_attempt(run, 1, "7", "submit", "sbatch")
         shutil.copyfile(run.attempt(1).plan_file, run.plan_file)
@@ -389,7 +389,7 @@ class TestHeldLocks:
         assert f"{run.supervisor_lock_file} is held by process {os.getpid()} on " in end["reason"]
 
     def test_but_not_for_ever(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(held_lock, "MAX_STARTS", 3)
+        monkeypatch.setattr(supervisor, "MAX_STARTS", 3)
         with file_lock(run.supervisor_lock_file):
             assert [self.start(run) for _ in range(3)] == [EXIT_STOPPED, EXIT_STOPPED, EXIT_FAILED]
         end = read_json(run.attempt(3).end_file)

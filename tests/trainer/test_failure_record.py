@@ -9,9 +9,9 @@ from tests.support.runs import TIMEOUT_S, make_attempt, start_workers
 from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
-from trainkit.trainer.progress import Progress
+from trainkit.trainer.progress import Progress, RankInfo
 
-WHO = {"rank": 3, "node_rank": 1, "host": "h"}
+WHO = RankInfo(rank=3, node_rank=1, host="h")
 
 
 def caused(error, cause):
@@ -83,7 +83,7 @@ def test_record(tmp_path, step, capsys):
     assert 'raise ValueError("a bug")' in value.pop("traceback")
     assert value.pop("time").endswith("Z")
     assert value == {
-        **WHO,
+        **WHO._asdict(),
         "step": step,
         "phase": "start" if step is None else "forward",
         "type": "ValueError",

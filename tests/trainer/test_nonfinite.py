@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_a_skipped_step_is_said_and_its_data_counts_as_read(caplog: pytest.LogCa
 
 def test_the_count_goes_on_after_a_resume() -> None:
     found = trainer(FP32)
-    found.state = TrainingState.from_dict(cast(dict[str, Any], TrainingState(nonfinite_in_a_row=2).to_dict()))
+    found.state = TrainingState.from_json(asdict(TrainingState(nonfinite_in_a_row=2)))
     with pytest.raises(DivergedError):
         count(found, "!")
 
@@ -102,16 +103,16 @@ def test_overflow_of_fp16_is_no_divergence_while_the_scale_can_fall() -> None:
 
 def test_old_manifests_count_as_trained() -> None:
     new = TrainingState(step=5)
-    assert TrainingState.from_dict(new.to_dict()) == new
-    old = {key: value for key, value in new.to_dict().items() if key != "has_updated_weights"}
-    assert TrainingState.from_dict(old).has_updated_weights
+    assert TrainingState.from_json(asdict(new)) == new
+    old = {key: value for key, value in asdict(new).items() if key != "has_updated_weights"}
+    assert TrainingState.from_json(old).has_updated_weights
 
 
 @pytest.mark.parametrize("marks", ["!.", ".!!", "!!.!"])
 def test_one_step_that_was_applied_is_training(marks: str) -> None:
     found = trainer(FP32)
     count(found, marks)
-    assert TrainingState.from_dict(found.state.to_dict()).has_updated_weights
+    assert TrainingState.from_json(asdict(found.state)).has_updated_weights
     found._require_updated_weights()
 
 

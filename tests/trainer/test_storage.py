@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 
-from trainkit.run.manifest import file_hash
+from trainkit.run.manifest import FileSum, file_hash
 from trainkit.trainer.checkpoint.storage import METADATA_NAME, HashingWriter, SafeReader
 
 
@@ -32,7 +32,7 @@ def test_sizes_and_hashes_are_those_of_the_files(tmp_path: Path) -> None:
     assert set(writer.files) == on_disk
     for name, expected in writer.files.items():
         path = tmp_path / "saved" / name
-        assert expected == {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        assert expected == FileSum(path.stat().st_size, file_hash(path))
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="already exists"):
         save(tmp_path / "saved")
     for name, expected in before.items():
-        assert file_hash(tmp_path / "saved" / name) == expected["sha256"]
+        assert file_hash(tmp_path / "saved" / name) == expected.sha256
 
 
 def opcodes(module: str, name: str, argument: str, protocol: int) -> bytes:

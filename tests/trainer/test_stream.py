@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainkit.job.hangs import read_hangs
 from trainkit.plan.launch import Batch
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
 from trainkit.trainer.task_batches import Positions
 from trainkit.trainer.task_errors import TaskError
@@ -71,7 +73,7 @@ def collate(items: list[str]) -> list[str]:
 
 
 def batches(
-    stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: dict[str, Any] | None = None
+    stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
 ) -> StreamBatches:
     """Steps of 4 samples, in microbatches of one."""
     return StreamBatches(
@@ -137,11 +139,9 @@ def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int
     before = batches(kind())
     for _ in range(steps):
         saved = next(before).stream
-    stream = kind()
-    resumed = [
-        batches(copy.copy(stream), rank=r, dp=dp, start=4 * steps, saved=json.loads(json.dumps(saved)))
-        for r in range(dp)
-    ]
+    assert saved is not None
+    stream, read_back = kind(), StreamState(**json.loads(json.dumps(asdict(saved))))
+    resumed = [batches(copy.copy(stream), rank=r, dp=dp, start=4 * steps, saved=read_back) for r in range(dp)]
     dealt = [[next(found).microbatches for found in resumed] for _ in range(8 - steps)]
     assert [
         item for step in dealt for micros in zip(*step, strict=True) for m in micros for item in m.data
@@ -167,7 +167,7 @@ def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
     found = batches(stream)
     first, _ = next(found), next(found)
     assert first.stream is not None
-    assert first.stream["state"] == {"at": 3}, "before the last sample of the step"
+    assert first.stream.state == {"at": 3}, "before the last sample of the step"
 
 
 class Raising(Letters):

@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainkit.trainer.metrics import SCALARS, TensorBoardLog
 
 
-def record(step: int, **changes: float | None) -> dict[str, object]:
-    return {"step": step, **dict.fromkeys(SCALARS, 1.0 + step), "mfu": None, **changes}
+def scalars(step: int, **changes: float | None) -> dict[str, float | None]:
+    return {**dict.fromkeys(SCALARS, 1.0 + step), "mfu": None, **changes}
 
 
 def curve(folder: Path, name: str) -> list[tuple[int, float]]:
@@ -22,7 +22,7 @@ def curve(folder: Path, name: str) -> list[tuple[int, float]]:
 def test_scalars_can_be_read_back(tmp_path: Path) -> None:
     log = TensorBoardLog(tmp_path, 1)
     for step in (1, 2, 3):
-        log.write(record(step, loss=0.5 * step, val_loss=2.0 if step == 2 else None))
+        log.write(step, scalars(step, loss=0.5 * step, val_loss=2.0 if step == 2 else None))
     log.close()
     assert curve(tmp_path, "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert curve(tmp_path, "val_loss") == [(2, 2.0)]
@@ -34,11 +34,11 @@ def test_scalars_can_be_read_back(tmp_path: Path) -> None:
 def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
     first = TensorBoardLog(tmp_path, 1)
     for step in range(1, 6):
-        first.write(record(step, loss=10.0 + step))
+        first.write(step, scalars(step, loss=10.0 + step))
     first.close()
     second = TensorBoardLog(tmp_path, 4)
     for step in (4, 5, 6):
-        second.write(record(step, loss=20.0 + step))
+        second.write(step, scalars(step, loss=20.0 + step))
     second.close()
     assert curve(tmp_path, "loss") == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 26.0)]
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.doctor.check import Check
+    from trainkit.doctor import Finding
 
 TIMEOUT_S = 600.0
 NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w./-])")
@@ -88,7 +88,7 @@ def command(
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
-    found: list[Check] = []
+    found: list[Finding] = []
     with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
             if of_nodes:  # they arrive together
@@ -103,26 +103,23 @@ def command(
                     click.echo(_line(check))
     counts = {state: sum(check.state == state for check in found) for state in MARKS}
     if as_json:
-        click.echo(json.dumps({"checks": [check.to_dict() for check in found], **counts}, ensure_ascii=False))
+        click.echo(json.dumps({"checks": [asdict(check) for check in found], **counts}, ensure_ascii=False))
     else:
-        warnings, failures = (_plural(counts[state], state) for state in ("warning", "failure"))
+        from trainkit.doctor import plural
+
+        warnings, failures = (plural(counts[state], state) for state in ("warning", "failure"))
         click.echo(f"{counts['ok']} ok, {warnings}, {failures}", err=True)
     return EXIT_FAILED if counts["failure"] else EXIT_OK
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def _checks(
     loaded: LoadedConfig, folder: Path, nodes: int | None, port: int | None, quick: bool
-) -> Generator[Check, None, None]:
+) -> Generator[Finding, None, None]:
     from trainkit.cluster.discovery import has_slurm
-    from trainkit.doctor.check import Request
+    from trainkit.doctor import Request
     from trainkit.doctor.environment import with_interpreter
-    from trainkit.doctor.node import check_node
-    from trainkit.doctor.nodes import can_measure, check_nodes, local_bandwidth
-    from trainkit.doctor.slurm_settings import slurm_checks
+    from trainkit.doctor.node import node_findings
+    from trainkit.doctor.nodes import can_measure, check_nodes, local_bandwidth, slurm_checks
 
     launch, on_cluster = loaded.config.launch, has_slurm()
     on_slurm = nodes is not None or (on_cluster and launch.backend != "local")
@@ -131,8 +128,8 @@ def _checks(
     yield from checks
     if nodes is None:
         found = []
-        for check in check_node(request):
-            found.append(check.to_dict())
+        for check in node_findings(request):
+            found.append(check)
             yield check
         if not quick and can_measure(found):
             yield from local_bandwidth(request)
@@ -145,16 +142,16 @@ def _checks(
         yield from slurm_checks()
 
 
-def _line(check: Check) -> str:
+def _line(check: Finding) -> str:
     where = "" if check.host is None else f"{check.host}: "
     hint = f"\n         hint: {check.hint}" if check.hint else ""
     return f"{MARKS[check.state]}  {where}{check.name}: {check.value}{hint}"
 
 
-def _echo_nodes(checks: Sequence[Check]) -> None:
+def _echo_nodes(checks: Sequence[Finding]) -> None:
     """Print what is the same on all nodes once, and what is not well on some of them for each."""
     num_nodes = len({check.host for check in checks})
-    groups: dict[tuple[str, str, str], list[Check]] = {}
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
     for check in sorted(checks, key=lambda item: item.state == "ok"):
         groups.setdefault((check.name, check.state, check.hint), []).append(check)
     for name in dict.fromkeys(check.name for check in checks):
@@ -163,7 +160,7 @@ def _echo_nodes(checks: Sequence[Check]) -> None:
                 _echo_group(same, num_nodes, is_ok=state == "ok")
 
 
-def _echo_group(checks: Sequence[Check], num_nodes: int, *, is_ok: bool) -> None:
+def _echo_group(checks: Sequence[Finding], num_nodes: int, *, is_ok: bool) -> None:
     """Print the checks of several nodes that differ in their values at most."""
     merged = _range([check.value for check in checks])
     if len(checks) > 1 and merged is not None and (is_ok or len(checks) == num_nodes):

@@ -184,7 +184,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
         if _announce_failure(folder, task, error):
             raise
         return _end_step(task, error)
-    announce(folder, task, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
+    announce(folder, task, announced)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
         decision = run_first_task(announced, lambda attempt, ended: show_rank_0(attempt, ended, terminal))
@@ -198,7 +198,7 @@ def _announce_failure(folder: Path, task: SlurmTask, error: TrainkitError) -> bo
     from trainkit.job.step_run import announce
 
     try:
-        announce(folder, task, {"exit_code": error.exit_code})
+        announce(folder, task, error.exit_code)
     except OSError:
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -42,7 +43,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
         value = {
             "run_dir": str(run.path),
             "attempt": attempt.number,
-            "replies": [reply.to_dict() for reply in replies],
+            "replies": [asdict(reply) for reply in replies],
             "groups": [[reply.rank for reply in group] for group in groups],
             "silent": silent,
         }

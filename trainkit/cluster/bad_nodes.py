@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.locks import file_lock
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import read_object, write_json
 
 KEEP = timedelta(hours=24)
 LOCK_TIMEOUT_S = 10.0
@@ -51,18 +52,27 @@ def note_failure(
     ensure_folder(file.parent, 0o700, parents=True)
     # Two jobs must not overwrite each other's notes.
     with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S):
-        notes = _notes(file, now)
-        notes.append(
-            {
-                "host": host,
-                "kind": kind,
-                "reason": reason,
-                "run": run,
-                "attempt": attempt,
-                "time": now.isoformat(timespec="seconds"),
-            }
-        )
-        write_json(file, {"notes": notes})
+        notes = [
+            *_notes(file, now),
+            Note(host, kind, reason, run, attempt, now.isoformat(timespec="seconds")),
+        ]
+        write_json(file, {"notes": list(map(asdict, notes))})
+
+
+@dataclass(frozen=True)
+class Note:
+    """One failure, as the file has it."""
+
+    host: str
+    kind: str
+    reason: str
+    run: str
+    attempt: int
+    time: str
+
+    @property
+    def at(self) -> datetime:
+        return datetime.fromisoformat(self.time)
 
 
 def excluded(
@@ -81,42 +91,34 @@ def excluded(
     found: dict[str, str] = {}
     blamed: dict[tuple[str, str], set[int]] = {}
     for note in notes:
-        attempts = blamed.setdefault((note["host"], note["run"]), set())
-        if is_counted := note["kind"] in ("culprit", "start"):
-            attempts.add(note["attempt"])
-        is_own_start = note["kind"] == "start" and note["run"] == run
+        attempts = blamed.setdefault((note.host, note.run), set())
+        if is_counted := note.kind in ("culprit", "start"):
+            attempts.add(note.attempt)
+        is_own_start = note.kind == "start" and note.run == run
         if not is_counted or is_own_start or len(attempts) >= FAILURES_OF_A_CULPRIT:
-            found.pop(note["host"], None)
-            found[note["host"]] = _reason_text(note, len(attempts) if is_counted else 1)
+            found.pop(note.host, None)
+            found[note.host] = _reason_text(note, len(attempts) if is_counted else 1)
     return dict(reversed(found.items()))
 
 
-def _reason_text(note: Mapping[str, Any], failures: int) -> str:
+def _reason_text(note: Note, failures: int) -> str:
     often = f", one of {failures} failures that began there" if failures > 1 else ""
-    when = datetime.fromisoformat(note["time"]).astimezone()
-    run = f"{Path(note['run']).name}, attempt {note['attempt']}, {when:%Y-%m-%d %H:%M}"
-    return f"{note['reason']}{often} ({run})"
+    run = f"{Path(note.run).name}, attempt {note.attempt}, {note.at.astimezone():%Y-%m-%d %H:%M}"
+    return f"{note.reason}{often} ({run})"
 
 
-def _notes(file: Path, now: datetime) -> list[dict[str, Any]]:
-    """The notes that have not expired, the oldest first; none if the file is damaged."""
+def _notes(file: Path, now: datetime) -> list[Note]:
+    """The notes that have not expired, the oldest first; without those that are damaged or edited."""
+    values = read_object(file).get("notes")
+    notes = [_note(value) for value in (values if isinstance(values, list) else [])]
+    return [note for note in notes if note is not None and now - note.at < KEEP]
+
+
+def _note(value: object) -> Note | None:
     try:
-        found = read_json(file)
-    except (OSError, ValueError):
-        return []
-    notes = found.get("notes") if isinstance(found, dict) else None
-    if not isinstance(notes, list):
-        return []
-    return [note for note in notes if _is_note(note) and now - datetime.fromisoformat(note["time"]) < KEEP]
-
-
-def _is_note(value: object) -> bool:
-    """Whether this is a note that `note_failure` wrote: the file may have been edited or damaged."""
-    if not isinstance(value, dict) or not isinstance(value.get("attempt"), int):
-        return False
-    if not all(isinstance(value.get(key), str) for key in ("host", "kind", "reason", "run", "time")):
-        return False
-    try:
-        return datetime.fromisoformat(value["time"]).tzinfo is not None
-    except ValueError:
-        return False
+        note = Note(**{item.name: value[item.name] for item in fields(Note)})  # type: ignore[index]
+        texts = (note.host, note.kind, note.reason, note.run)
+        is_whole = isinstance(note.attempt, int) and all(isinstance(text, str) for text in texts)
+        return note if is_whole and note.at.tzinfo is not None else None
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -23,12 +23,12 @@ from trainkit.slurm.client import (
     QUERY_TIMEOUT_S,
     RECORD,
     plain_environ,
-    query,
     records,
+    retrying,
     run_slurm,
     seconds_of,
 )
-from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version, show_config
+from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
 from trainkit.slurm.hosts import first_host
 
@@ -83,28 +83,33 @@ def query_cluster(
     Accounts and QOS are included only `with_accounts`. The QOS that an account may use, and the limits that
     a QOS overrides, are known only to accounting (`query_qos`). Raises SlurmUnreachable after `timeout_s`.
     """
-    user = user or user_name()
-    commands: list[Sequence[str]] = [CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV]
-    if with_accounts:
-        commands.append(["scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos"])
-    environ = plain_environ(os.environ if environ is None else environ)
-    outputs = _run_all(commands, environ, timeout_s)
+    environ, user = os.environ if environ is None else environ, user or user_name()
+    assoc_mgr = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
+    config, cluster, more = _ask_controller(environ, timeout_s, *([assoc_mgr] if with_accounts else []))
+    if not (more and isinstance(more[0], str)):
+        return cluster
+    accounts, qos = parse_assoc_mgr(more[0], user)
+    return replace(cluster, accounts=_enforced(config, accounts), qos=qos or None)
+
+
+def _ask_controller(
+    environ: Mapping[str, str], timeout_s: float, *more: Sequence[str]
+) -> tuple[dict[str, str], Cluster, list[str | TrainkitError]]:
+    """Its settings, the cluster without accounts and QOS, and the output or error of the commands `more`."""
+    environ = plain_environ(environ)
+    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], environ, timeout_s)
     for output in outputs[:3]:
         if isinstance(output, TrainkitError):
             raise output
     settings, partitions, nodes = map(str, outputs[:3])
     config = parse_config(settings)
-    assoc_mgr = outputs[3] if with_accounts else None
-    accounts, qos = parse_assoc_mgr(assoc_mgr, user) if isinstance(assoc_mgr, str) else ((), ())
-    kinds = with_usable(parse_nodes(nodes), environ, timeout_s)
-    return Cluster(
+    cluster = Cluster(
         name=config.get("ClusterName", ""),
-        partitions=tuple(parse_partitions(partitions, kinds)),
+        partitions=tuple(parse_partitions(partitions, with_usable(parse_nodes(nodes), environ, timeout_s))),
         gpu_option=gpu_option(config),
-        accounts=accounts if accounts and _enforces_accounts(config) else None,
-        qos=qos or None,
         slurm_version=parse_version(config["SLURM_VERSION"]),
     )
+    return config, cluster, outputs[3:]
 
 
 def _run_all(
@@ -129,32 +134,27 @@ def discover_cluster(environ: Mapping[str, str] = os.environ, user: str | None =
     """
     if not has_slurm(environ):
         return None
-    config = show_config(environ)
-    version = parse_version(config["SLURM_VERSION"])
-    nodes = query(NODES_ARGV, environ=environ).stdout
-    listing = query(PARTITIONS_ARGV, environ=environ).stdout
-    partitions = parse_partitions(listing, with_usable(parse_nodes(nodes), environ, QUERY_TIMEOUT_S))
+    config, cluster, _ = retrying(lambda: _ask_controller(environ, QUERY_TIMEOUT_S))
     accounts = _query_accounts(config, environ, user)
     path = environ.get("PATH", os.defpath)
     has_modules = any(name in environ for name in _MODULE_VARIABLES) or any(map(Path.exists, _MODULE_FILES))
-    return Cluster(
-        name=config.get("ClusterName", ""),
-        partitions=tuple(sorted(partitions, key=lambda partition: not partition.is_default)),
-        gpu_option=gpu_option(config),
-        accounts=accounts if accounts and _enforces_accounts(config) else None,
+    return replace(
+        cluster,
+        partitions=tuple(sorted(cluster.partitions, key=lambda partition: not partition.is_default)),
+        accounts=_enforced(config, accounts),
         qos=None if accounts is None else query_qos(environ),
-        slurm_version=version,
         containers=(
             *(("pyxis",) if _has_pyxis(environ) else ()),
             *(name for name in _CONTAINER_PROGRAMS if shutil.which(name, path=path)),
         ),
         has_modules=has_modules,
-        expedited_requeue=False if has_expedited_requeue(version, config) else None,
+        expedited_requeue=False if has_expedited_requeue(cluster.slurm_version, config) else None,
     )
 
 
-def _enforces_accounts(config: Mapping[str, str]) -> bool:
-    return "associations" in config.get("AccountingStorageEnforce", "")
+def _enforced(config: Mapping[str, str], accounts: tuple[Account, ...] | None) -> tuple[Account, ...] | None:
+    """The accounts, if there are any and Slurm checks them."""
+    return accounts if accounts and "associations" in config.get("AccountingStorageEnforce", "") else None
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:

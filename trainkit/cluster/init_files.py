@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
 import yaml
 
@@ -145,7 +144,7 @@ def profile_text(cluster: Cluster, today: date) -> str:
     return "\n".join(_profile_lines(cluster, today)) + "\n"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """A value as one line of YAML."""
     text: str = yaml.dump(
         [value],
@@ -231,11 +230,11 @@ def _account_lines(cluster: Cluster) -> Iterator[str]:
         yield "# The accounts that you may charge (other users may have others), and their QOS."
         yield "accounts:"
         for account in _merged(cluster.accounts):
-            yield f"  {_flow(account.name)}: {_flow(_account_value(account))}"
+            yield f"  {_flow(account.name)}: {_account_text(account)}"
     if cluster.qos:
         yield "qos:"
         for qos in cluster.qos:
-            yield f"  {_flow(qos.name)}: {_flow(_qos_value(qos))}"
+            yield f"  {_flow(qos.name)}: {_qos_text(qos)}"
 
 
 def _merged(accounts: tuple[Account, ...]) -> list[Account]:
@@ -258,16 +257,20 @@ def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[
     return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
 
 
-def _account_value(account: Account) -> dict[str, Any]:
-    value: dict[str, Any] = {"default": True} if account.is_default else {}
-    if account.partitions is not None:
-        value["partitions"] = list(account.partitions)
-    return value | ({} if account.qos is None else {"qos": list(account.qos)})
+def _account_text(account: Account) -> str:
+    values = {"default": account.is_default or None, "partitions": account.partitions, "qos": account.qos}
+    return _flow_known(**values)
 
 
-def _qos_value(qos: Qos) -> dict[str, Any]:
-    value: dict[str, Any] = {} if qos.max_time_s is None else {"max_time": time_text(qos.max_time_s)}
-    return value | ({"overrides": list(qos.overrides)} if qos.overrides else {})
+def _qos_text(qos: Qos) -> str:
+    limit = None if qos.max_time_s is None else time_text(qos.max_time_s)
+    return _flow_known(max_time=limit, overrides=qos.overrides or None)
+
+
+def _flow_known(**values: object) -> str:
+    """The values that are not None as one line of YAML."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return _flow({name: list(value) if isinstance(value, tuple) else value for name, value in known.items()})
 
 
 def _partition_lines(partition: Partition) -> Iterator[str]:
@@ -301,18 +304,14 @@ def _partition_lines(partition: Partition) -> Iterator[str]:
     if partition.nodes:
         yield "    nodes:"
         for kind in partition.nodes:
-            yield f"      - {_flow(_kind_value(kind))}"
+            yield f"      - {_kind_text(kind)}"
 
 
-def _kind_value(kind: NodeKind) -> dict[str, Any]:
-    value: dict[str, Any] = {"count": kind.count}
-    if kind.cpus is not None:
-        value["cpus"] = kind.cpus
-    if kind.mem_mib is not None:
-        value["memory"] = memory_text(kind.mem_mib)
-    if kind.gpus:
-        value["gpus"] = kind.gpus[""] if set(kind.gpus) == {""} else kind.gpus
-    return value | ({"features": list(kind.features)} if kind.features else {})
+def _kind_text(kind: NodeKind) -> str:
+    memory = None if kind.mem_mib is None else memory_text(kind.mem_mib)
+    gpus = kind.gpus[""] if set(kind.gpus) == {""} else kind.gpus or None
+    known = {"count": kind.count, "cpus": kind.cpus, "memory": memory, "gpus": gpus}
+    return _flow_known(**known, features=kind.features or None)
 
 
 FIRST_RUN_TIME_S = 1800

@@ -25,7 +25,7 @@ from trainkit.config.section import AtLeastOne, Section, list_field
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder
-from trainkit.formats import memory_mib, time_limit_s
+from trainkit.formats import JsonObject, memory_mib, time_limit_s
 from trainkit.resources import shipped_configs
 from trainkit.slurm.environment import cluster_name
 
@@ -416,11 +416,11 @@ def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | st
 
 
 @cache
-def _schema() -> dict[str, Any]:
+def _schema() -> JsonObject:
     return ClusterProfile.model_json_schema()
 
 
-def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
+def _schema_at(path: tuple[int | str, ...]) -> JsonObject:
     """The JSON schema at a path."""
     schema = _schema()
     for part in path:
@@ -432,7 +432,7 @@ def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
     return schema if "anyOf" in schema else _inner(schema)
 
 
-def _inner(schema: dict[str, Any]) -> dict[str, Any]:
+def _inner(schema: JsonObject) -> JsonObject:
     """The section, mapping or list among the options of a schema; else the schema itself."""
     for option in schema.get("anyOf", [schema]):
         if "$ref" in option:

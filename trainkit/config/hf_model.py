@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from trainkit.config.training import TRANSFORMERS, RopeKey
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 CONFIG_NAME = "config.json"
@@ -35,7 +35,7 @@ class HFModel:
     folder: Path
     architecture: str
     """``llama`` if trainkit's decoder computes the same, else ``transformers``."""
-    values: dict[str, Any]
+    values: JsonObject
     """Keys of the `model` section and the values that config.json gives them."""
     reason: str
     """Why trainkit's decoder cannot be this model; empty if it can."""
@@ -100,13 +100,13 @@ def _find_folder(name: str, cwd: Path) -> Path:
         ) from None
 
 
-def _rope(content: Mapping[str, Any]) -> tuple[float | None, Mapping[str, Any]]:
+def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
     """The base of the rotary embedding, and its scaling, as written by transformers 4 and 5."""
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     return rope.get("rope_theta", content.get("rope_theta", 10_000.0)), rope
 
 
-def _unlike_decoder(content: Mapping[str, Any]) -> str:
+def _unlike_decoder(content: JsonObject) -> str:
     """What trainkit's decoder does not compute; empty if it computes this model."""
     model_type = content["model_type"]
     if model_type not in ("llama", "mistral", "qwen2"):
@@ -144,7 +144,7 @@ def _unlike_decoder(content: Mapping[str, Any]) -> str:
     return "" if kind == "default" else f"rope_type is {kind}"
 
 
-def _decoder_values(content: Mapping[str, Any]) -> dict[str, Any]:
+def _decoder_values(content: JsonObject) -> JsonObject:
     theta, rope = _rope(content)
     is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
     return {

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.config.schema import RunConfig
+from trainkit.formats import JsonObject
 
 
 def close_matches(word: str, words: Iterable[str]) -> list[str]:
@@ -55,7 +56,7 @@ def all_keys() -> tuple[str, ...]:
     return tuple(key for key, _ in flatten(RunConfig().model_dump(mode="json", by_alias=True)))
 
 
-def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
     """The dotted keys and values of a dumped config; mappings inside a section are one value."""
     for name, value in dumped.items():
         if name in sections():
@@ -113,7 +114,7 @@ def allowed_values(path: tuple[str, ...]) -> str:
 
 
 @cache
-def _schema() -> dict[str, Any]:
+def _schema() -> JsonObject:
     return RunConfig.model_json_schema()
 
 
@@ -123,7 +124,7 @@ def show_value(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-def schema_words(schema: dict[str, Any]) -> str:
+def schema_words(schema: JsonObject) -> str:
     """Describe the values that a JSON schema allows, in words."""
     if "$ref" in schema:
         return "a section"
@@ -155,7 +156,7 @@ def schema_words(schema: dict[str, Any]) -> str:
     return {"boolean": "true or false", "string": "text", "null": "null"}[str(kind)]
 
 
-def _bounds(schema: dict[str, Any]) -> str:
+def _bounds(schema: JsonObject) -> str:
     bounds = []
     if "minimum" in schema:
         bounds.append(f"of at least {schema['minimum']:g}")

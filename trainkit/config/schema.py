@@ -1,6 +1,6 @@
 """The whole config of a run."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
@@ -24,6 +24,7 @@ from trainkit.config.training import (
     ScheduleConfig,
     TrainConfig,
 )
+from trainkit.formats import JsonObject
 
 CONFIG_VERSION: Literal[1] = 1
 MULTIMODAL = "multimodal_lm"
@@ -33,7 +34,7 @@ EXTENDS_SCHEMA = {
 }
 
 
-def _allow_extends(schema: dict[str, Any]) -> None:
+def _allow_extends(schema: JsonObject) -> None:
     schema["properties"] = {"extends": EXTENDS_SCHEMA, **schema["properties"]}
 
 
@@ -62,7 +63,7 @@ class RunConfig(Section):
         " trainkit.task.Task.",
         json_schema_extra={"allowed": "causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS"},
     )
-    task_args: dict[str, Any] = Field(
+    task_args: JsonObject = Field(
         default={}, description="Keyword arguments of multimodal_lm or of your own task."
     )
     model: ModelConfig = section("The model.")

@@ -1,10 +1,11 @@
 """Config sections for what a run computes: model, data, training, optimizer, schedule, precision."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, list_field
+from trainkit.formats import JsonObject
 
 TRANSFORMERS = "transformers"
 """The architecture of models whose code is that of the transformers library."""
@@ -54,7 +55,7 @@ class ModelConfig(Section):
     from_scratch: bool = Field(
         default=False, description="Use only the architecture of hf, and initialise the weights."
     )
-    lora: dict[str, Any] | None = Field(
+    lora: JsonObject | None = Field(
         default=None,
         description="Train low-rank adapters of hf, or of what your task adapts: the arguments of peft's"
         " LoraConfig, such as r.",

@@ -65,6 +65,9 @@ class Shard:
     sha256: str
 
 
+Options = dict[str, float | str | None]
+
+
 @dataclass(frozen=True)
 class DatasetFile:
     """The content of `dataset.json`."""
@@ -73,7 +76,8 @@ class DatasetFile:
     dtype: str
     fingerprint: str
     """A hash of the tokenizer, the options and the text."""
-    options: dict[str, Any]
+    options: Options
+    """What determines the tokens, besides the tokenizer and the text."""
     splits: dict[str, tuple[Shard, ...]]
 
     def num_tokens(self, split: str) -> int:
@@ -149,7 +153,7 @@ def check_shard_size(path: Path, expected: int) -> None:
         raise UsageError(f"shard {path} has {size:,} bytes, expected {expected:,}", hint=hint)
 
 
-def _parse(record: dict[str, Any]) -> DatasetFile:
+def _parse(record: Any) -> DatasetFile:
     dtype = record["dtype"]
     if dtype not in TOKEN_BYTES:
         raise ValueError(f"dtype {json.dumps(dtype)} is neither uint16 nor uint32")

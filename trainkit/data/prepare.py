@@ -30,6 +30,7 @@ from trainkit.data.dataset_file import (
     SPLITS,
     TRAIN,
     DatasetFile,
+    Options,
     Shard,
     TokenizerIdentity,
     is_dataset,
@@ -283,8 +284,7 @@ def _make_work_folder(folder: Path) -> None:
     ensure_folder(folder / WORK_FOLDER)
 
 
-def _options(spec: DatasetSpec, unit_bytes: int) -> dict[str, Any]:
-    """The options that determine the tokens, besides the tokenizer and the text."""
+def _options(spec: DatasetSpec, unit_bytes: int) -> Options:
     return {
         "layout": LAYOUT_VERSION,
         "unit_bytes": unit_bytes,
@@ -293,12 +293,12 @@ def _options(spec: DatasetSpec, unit_bytes: int) -> dict[str, Any]:
     }
 
 
-def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
+def _changed(old: Options, new: Options) -> str:
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return ", ".join(f"{key} {old.get(key)} instead of {new.get(key)}" for key in keys)
 
 
-def _fingerprint(tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: list[InputDigest]) -> str:
+def _fingerprint(tokenizer: TokenizerIdentity, options: Options, inputs: list[InputDigest]) -> str:
     identity = {key: value for key, value in asdict(tokenizer).items() if key != "name"}
     content = {"tokenizer": identity, "options": options, "inputs": [asdict(source) for source in inputs]}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.validate import LineProblem, OnProblem, SourceSummary
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 
 Medium = Literal["image", "curve"]
 
@@ -56,7 +57,7 @@ def num_patches(medium: Medium, size: int, patch: int) -> int:
     return sides * sides if medium == "image" else sides
 
 
-def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, Any]:
+def read_row(line: bytes, medium: Medium, folder: Path) -> JsonObject:
     """The object of one line; raises ValueError, without the place, unless a task can train on it.
 
     Images are looked for in `folder`, and not opened.
@@ -100,12 +101,12 @@ def _check_curve(points: Any) -> None:
         raise ValueError("its curve is not a list of at least two finite numbers, or pairs of them")
 
 
-def token_count(row: dict[str, Any], tokenizer: Tokenizer) -> int:
+def token_count(row: JsonObject, tokenizer: Tokenizer) -> int:
     """Tokens of a row: the question, the answer and the end of the text."""
     return sum(map(len, tokenizer.encode(row_texts(row)))) + 1
 
 
-def row_texts(row: dict[str, Any]) -> list[bytes]:
+def row_texts(row: JsonObject) -> list[bytes]:
     """The question and the answer, as they are tokenised."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
 
@@ -186,7 +187,7 @@ POINTS = 64
 Split = Literal["train", "val"]
 
 
-def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, Any]]:
+def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[JsonObject]:
     """`count` rows, by default 2,000 for training and 200 for validation, which are always the same.
 
     They have a ``question``, an ``answer``, and an ``image`` (uint8 [32, 32, 3]) or a ``curve`` (64 pairs of
@@ -197,7 +198,7 @@ def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[di
     return [make(rng) for _ in range(NUM_ROWS[split] if count is None else count)]
 
 
-def _image_row(rng: random.Random) -> dict[str, Any]:
+def _image_row(rng: random.Random) -> JsonObject:
     shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
     question, answer = rng.choice((("Which colour?", colour), ("Which shape?", shape)))
     return {"image": _draw(shape, colour, rng), "question": question, "answer": answer}
@@ -219,7 +220,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
     return picture
 
 
-def _curve_row(rng: random.Random) -> dict[str, Any]:
+def _curve_row(rng: random.Random) -> JsonObject:
     """A curve at random times, with noise."""
     trend = rng.choice(TRENDS)
     slope, phase = rng.uniform(0.8, 1.5), rng.uniform(0, 2 * math.pi)

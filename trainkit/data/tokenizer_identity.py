@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from trainkit.data.dataset_file import TokenizerIdentity
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 
 BYTES = "bytes"
 BYTES_IDENTITY = TokenizerIdentity(
@@ -91,7 +91,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
     return hashlib.sha256(content).hexdigest(), ids
 
 
-def _token_ids(record: dict[str, Any]) -> dict[str, int]:
+def _token_ids(record: JsonObject) -> dict[str, int]:
     vocab = record["model"]["vocab"]
     if isinstance(vocab, list):
         ids = {token: number for number, (token, _score) in enumerate(vocab)}

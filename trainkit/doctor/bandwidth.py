@@ -11,11 +11,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from trainkit.doctor.check import Check
+from trainkit.doctor import Finding
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
 MARK = "trainkit-bandwidth:"
@@ -54,6 +54,25 @@ class Layout:
         return [(host, sum(self.num_ranks[:index])) for index, host in enumerate(self.hosts)]
 
 
+@dataclass(frozen=True)
+class Bandwidth:
+    """What rank 0 measured, which the other hosts lack, or why a rank of this host failed."""
+
+    error: str = ""
+    backend: str = ""
+    size_mib: int = 0
+    all_reduce_gbit_s: float = 0.0
+    links: list[tuple[str, str, float]] = field(default_factory=list)
+    """(from, to, Gbit/s)"""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Bandwidth:
+        return cls(**json.loads(text))
+
+
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
     """The links (from, to) of a ring, in rounds in which no point has two of them."""
     links = [(index, (index + 1) % num_points) for index in range(num_points)]
@@ -83,11 +102,8 @@ def link_gbit_s(interface: str | None) -> dict[str, float]:
 
 def run_ranks(
     layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str] = (sys.executable,)
-) -> dict[str, Any]:
-    """Run the ranks of one host with an interpreter.
-
-    Returns what rank 0 measured, ``{}`` on the other hosts, and ``{"error": sentence}`` when a rank failed.
-    """
+) -> Bandwidth:
+    """Run the ranks of one host with an interpreter, and wait for them."""
     node = layout.hosts.index(host)
     first = sum(layout.num_ranks[:node])
     with ExitStack() as files:
@@ -110,9 +126,9 @@ def run_ranks(
                 ranks.append((proc, out, errors))
             failed = _wait([proc for proc, _, _ in ranks])
         except OSError as error:
-            return {"error": f"{python[0]} does not run on {host}: {error.strerror or error}"}
+            return Bandwidth(f"{python[0]} does not run on {host}: {error.strerror or error}")
         except subprocess.TimeoutExpired:
-            return {"error": f"the ranks on {host} took longer than {TIMEOUT_S:.0f} s"}
+            return Bandwidth(f"the ranks on {host} took longer than {TIMEOUT_S:.0f} s")
         finally:
             for proc, _, _ in ranks:
                 if proc.poll() is None:
@@ -120,14 +136,13 @@ def run_ranks(
                     proc.wait()
         if failed is not None:
             said = [line for line in _lines(ranks[failed][2]) if line.strip()] or ["it crashed"]
-            return {"error": f"rank {first + failed} on {host}: {said[-1].strip()}"}
+            return Bandwidth(f"rank {first + failed} on {host}: {said[-1].strip()}")
         if first > 0:
-            return {}
+            return Bandwidth()
         line = next((line for line in _lines(ranks[0][1]) if line.startswith(MARK)), None)
         if line is None:
-            return {"error": f"rank 0 on {host} ended without a result"}
-        found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-        return found
+            return Bandwidth(f"rank 0 on {host} ended without a result")
+        return Bandwidth.from_json(line.removeprefix(MARK))
 
 
 def _output_file() -> IO[str]:
@@ -163,21 +178,20 @@ GLOO_GBIT_S = 10.0
 
 
 def bandwidth_checks(
-    layout: Layout, found: Mapping[str, Any], links: Sequence[Mapping[str, float]]
-) -> Iterator[Check]:
+    layout: Layout, found: Bandwidth, links: Sequence[Mapping[str, float]]
+) -> Iterator[Finding]:
     """The checks of what `run_ranks` measured, against the slowest of the hosts' `link_gbit_s`."""
-    if "error" in found:
+    if found.error:
         hint = "`trainkit diagnose` explains such an error of a run; NCCL_DEBUG=INFO shows what NCCL does"
-        yield Check("bandwidth", "failure", f"not measured: {found['error']}", hint)
+        yield Finding("bandwidth", "failure", f"not measured: {found.error}", hint)
         return
-    backend, size_mib = found["backend"], found["size_mib"]
-    expected, name = _expected(backend, links) if len(layout.hosts) > 1 else (None, "")
-    where = f"{layout.world_size} ranks ({backend}, {size_mib} MiB)"
-    value = f"{found['all_reduce_gbit_s']:,.1f} Gbit/s bus bandwidth over {where}"
+    expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
+    where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
+    value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
     hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
-    is_slow = expected is not None and found["all_reduce_gbit_s"] < SLOW_SHARE * expected
-    yield Check("all-reduce", "warning" if is_slow else "ok", value, hint if is_slow else "")
-    speeds = sorted((speed, source, target) for source, target, speed in found["links"])
+    is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
+    yield Finding("all-reduce", "warning" if is_slow else "ok", value, hint if is_slow else "")
+    speeds = sorted((speed, source, target) for source, target, speed in found.links)
     slowest, source, target = speeds[0]
     median = statistics.median(speed for speed, _, _ in speeds)
     value = (
@@ -188,11 +202,11 @@ def bandwidth_checks(
     if slowest < ODD_SHARE * median:
         suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
         pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
-        yield Check("point to point", "warning", value, f"check the links of {pairs}")
+        yield Finding("point to point", "warning", value, f"check the links of {pairs}")
     elif expected is not None and median < SLOW_SHARE * expected:
-        yield Check("point to point", "warning", value, hint)
+        yield Finding("point to point", "warning", value, hint)
     else:
-        yield Check("point to point", "ok", value)
+        yield Finding("point to point", "ok", value)
 
 
 def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from trainkit import __version__
 from trainkit.cluster.machine import NVIDIA_DRIVER
 from trainkit.config import LoadedConfig
-from trainkit.doctor.check import Check, Request
+from trainkit.doctor import Finding, Request
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
 
@@ -32,8 +31,8 @@ _TORCH = """
 import json, sys, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
 print(sys.argv[1], json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
-    "nccl": None if nccl is None else ".".join(map(str, nccl)),
+    "version": torch.__version__, "cuda": torch.version.cuda or "none", "gpus": torch.cuda.device_count(),
+    "nccl": "none" if nccl is None else ".".join(map(str, nccl)),
     "distributed": torch.distributed.is_available(),
 }))
 """
@@ -52,64 +51,77 @@ def _packages(request: Request) -> Packages | NoAnswer:
         return error
 
 
+@dataclass(frozen=True)
+class Torch:
+    """What a torch says of itself; its CUDA and NCCL are ``none`` without one."""
+
+    version: str
+    cuda: str
+    gpus: int
+    nccl: str
+    distributed: bool
+
+
 @lru_cache
-def _torch(request: Request) -> Mapping[str, Any] | NoAnswer:
-    """What their torch says of itself, which takes seconds."""
+def _torch(request: Request) -> Torch | NoAnswer:
+    """The torch of the ranks, which takes seconds."""
     try:
-        return ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S)
+        return Torch(**ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S))
     except NoAnswer as error:
         return error
 
 
-def check_python(request: Request) -> Check:
+def check_python(request: Request) -> Finding:
     """The interpreter of the ranks, and its version against those that are tested."""
     found = _packages(request)
     if isinstance(found, NoAnswer):
         hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
-        return Check("Python", "failure", str(found), hint)
+        return Finding("Python", "failure", str(found), hint)
     version = tuple(map(int, found.python.split(".")[:2]))
     value = f"{found.python} ({found.program})"
     oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
     if version < PYTHONS[0]:
-        return Check("Python", "failure", value, f"use Python {oldest} to {newest}")
+        return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
     if "trainkit" not in found.files:
         hint = f"`{request.python[0]} -m pip install trainkit` installs it"
-        return Check("Python", "failure", f"{value} has no trainkit", hint)
+        return Finding("Python", "failure", f"{value} has no trainkit", hint)
     installed = found.versions["trainkit"]
     if installed != __version__:
         hint = "install the same version there, or use the `trainkit` of that environment"
         text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
-        return Check("Python", "failure", text, hint)
+        return Finding("Python", "failure", text, hint)
     if version > PYTHONS[1]:
-        return Check("Python", "warning", value, f"not tested; tested are {oldest} to {newest}")
-    return Check("Python", "ok", value)
+        return Finding("Python", "warning", value, f"not tested; tested are {oldest} to {newest}")
+    return Finding("Python", "ok", value)
 
 
-def check_torch(request: Request) -> Iterator[Check]:
+def check_torch(request: Request) -> Iterator[Finding]:
     """The release of torch, and whether it can use the GPUs."""
     found = _torch(request)
     if isinstance(found, NoAnswer):
         hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
         if found.is_slow:
             hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
-        yield Check("torch", "failure", str(found), hint)
+        yield Finding("torch", "failure", str(found), hint)
         return
-    value = f"{found['version']}, CUDA {found['cuda'] or 'none'}, NCCL {found['nccl'] or 'none'}"
-    problem = release_problem(found["version"])
+    value = f"{found.version}, CUDA {found.cuda}, NCCL {found.nccl}"
+    problem = release_problem(found.version)
     if problem is not None:
-        yield Check("torch", "failure", value, problem[1])
-    elif not found["distributed"]:
-        yield Check("torch", "failure", f"{value}: built without torch.distributed", "install another torch")
-    elif NVIDIA_DRIVER.exists() and found["cuda"] is None:
+        yield Finding("torch", "failure", value, problem[1])
+    elif not found.distributed:
+        yield Finding(
+            "torch", "failure", f"{value}: built without torch.distributed", "install another torch"
+        )
+    elif NVIDIA_DRIVER.exists() and found.cuda == "none":
         hint = cuda_torch_hint(request.python[0])
-        yield Check("torch", "failure", f"{value}: built without CUDA", hint)
-    elif NVIDIA_DRIVER.exists() and not found["gpus"]:
+        yield Finding("torch", "failure", f"{value}: built without CUDA", hint)
+    elif NVIDIA_DRIVER.exists() and not found.gpus:
         hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
-        yield Check("torch", "failure", f"{value}: sees no GPU", hint)
+        yield Finding("torch", "failure", f"{value}: sees no GPU", hint)
     else:
-        yield Check("torch", "ok", value)
+        yield Finding("torch", "ok", value)
 
 
 def versions(request: Request) -> dict[str, str]:
@@ -124,9 +136,8 @@ def versions(request: Request) -> dict[str, str]:
         if "trainkit" in found.files:
             package = Path(found.files["trainkit"]).parent
             values["trainkit's code"] = f"{digest(sorted(package.rglob('*.py')))} in {package}"
-        torch = None if request.quick else _torch(request)
-        if torch is not None and not isinstance(torch, NoAnswer):
-            values["CUDA of torch"], values["NCCL"] = (str(torch[key] or "none") for key in ("cuda", "nccl"))
+        if not request.quick and isinstance(torch := _torch(request), Torch):
+            values |= {"CUDA of torch": torch.cuda, "NCCL": torch.nccl}
     if request.code is not None:
         files = code_files(request.code)
         values["your code"] = f"{digest(files)} in {request.code}" if files else f"missing in {request.code}"
@@ -167,7 +178,7 @@ def digest(files: Iterable[Path]) -> str:
 
 def with_interpreter(
     request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
-) -> tuple[Request, list[Check]]:
+) -> tuple[Request, list[Finding]]:
     """The request for the interpreter of a job, and the checks of the settings that choose it.
 
     Without a batch script, a run does not use a container, conda, modules and setup lines.
@@ -177,7 +188,7 @@ def with_interpreter(
         unused = {"container": None, "conda": None, "modules": (), "setup": ()}
         launch = launch.model_copy(update=unused)
     found, problems = find_interpreter(launch, sys.executable, os.environ, cwd)
-    checks = [Check("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
+    checks = [Finding("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
     before = [f"launch.{name}" for name in ("modules", "setup") if getattr(launch, name)]
     named = [f"launch.{name}" for name in ("conda", "python") if getattr(launch, name) is not None]
     argv = (*found.argv, *found.options)
@@ -187,12 +198,12 @@ def with_interpreter(
         uses = "launch.container" if launch.container is not None else " and ".join(named + before)
         text = f"checked the environment of this command; the job uses that of {uses}"
         argv = (sys.executable,)
-        checks.append(Check("environment", "warning", text, hint))
+        checks.append(Finding("environment", "warning", text, hint))
     elif before:
         text = f"checked {found.argv[0]} without {' and '.join(before)}, which the job runs first"
-        checks.append(Check("environment", "warning", text, hint))
+        checks.append(Finding("environment", "warning", text, hint))
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
     if on_slurm and launch.snapshot:
-        checks.append(Check("code", "ok", "each run gets a copy at its submission (launch.snapshot)"))
+        checks.append(Finding("code", "ok", "each run gets a copy at its submission (launch.snapshot)"))
     code = None if launch.snapshot else cwd
     return replace(request, python=argv, env=env, code=code), checks

@@ -1,38 +1,52 @@
-"""The checks of one node: its cores, names, network interface and ports, and what other files check.
+"""The checks of one node: its cores, GPUs, names, network interface, ports and folders.
 
-``python -m trainkit.doctor.node REQUEST`` prints them and the facts by which nodes are compared, as JSON.
+``python -m trainkit.doctor.node REQUEST`` prints a `NodeReport`, and measures the bandwidth when asked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trainkit.doctor.bandwidth import Layout, link_gbit_s, run_ranks
-from trainkit.doctor.check import Check, Request, plural
-from trainkit.doctor.disk import SHM_HINT, TMP_HINT, check_folder, check_space, file_server_offset_s
+from trainkit.cluster.machine import NVIDIA_DRIVER, NoDriver, nvml
+from trainkit.doctor import Finding, NodeReport, Request, plural
+from trainkit.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
 from trainkit.doctor.environment import check_python, check_torch, versions
-from trainkit.doctor.gpus import check_gpus, driver_versions, num_gpus
 from trainkit.errors import TrainkitError
 from trainkit.job.node.health import host_memory_gib
 from trainkit.job.node.network import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.node.rendezvous import candidate_ports, choose_port, ephemeral_range, is_free
+from trainkit.job.preflight import (
+    MAX_CLOCK_OFFSET_S,
+    MIN_FREE_MIB,
+    clock_offset_s,
+    direction,
+    free_mib,
+    gpu_problem,
+)
+from trainkit.job.rank_env import visible_gpus
+from trainkit.run.files import refresh_listing
 from trainkit.run.process import own_host
 from trainkit.slurm.hosts import expand_hosts, node_addr
 
 PREFIX, CHUNK_CHARS = "trainkit-doctor", 700
+SHM_HINT = "in a container, `docker run --shm-size=8g` enlarges it; data loaders with processes need it"
+TMP_HINT = "remove old files there, or set TMPDIR to another folder"
+T = TypeVar("T")
 
 
-def check_node(request: Request) -> Iterator[Check]:
-    """The checks of this host, the cheap ones first."""
+def node_findings(request: Request) -> Iterator[Finding]:
+    """The findings on this host, the cheap ones first."""
     yield check_python(request)
     yield check_cpus()
     yield from check_gpus()
@@ -46,80 +60,61 @@ def check_node(request: Request) -> Iterator[Check]:
         yield from check_torch(request)
 
 
-def check_cpus() -> Check:
-    """The cores of this process, and the load and memory of the host."""
-    count = len(os.sched_getaffinity(0))
-    load = os.getloadavg()[0]
-    value = f"{count} CPU cores for this process, load {load:.1f}"
-    memory = host_memory_gib()
-    if memory is not None:
-        value += f"; {memory[1] - memory[0]:,.1f} of {memory[1]:,.1f} GiB of memory available"
-    if load > 2 * count:
-        return Check("CPU", "warning", value, "other programs use this host: `top` shows them")
-    return Check("CPU", "ok", value)
+def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
+    """The report of this host with these findings."""
+    interface = None if request.peer is None else interface_to(request.peer)
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    candidates, free = tried_ports()
+    return NodeReport(
+        own_host(),
+        num_gpus(),
+        free[:NUM_PORTS] if candidates else [choose_port(str(os.getpid()), 0)],
+        list(request.peers),
+        {**versions(request), **driver_versions()},
+        link_gbit_s(interface if request.network in PRESETS else request.network),
+        file_server_offset_s(request.folder),
+        [replace(item, host=own_host()) for item in findings],
+        step if step.strip(".") else "",
+    )
 
 
-def node_facts(request: Request) -> dict[str, Any]:
-    """What must be the same on all nodes, and what a measurement of the bandwidth needs to know."""
-    interface = interface_to(request.peers[0]) if request.peers else None
-    return {
-        "host": own_host(),
-        "peers": request.peers,
-        "versions": {**versions(request), **driver_versions()},
-        "links": link_gbit_s(interface if request.network in PRESETS else request.network),
-        "num_gpus": num_gpus(),
-        "ports": free_ports(),
-        "file_server_offset_s": file_server_offset_s(request),
-    }
-
-
-def measure(request: Request, layout: Layout) -> dict[str, Any]:
-    """Measure the bandwidth as the host of a layout; returns what `run_ranks` does."""
-    peer = request.peers[0] if request.peers else None
+def measure(request: Request, layout: Layout) -> Bandwidth:
+    """What the ranks of this host, one of a layout, measure."""
     try:
-        environ, _ = network_environ(request.network, peer)
+        environ, _ = network_environ(request.network, request.peer)
     except TrainkitError as error:
-        return {"error": error.message}
+        return Bandwidth(error.message)
     return run_ranks(layout, own_host(), {**os.environ, **dict(request.env), **environ}, request.python)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check this node as the JSON on the command line asks; prints the result for `received`.
+def main() -> int:
+    """Check this node as the JSON on the command line asks; prints the report for `received`.
 
     Then measures the bandwidth for each `Layout` that arrives on stdin, and prints that too.
     """
-    request = Request.from_json((sys.argv[1:] if argv is None else argv)[0])
+    request = Request.from_json(sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
     if hosts is not None:
         peers = tuple(host for host in expand_hosts(hosts) if host != own_host())
         request = replace(request, peers=peers)
-    checks = [{**check.to_dict(), "host": own_host()} for check in check_node(request)]
-    facts = node_facts(request)
-    message = {"kind": "facts", "facts": facts, "checks": checks, "step": _step_to_cancel()}
-    send({**message, "time_s": time.time()})  # the reader compares it with its clock
+    report = node_report(request, list(node_findings(request)))
+    send(replace(report, time_s=time.time()).to_json())
     for line in sys.stdin:
         layout = Layout.from_json(line)
         # Each node finds the first one by its own name service.
         addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
-        send({"kind": "bandwidth", "bandwidth": measure(request, replace(layout, addr=addr))})
+        send(measure(request, replace(layout, addr=addr)).to_json())
     return 0
 
 
-def _step_to_cancel() -> str:
-    """What `scancel` takes to end this step."""
-    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
-    return step if step.strip(".") else ""
-
-
-def send(message: Mapping[str, Any]) -> None:
+def send(text: str) -> None:
     """Print a message in short lines: srun mixes what tasks print after each 1,024 bytes."""
-    text = json.dumps(message)
     chunks = [text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS)]
     for index, chunk in enumerate(chunks, 1):
         print(f"{PREFIX} {own_host()} {index}/{len(chunks)} {chunk}", flush=True)
 
 
-def received(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def received(lines: Iterable[str]) -> Iterator[str]:
     """The messages of all hosts, from the lines that `send` printed; other lines are skipped."""
     parts: dict[str, str] = {}
     for line in lines:
@@ -129,37 +124,140 @@ def received(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         index, _, count = part.partition("/")
         parts[host] = parts.get(host, "") + chunk
         if index == count:
-            yield json.loads(parts.pop(host))
+            yield parts.pop(host)
+
+
+def check_cpus() -> Finding:
+    """The cores of this process, and the load and memory of the host."""
+    count = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    value = f"{count} CPU cores for this process, load {load:.1f}"
+    memory = host_memory_gib()
+    if memory is not None:
+        value += f"; {memory[1] - memory[0]:,.1f} of {memory[1]:,.1f} GiB of memory available"
+    if load > 2 * count:
+        return Finding("CPU", "warning", value, "other programs use this host: `top` shows them")
+    return Finding("CPU", "ok", value)
+
+
+HOT_C = 85
+BUSY_SHARE = 0.05
+"""Share of a GPU's memory that others may use."""
+
+
+def check_gpus() -> Iterator[Finding]:
+    """The driver, and every GPU that a process here would use."""
+    if not NVIDIA_DRIVER.exists():
+        yield Finding("GPU", "ok", "none: there is no NVIDIA driver, runs use CPUs")
+        return
+    try:
+        with nvml() as driver:
+            number = _known(driver, driver.nvmlSystemGetCudaDriverVersion)
+            cuda = "unknown" if number is None else f"{number // 1000}.{number % 1000 // 10}"
+            yield Finding("driver", "ok", f"{_driver_version(driver) or 'unknown version'}, CUDA {cuda}")
+            chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0):
+                if chosen is None or str(index) in chosen or not all(map(str.isdigit, chosen)):
+                    yield check_gpu(driver, index)
+    except NoDriver as error:
+        hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
+        yield Finding("GPU", "failure", str(error), hint)
+
+
+def check_gpu(nvml: Any, index: int) -> Finding:
+    """Errors, temperature, free memory and other processes of one GPU."""
+    name = f"GPU {index}"
+    problem = gpu_problem(nvml, index)
+    if problem:
+        return Finding(name, "failure", problem, "administrators can reset or replace it; exclude the node")
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    model = _known(nvml, lambda: _text(nvml.nvmlDeviceGetName(handle))) or "unknown model"
+    memory = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    temperature = _known(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    free = "unknown memory"
+    if memory is not None:
+        free = f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+    heat = "unknown temperature" if temperature is None else f"{temperature} C"
+    value = f"{model}, {free}, {heat}"
+    pids = [str(process.pid) for process in processes or ()]
+    if pids:
+        using = f"process {pids[0]} uses" if len(pids) == 1 else f"processes {', '.join(pids)} use"
+        hint = f"{using} it: `ps -o user,args -p {','.join(pids)}` shows more"
+        return Finding(name, "warning", value, hint)
+    if memory is not None and memory.used > BUSY_SHARE * memory.total:
+        return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
+    if temperature is not None and temperature >= HOT_C:
+        return Finding(name, "warning", value, "it is hot and will lower its clocks: check its cooling")
+    return Finding(name, "ok", value)
+
+
+def num_gpus() -> int:
+    """The GPUs that a process would see here, as the driver and CUDA_VISIBLE_DEVICES say."""
+    if not NVIDIA_DRIVER.exists():
+        return 0
+    chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if chosen is not None:
+        return len(chosen)
+    with contextlib.suppress(NoDriver), nvml() as driver:  # `check_gpus` reports it
+        return _known(driver, driver.nvmlDeviceGetCount) or 0
+    return 0
+
+
+def driver_versions() -> dict[str, str]:
+    """The version of the driver, by which nodes are compared; empty without one."""
+    if NVIDIA_DRIVER.exists():
+        with contextlib.suppress(NoDriver), nvml() as driver:  # `check_gpus` reports it
+            return {"NVIDIA driver": _driver_version(driver) or "unknown"}
+    return {}
+
+
+def _driver_version(nvml: Any) -> str | None:
+    return _known(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+
+
+def _known(nvml: Any, query: Callable[[], T]) -> T | None:
+    """The answer of NVML; None if it has none, as for a MIG slice or without permission."""
+    try:
+        return query()
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 NUM_PORTS = 4
 """How many ports a measurement may try."""
 
 
-def check_name(request: Request) -> Check:
+def check_name(request: Request) -> Finding:
     """Whether the names of the other hosts, and of this one, can be resolved."""
     for name in request.peers:
         found = resolved(name)
         hint = f"add {name} to DNS or /etc/hosts there: the ranks connect to each other by name"
         if not found:
-            return Check("name", "failure", f"{name} cannot be resolved, and neither can its NodeAddr", hint)
+            return Finding(
+                "name", "failure", f"{name} cannot be resolved, and neither can its NodeAddr", hint
+            )
         if not _addresses_of(name):
             hint = (
                 f"trainkit uses its NodeAddr {found[0]}; scripts that use the name fail: add it to /etc/hosts"
             )
-            return Check("name", "warning", f"{name} cannot be resolved", hint)
+            return Finding("name", "warning", f"{name} cannot be resolved", hint)
         if all(address.startswith("127.") for address in found):
             hint = (
                 f"/etc/hosts there maps {name} to {found[0]}, which other hosts cannot reach: use its address"
             )
-            return Check("name", "failure", f"{name} is {', '.join(found)}", hint)
+            return Finding("name", "failure", f"{name} is {', '.join(found)}", hint)
     own = socket.gethostname()
     if not _addresses_of(own):
         hint = f"add {own} to DNS or /etc/hosts: programs that listen at their host's name fail"
-        return Check("name", "warning", f"this host's own name {own} cannot be resolved", hint)
+        return Finding("name", "warning", f"this host's own name {own} cannot be resolved", hint)
     if request.peers:
-        return Check("name", "ok", f"{plural(len(request.peers), 'other host')} can be resolved")
-    return Check("name", "ok", f"this host is {own}")
+        return Finding("name", "ok", f"{plural(len(request.peers), 'other host')} can be resolved")
+    return Finding("name", "ok", f"this host is {own}")
 
 
 def resolved(name: str) -> list[str]:
@@ -178,46 +276,207 @@ def _addresses_of(name: str) -> list[str]:
         return []
 
 
-def check_interface(request: Request) -> Check:
+def check_interface(request: Request) -> Finding:
     """The network interface between the nodes."""
-    peer = request.peers[0] if request.peers else None
     try:
-        environ, reason = network_environ(request.network, peer)
+        environ, reason = network_environ(request.network, request.peer)
     except TrainkitError as error:
-        return Check("interface", "failure", error.message, error.hint)
+        return Finding("interface", "failure", error.message, error.hint)
     usable, chosen = usable_interfaces(), environ.get("GLOO_SOCKET_IFNAME")
     if chosen not in (None, "lo") and chosen not in usable:
         state = "has no address" if chosen not in addresses().values() else "is down"
         others = f"; usable are {', '.join(usable)}" if usable else ""
         hint = f"`ip link set {chosen} up` as root, or another launch.network{others}"
-        return Check("interface", "failure", f"{chosen} {state}", hint)
-    if peer is not None and chosen is None:
+        return Finding("interface", "failure", f"{chosen} {state}", hint)
+    if request.peers and chosen is None:
         hint = "check `ip route`, and set launch.network to the interface between the nodes"
-        return Check("interface", "failure", reason, hint)
-    return Check("interface", "ok", reason)
+        return Finding("interface", "failure", reason, hint)
+    return Finding("interface", "ok", reason)
 
 
-def check_ports(request: Request) -> Check:
+def check_ports(request: Request) -> Finding:
     """A port at which rank 0 can listen."""
     if request.port is not None:
         if is_free(request.port):
-            return Check("port", "ok", f"{request.port} is free")
+            return Finding("port", "ok", f"{request.port} is free")
         hint = f"`ss -ltnp 'sport = :{request.port}'` shows who listens; trainkit chooses a free port itself"
-        return Check("port", "failure", f"{request.port} is in use", hint)
-    candidates = candidate_ports(str(os.getpid()), 0, ephemeral_range())
-    free = [port for port in candidates if is_free(port)]
+        return Finding("port", "failure", f"{request.port} is in use", hint)
+    candidates, free = tried_ports()
     value = f"{len(free)} of {len(candidates)} tried ports are free"
     if candidates and not free:
-        return Check("port", "failure", value, "`ss -ltn` shows what listens on this host")
-    return Check("port", "ok", value)
+        return Finding("port", "failure", value, "`ss -ltn` shows what listens on this host")
+    return Finding("port", "ok", value)
 
 
-def free_ports() -> list[int]:
-    """Ports of this host at which rank 0 of a measurement can listen."""
+def tried_ports() -> tuple[Sequence[int], list[int]]:
+    """The ports of this host at which rank 0 would try to listen, and those of them that are free."""
     candidates = candidate_ports(str(os.getpid()), 0, ephemeral_range())
-    if not candidates:
-        return [choose_port(str(os.getpid()), 0)]
-    return [port for port in candidates if is_free(port)][:NUM_PORTS]
+    return candidates, [port for port in candidates if is_free(port)]
+
+
+MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
+"""Free space that is too little for any checkpoint, and that is little."""
+FEW_TEMPORARY_GIB = 0.5
+PROBE_MIB = 32
+SLOW_MIB_S, SLOW_FSYNC_S = 50.0, 0.5
+NUM_FSYNCS = 3
+VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
+"""How long a file of another host may take to be visible: an NFS client may have cached its folder."""
+FOLDER_PREFIX = ".doctor-"
+CLOCK_HINT = "ask the administrators to synchronize it; `chronyc tracking` shows the offset"
+
+
+class NoFolder(Exception):
+    """A run folder cannot be created here."""
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder itself if it exists, else the one in which it would be created. Raises NoFolder, OSError."""
+    for item in (folder, *folder.parents):
+        if item.is_dir():
+            return item
+        if os.path.lexists(item):
+            what = "a link to a missing folder" if item.is_symlink() and not item.exists() else "a file"
+            raise NoFolder(f"{item} is {what}, not a folder")
+    raise NoFolder(f"{folder} has no parent")
+
+
+def check_folder(request: Request) -> Iterator[Finding]:
+    """Whether checkpoints can be written here, how fast, and whether all hosts see the same files."""
+    existing = request.folder
+    try:
+        existing = nearest_folder(request.folder)
+        # Named after the shared file, whose host removes what a killed task has left.
+        prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
+            yield _free_space(existing)
+            if request.shared is not None and request.shared[1] != own_host():
+                yield _is_shared(*request.shared)
+            yield _write_speed(Path(name), request.quick)
+            yield _renames(Path(name))
+            if request.shared is None:  # else the clocks of all nodes are compared
+                yield _clock(Path(name))
+    except (NoFolder, OSError) as error:
+        yield _unwritable(existing, error)
+
+
+def _unwritable(folder: Path, error: NoFolder | OSError) -> Finding:
+    if isinstance(error, NoFolder):
+        return Finding("disk", "failure", str(error), "choose another --run-dir")
+    if error.errno == errno.ENOENT:  # as below /proc
+        return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
+    hint = "choose another --run-dir, or check its mount options and `ls -ld`"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or check `quota`"
+    return Finding("disk", "failure", f"{folder} cannot be written: {error.strerror or error}", hint)
+
+
+@contextlib.contextmanager
+def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
+    """A file below the run folder for `Request.shared`, or why there can be none.
+
+    It is removed at the end, with what the tasks of nodes have left.
+    """
+    existing = folder
+    try:
+        existing = nearest_folder(folder)
+        handle, name = tempfile.mkstemp(prefix=f"{FOLDER_PREFIX}shared-", dir=existing)
+        os.close(handle)
+    except (NoFolder, OSError) as error:
+        yield replace(_unwritable(existing, error), host=own_host())
+        return
+    try:
+        yield name, own_host()
+    finally:
+        Path(name).unlink(missing_ok=True)
+        for left in existing.glob(f"{Path(name).name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_shared(name: str, host: str) -> Finding:
+    """Whether a file that another host has created is visible here."""
+    path = Path(name)
+    deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            value = f"{path.parent} is not shared: a file of {host} is not visible on {own_host()}"
+            hint = "choose a --run-dir on a filesystem that all nodes mount, and check its mount there"
+            return Finding("shared", "failure", value, hint)
+        refresh_listing(path.parent)
+        time.sleep(VISIBLE_POLL_S)
+    return Finding("shared", "ok", f"a file of {host} is visible")
+
+
+def check_space(name: str, folder: Path, hint: str) -> Finding:
+    """The free space of a folder for temporary files; under what a job refuses, a failure."""
+    free = free_mib(folder)
+    if free is None:
+        return Finding(name, "ok", "there is none")
+    size = f"{free / 1024:,.1f} GiB" if free >= 1024 else f"{free:,.0f} MiB"
+    value = f"{size} free in {folder}"
+    if free >= FEW_TEMPORARY_GIB * 1024:
+        return Finding(name, "ok", value)
+    return Finding(name, "failure" if free < MIN_FREE_MIB else "warning", value, hint)
+
+
+def _free_space(folder: Path) -> Finding:
+    free = (free_mib(folder) or 0.0) / 1024
+    value = f"{free:,.1f} GiB free in {folder}"
+    if free >= FEW_GIB:
+        return Finding("disk", "ok", value)
+    hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or choose another disk"
+    return Finding("disk", "failure" if free < MIN_FREE_GIB else "warning", value, hint)
+
+
+def _write_speed(folder: Path, quick: bool) -> Finding:
+    size_mib = PROBE_MIB // 4 if quick else PROBE_MIB
+    block = os.urandom(2**20)  # which no filesystem can compress
+    started_s = time.monotonic()
+    with (folder / "probe").open("wb") as file:
+        for _ in range(size_mib):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written_s = time.monotonic() - started_s
+        waits_s = []
+        for _ in range(NUM_FSYNCS):
+            file.write(block[:4096])
+            file.flush()
+            began_s = time.monotonic()
+            os.fsync(file.fileno())
+            waits_s.append(time.monotonic() - began_s)
+    speed, wait_s = size_mib / max(written_s, 1e-6), sorted(waits_s)[NUM_FSYNCS // 2]
+    value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync; fsync of 4 KiB {1e3 * wait_s:.1f} ms"
+    if speed < SLOW_MIB_S or wait_s > SLOW_FSYNC_S:
+        hint = "checkpoints will take long: save less often, or use a faster filesystem with --run-dir"
+        return Finding("write speed", "warning", value, hint)
+    return Finding("write speed", "ok", value)
+
+
+def _renames(folder: Path) -> Finding:
+    (folder / "partial").mkdir()
+    (folder / "partial" / "file").write_text("x")
+    (folder / "partial").rename(folder / "published")
+    if not (folder / "published" / "file").is_file():
+        hint = "checkpoints are published by renaming a folder: use another filesystem"
+        return Finding("rename", "failure", f"a renamed folder is not complete in {folder.parent}", hint)
+    return Finding("rename", "ok", "a folder can be published by renaming it")
+
+
+def _clock(folder: Path) -> Finding:
+    """This host's clock against that of the file server, or against itself on a local disk."""
+    offset_s = clock_offset_s(folder)
+    if abs(offset_s) > MAX_CLOCK_OFFSET_S:
+        value = f"{abs(offset_s):.0f} s {direction(offset_s)} the clock of the run folder's file server"
+        return Finding("clock", "failure", value, CLOCK_HINT)
+    return Finding("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
+
+
+def file_server_offset_s(folder: Path) -> float | None:
+    """`clock_offset_s` of the run folder; None if it cannot be written, which `check_folder` reports."""
+    with contextlib.suppress(NoFolder, OSError):
+        return clock_offset_s(nearest_folder(folder))
+    return None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The checks of several nodes at once, in a Slurm step, and what must be the same on all of them."""
+"""The checks of a cluster: all nodes at once in a Slurm step, how they differ, and the settings of Slurm."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig
+from trainkit.doctor import Finding, NodeReport, Request, plural
 from trainkit.doctor.bandwidth import TIMEOUT_S as MEASURE_TIMEOUT_S
-from trainkit.doctor.bandwidth import Layout, bandwidth_checks
-from trainkit.doctor.check import Check, Request, plural
-from trainkit.doctor.disk import CLOCK_HINT, shared_file
-from trainkit.doctor.node import measure, node_facts, received
+from trainkit.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks
+from trainkit.doctor.node import CLOCK_HINT, measure, node_report, received, shared_file
 from trainkit.errors import TrainkitError
 from trainkit.job.node.rendezvous import LOCAL_ADDR
 from trainkit.job.preflight import MAX_CLOCK_OFFSET_S, direction
@@ -32,7 +30,8 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
 from trainkit.run.process import own_host
-from trainkit.slurm.client import plain_environ, run_slurm
+from trainkit.slurm.client import plain_environ, query, run_slurm
+from trainkit.slurm.control import parse_config, parse_version
 from trainkit.slurm.environment import scrubbed
 
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
@@ -86,7 +85,8 @@ class NodesStep:
         )
         self._errors: list[str] = []
         self._step = ""
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._messages: queue.Queue[tuple[str, float] | None] = queue.Queue()
+        """Each with this host's time when it came; None at the end."""
         assert self._proc.stderr is not None
         self._readers = [
             threading.Thread(target=self._receive, daemon=True),
@@ -99,7 +99,7 @@ class NodesStep:
         assert self._proc.stdout is not None
         try:
             for message in received(self._proc.stdout):
-                self._messages.put({**message, "arrived_s": time.time()})
+                self._messages.put((message, time.time()))
         finally:
             self._messages.put(None)
 
@@ -120,35 +120,42 @@ class NodesStep:
         for reader in self._readers:
             reader.join(STOP_S)
 
-    def read(
-        self,
-        kind: str,
-        count: int,
-        timeout_s: float,
-        wait_s: float,
-        is_last: Callable[[dict[str, Any]], bool] = lambda _: False,
-    ) -> list[dict[str, Any]]:
-        """The next `count` messages of a kind.
+    def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
+        """The reports of `count` nodes, by host; fewer in the cases of `_received`."""
+        found = []
+        for text, arrived_s in self._received(count, timeout_s, wait_s):
+            found.append(NodeReport.from_json(text, arrived_s))
+            self._step = found[-1].step
+        return sorted(found, key=lambda item: item.host)
 
-        Fewer if the step ends before, after `timeout_s`, `wait_s` after the first, or after one that
-        `is_last`. Each has `arrived_s`, this host's time when it came.
+    def measure(self, layout: Layout) -> list[Bandwidth]:
+        """What the nodes, which have reported, measure; not all if a rank fails by more than its port."""
+        self._send(layout.to_json())
+        limit_s = MEASURE_TIMEOUT_S + STOP_S
+        answers = []
+        for text, _ in self._received(len(layout.hosts), limit_s, limit_s):
+            answers.append(Bandwidth.from_json(text))
+            if answers[-1].error and not _has_taken_port(answers[-1]):
+                break
+        return answers
+
+    def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[tuple[str, float]]:
+        """The next `count` messages, each with this host's time when it came.
+
+        Fewer if the step ends before, after `timeout_s`, or `wait_s` after the first.
         """
-        found: list[dict[str, Any]] = []
         deadline_s = time.monotonic() + timeout_s
-        while len(found) < count and not (found and is_last(found[-1])):
+        for _ in range(count):
             try:
                 message = self._messages.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                break
+                return
             if message is None:
-                break
-            self._step = message.get("step", self._step)
-            if message["kind"] == kind:
-                found.append(message)
-                deadline_s = min(deadline_s, time.monotonic() + wait_s)
-        return found
+                return
+            yield message
+            deadline_s = min(deadline_s, time.monotonic() + wait_s)
 
-    def send(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         """Send a line to every task."""
         assert self._proc.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the step has ended
@@ -181,7 +188,7 @@ class NodesStep:
         return said[-1] if said else f"srun ended with exit code {self._proc.returncode}"
 
 
-def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Check]:
+def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Finding]:
     """Run a step on the nodes of a config; yield the checks of each, of what differs, and of the bandwidth.
 
     Waits at most `timeout_s` for the nodes to become free.
@@ -189,117 +196,86 @@ def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Ite
     num_nodes = loaded.config.resources.nodes
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     with shared_file(request.folder) as shared:
-        if isinstance(shared, Check):
+        if isinstance(shared, Finding):
             yield shared
         else:
             request = replace(request, shared=shared)
         with NodesStep(step_argv(loaded, request, timeout_s)) as step:
-            results = step.read("facts", num_nodes, timeout_s, wait_s)
-            for result in sorted(results, key=lambda item: str(item["facts"]["host"])):
-                yield from (Check(**check) for check in result["checks"])
-            yield _reported(results, num_nodes, step, wait_s if results else timeout_s)
-            if len(results) > 1:
-                yield from compare_versions(results)
-            if results:
-                yield from compare_clocks(results, own_host())
-            checks = [check for item in results for check in item["checks"]]
-            if len(results) == num_nodes and not request.quick and can_measure(checks):
-                yield from _bandwidth(step, [result["facts"] for result in results])
+            reports = step.reports(num_nodes, timeout_s, wait_s)
+            found = [
+                item for report in sorted(reports, key=lambda item: item.host) for item in report.findings
+            ]
+            yield from found
+            yield _reported(reports, num_nodes, step, wait_s if reports else timeout_s)
+            if len(reports) > 1:
+                yield from compare_versions(reports)
+            if reports:
+                yield from compare_clocks(reports, own_host())
+            if len(reports) == num_nodes and not request.quick and can_measure(found):
+                yield from _bandwidth(reports, step.measure)
 
 
-def _reported(
-    results: Sequence[Mapping[str, Any]], num_nodes: int, step: NodesStep, waited_s: float
-) -> Check:
-    names = sorted(result["facts"]["host"] for result in results)
-    if len(results) == num_nodes:
-        return Check("nodes", "ok", f"{num_nodes} of {num_nodes} nodes reported: {','.join(names)}")
-    if not results:
+def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, waited_s: float) -> Finding:
+    names = [report.host for report in reports]
+    if len(reports) == num_nodes:
+        return Finding("nodes", "ok", f"{num_nodes} of {num_nodes} nodes reported: {','.join(names)}")
+    if not reports:
         value = f"{num_nodes} of {num_nodes} nodes did not report: {step.problem((), waited_s)}"
         hint = "`sinfo` shows whether nodes are free; --partition and --account choose others"
-        return Check("nodes", "failure", value, hint)
-    missing = sorted({*results[0]["facts"]["peers"], results[0]["facts"]["host"]} - set(names))
-    value = f"{num_nodes - len(results)} of {num_nodes} nodes did not report ({','.join(missing)})"
+        return Finding("nodes", "failure", value, hint)
+    missing = sorted({*reports[0].peers, reports[0].host} - set(names))
+    value = f"{num_nodes - len(reports)} of {num_nodes} nodes did not report ({','.join(missing)})"
     hint = "see that the Python environment and the code are on a filesystem of all nodes"
-    return Check("nodes", "failure", f"{value}: {step.problem(missing, waited_s)}", hint)
+    return Finding("nodes", "failure", f"{value}: {step.problem(missing, waited_s)}", hint)
 
 
-def can_measure(checks: Sequence[Mapping[str, Any]]) -> bool:
+def can_measure(findings: Iterable[Finding]) -> bool:
     """Whether no check failed without which ranks cannot find each other or start."""
-    failed = {check["name"].split()[0] for check in checks if check["state"] == "failure"}
+    failed = {item.name.split()[0] for item in findings if item.state == "failure"}
     return not failed & NEEDED_TO_MEASURE
 
 
-def _bandwidth(step: NodesStep, facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Measure in the tasks of a step; at the next port if another program has taken one."""
-    layouts = _layouts(facts)
+def local_bandwidth(request: Request) -> Iterator[Finding]:
+    """The findings on the bandwidth between the GPUs of this host; none with fewer than two."""
+    yield from _bandwidth([node_report(request)], lambda layout: [measure(request, layout)])
+
+
+def _bandwidth(
+    reports: Sequence[NodeReport], measured: Callable[[Layout], Sequence[Bandwidth]]
+) -> Iterator[Finding]:
+    """Measure with a rank for each GPU or host without; at the next port if another program has taken one."""
+    hosts, num_ranks = tuple(item.host for item in reports), tuple(max(1, item.num_gpus) for item in reports)
+    layouts = [Layout(hosts, num_ranks, LOCAL_ADDR, port) for port in reports[0].ports]
     if not layouts or layouts[0].world_size < 2:
         return
-    answers: list[Mapping[str, Any]] = []
+    answers: Sequence[Bandwidth] = ()
     for layout in layouts:
-        step.send(layout.to_json())
-        limit_s = MEASURE_TIMEOUT_S + STOP_S
-        messages = step.read("bandwidth", len(layout.hosts), limit_s, limit_s, _is_hopeless)
-        answers = [message["bandwidth"] for message in messages]
+        answers = measured(layout)
         if not any(map(_has_taken_port, answers)):
             break
-    yield from _measured(layouts[0], answers, [item["links"] for item in facts])
+    errors = [answer for answer in answers if answer.error]
+    whole = [answer for answer in answers if answer.links]
+    silent = Bandwidth("the ranks ended without a result")
+    yield from bandwidth_checks(layouts[0], (errors + whole + [silent])[0], [item.links for item in reports])
 
 
-def _is_hopeless(message: Mapping[str, Any]) -> bool:
-    """Whether a rank has failed for another reason than its port."""
-    return "error" in message["bandwidth"] and not _has_taken_port(message["bandwidth"])
-
-
-def _has_taken_port(answer: Mapping[str, Any]) -> bool:
-    return any(text in answer.get("error", "") for text in ADDRESS_IN_USE)
-
-
-def _layouts(facts: Sequence[Mapping[str, Any]]) -> list[Layout]:
-    """The ranks of a measurement, one for each GPU or for a host without, at each free port of the first."""
-    ordered = sorted(facts, key=lambda item: str(item["host"]))
-    hosts = tuple(str(item["host"]) for item in ordered)
-    num_ranks = tuple(max(1, int(item["num_gpus"])) for item in ordered)
-    return [Layout(hosts, num_ranks, LOCAL_ADDR, int(port)) for port in ordered[0]["ports"]]
-
-
-def local_bandwidth(request: Request) -> Iterator[Check]:
-    """The check of the bandwidth between the GPUs of this host; none with fewer than two."""
-    layouts = _layouts([node_facts(request)])
-    if not layouts or layouts[0].world_size < 2:
-        return
-    answer: Mapping[str, Any] = {}
-    for layout in layouts:
-        answer = measure(request, layout)
-        if not _has_taken_port(answer):
-            break
-    yield from _measured(layouts[0], [answer], [])
-
-
-def _measured(
-    layout: Layout, answers: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, float]]
-) -> Iterator[Check]:
-    errors = [answer for answer in answers if "error" in answer]
-    whole = [answer for answer in answers if "links" in answer]
-    silent: Mapping[str, Any] = {"error": "the ranks ended without a result"}
-    yield from bandwidth_checks(layout, (errors + whole + [silent])[0], links)
+def _has_taken_port(answer: Bandwidth) -> bool:
+    return any(text in answer.error for text in ADDRESS_IN_USE)
 
 
 FILE_SERVER = "the run folder's file server"
 
 
-def compare_versions(results: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """The checks of the packages and the code of all nodes."""
-    names = {name for result in results for name in result["facts"]["versions"]}
+    names = {name for report in reports for name in report.versions}
     differ: list[tuple[str | None, str]] = []
     for name in sorted(names):
-        values = {
-            result["facts"]["host"]: result["facts"]["versions"].get(name, "missing") for result in results
-        }
-        differ += _differences(name, values)
+        differ += _differences(name, {item.host: item.versions.get(name, "missing") for item in reports})
     hint = "use one environment on a shared filesystem, or install the same versions there"
-    yield from (Check("packages", "failure", text, hint, host) for host, text in differ)
+    yield from (Finding("packages", "failure", text, hint, host) for host, text in differ)
     if not differ:
-        yield Check("packages", "ok", f"the same on {plural(len(results), 'node')}")
+        yield Finding("packages", "ok", f"the same on {plural(len(reports), 'node')}")
 
 
 def _differences(name: str, values: Mapping[str, str]) -> Iterator[tuple[str | None, str]]:
@@ -324,49 +300,49 @@ def _names(values: Mapping[str, object], value: object, most: int = 3) -> str:
     return f"{', '.join(hosts[:most])}{more}"
 
 
-def compare_clocks(results: Sequence[Mapping[str, Any]], caller: str) -> Iterator[Check]:
+def compare_clocks(reports: Sequence[NodeReport], caller: str) -> Iterator[Finding]:
     """The checks of the clocks of all nodes, of this host (the `caller`), and of the file server.
 
     Each clock has one vote; those that differ from the largest group that agrees are off.
     """
-    offsets_s = {item["facts"]["host"]: item["time_s"] - item["arrived_s"] for item in results}
+    offsets_s = {item.host: item.time_s - item.arrived_s for item in reports}
     nodes = set(offsets_s)
     offsets_s.setdefault(caller, 0.0)
-    server_s = _server_offset_s(results)
+    server_s = _server_offset_s(reports)
     if server_s is not None:
         offsets_s[FILE_SERVER] = server_s
     groups = _agreeing(offsets_s)
     if len(groups) == 1:
         spread_s = max(offsets_s[host] for host in nodes) - min(offsets_s[host] for host in nodes)
-        yield Check("clock", "ok", f"of {plural(len(nodes), 'node')} within {spread_s:.1f} s")
+        yield Finding("clock", "ok", f"of {plural(len(nodes), 'node')} within {spread_s:.1f} s")
         return
     if len(groups[0]) == len(groups[1]):
         first, second = (statistics.median(offsets_s[name] for name in group) for group in groups[:2])
         ahead, behind = (groups[0], groups[1]) if first > second else (groups[1], groups[0])
         text = f"that of {' and '.join(ahead)} is {abs(first - second):.0f} s ahead of {' and '.join(behind)}"
-        yield Check("clock", "failure", text, CLOCK_HINT)
+        yield Finding("clock", "failure", text, CLOCK_HINT)
         return
     time_s = statistics.median(offsets_s[name] for name in groups[0])
     for name in (name for group in groups[1:] for name in group):
         apart_s = offsets_s[name] - time_s
         text = f"{abs(apart_s):.0f} s {direction(apart_s)} the other clocks"
         if name in nodes:
-            yield Check("clock", "failure", text, CLOCK_HINT, name)
+            yield Finding("clock", "failure", text, CLOCK_HINT, name)
         elif name == FILE_SERVER:
-            yield Check("clock", "failure", f"{name} is {text}", CLOCK_HINT)
+            yield Finding("clock", "failure", f"{name} is {text}", CLOCK_HINT)
         else:  # no rank runs there
-            yield Check("clock", "warning", f"this host, {name}, is {text}", CLOCK_HINT)
+            yield Finding("clock", "warning", f"this host, {name}, is {text}", CLOCK_HINT)
 
 
-def _server_offset_s(results: Sequence[Mapping[str, Any]]) -> float | None:
+def _server_offset_s(reports: Sequence[NodeReport]) -> float | None:
     """Seconds by which the file server is ahead of this host; None if the nodes disagree.
 
     They disagree when the folder is on a disk of each node: its times are then those of the node.
     """
-    found: list[float] = [
-        item["time_s"] - item["arrived_s"] - item["facts"]["file_server_offset_s"]
-        for item in results
-        if item["facts"]["file_server_offset_s"] is not None
+    found = [
+        item.time_s - item.arrived_s - item.file_server_offset_s
+        for item in reports
+        if item.file_server_offset_s is not None
     ]
     if not found or max(found) - min(found) > MAX_CLOCK_OFFSET_S:
         return None
@@ -382,3 +358,88 @@ def _agreeing(offsets_s: Mapping[str, float]) -> list[list[str]]:
         else:
             groups.append([name])
     return sorted(groups, key=len, reverse=True)
+
+
+OLDEST_SLURM = (22, 5)
+MIN_GRACE_S = 30
+MIN_JOB_AGE_S = 120
+
+
+def slurm_checks() -> Iterator[Finding]:
+    """The checks of Slurm's version and of the settings that decide whether a run survives."""
+    try:
+        config = parse_config(query(["scontrol", "show", "config"]).stdout)
+        partitions = query(["scontrol", "show", "partition", "--oneliner"]).stdout
+    except TrainkitError as error:
+        yield Finding("Slurm", "failure", error.message, error.hint)
+        return
+    yield from settings_checks(config, partitions)
+
+
+def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
+    """The checks of `scontrol show config`, and of the text of `scontrol show partition --oneliner`."""
+    version = parse_version(config.get("SLURM_VERSION", ""))
+    text = f"{version[0]}.{version[1]:02d}.{version[2]}"
+    if version[:2] < OLDEST_SLURM:
+        yield Finding("Slurm", "warning", text, "not tested; the oldest tested version is 22.05")
+    else:
+        yield Finding("Slurm", "ok", f"{text}, cluster {config.get('ClusterName', 'unknown')}")
+    yield from _preemption(config, partitions)
+    if config.get("JobRequeue") == "0":
+        hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
+        yield Finding("requeue", "warning", "JobRequeue is 0", hint)
+    else:
+        yield Finding("requeue", "ok", "jobs can be requeued")
+    kill_wait_s = _seconds(config.get("KillWait", ""))
+    if kill_wait_s is not None and kill_wait_s < MIN_GRACE_S:
+        hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
+        yield Finding("KillWait", "warning", config["KillWait"], hint)
+    else:
+        yield Finding("KillWait", "ok", config.get("KillWait", "unknown"))
+    if "slurmdbd" in config.get("AccountingStorageType", ""):
+        yield Finding("accounting", "ok", "sacct knows how old jobs ended")
+    else:
+        age_s = _seconds(config.get("MinJobAge", ""))
+        value = f"none: Slurm forgets a job {config.get('MinJobAge', 'soon')} after its end"
+        is_short = age_s is not None and age_s < MIN_JOB_AGE_S
+        hint = "how a job ended is then known from its run folder only"
+        yield Finding("accounting", "warning" if is_short else "ok", value, hint if is_short else "")
+
+
+def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
+    fields = [
+        dict(item.partition("=")[::2] for item in line.split()) for line in partitions.splitlines() if line
+    ]
+    default = config.get("PreemptMode", "OFF")
+    preempted = [
+        item
+        for item in fields
+        if not {"OFF", "GANG"} >= set(item.get("PreemptMode", default).upper().split(","))
+    ]
+    if config.get("PreemptType", "").endswith("none") or not preempted:
+        yield Finding("preemption", "ok", "jobs are not preempted")
+        return
+    signal = "SIGTERM and the job's own signal" if _sends_own_signal(config) else "SIGTERM"
+    for item in preempted:
+        grace_s = _seconds(item.get("GraceTime", "0")) or 0
+        mode = item.get("PreemptMode", default)
+        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, notice by {signal}"
+        if grace_s < MIN_GRACE_S:
+            hint = (
+                "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
+                "or ask for a GraceTime of 30 s"
+            )
+            yield Finding("preemption", "warning", value, hint)
+        else:
+            yield Finding("preemption", "ok", value)
+
+
+def _sends_own_signal(config: Mapping[str, str]) -> bool:
+    """Whether preempted jobs get the signal that they asked for with ``--signal``."""
+    return "send_user_signal" in config.get("PreemptParameters", "").split(",")
+
+
+def _seconds(text: str) -> int | None:
+    """The number in `30 sec`; None if there is none."""
+    first = text.split()[0] if text.split() else ""
+    return int(first) if first.isdigit() else None

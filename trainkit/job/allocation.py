@@ -30,18 +30,25 @@ from trainkit.job.claim_attempt import (
     claim_attempt,
     register_start,
 )
-from trainkit.job.decision import RESTART_SIGNAL, Decision, Outcome, RestartOptions
+from trainkit.job.decision import (
+    EARLY_S,
+    RESTART_SIGNAL,
+    Decision,
+    Outcome,
+    RestartOptions,
+    is_ending,
+    termination_cause,
+)
 from trainkit.job.failed_starts import close_failed_starts
+from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import suspect_host
-from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
-from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job, termination_cause
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.preflight import retry_on_disk_error, supervisor_view
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
 from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.watch.slow_hosts import slow_hosts
+from trainkit.job.watch.progress import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.failure import RankFailure
@@ -56,10 +63,10 @@ from trainkit.run.record import (
     superseded_by,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.client import QUERY_PATIENCE_S
+from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails, JobInfo
+from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
 
 CANCELLED = "cancelled before the ranks started"
@@ -69,6 +76,15 @@ REQUEUE_PATIENCE_S = 600.0
 """How long to retry a requeue while the controller is unavailable; giving up would strand a saved run."""
 START_S = 30.0
 """Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
+
+
+def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
+    """The job's current state in Slurm; None when Slurm does not respond or no longer knows the job."""
+    try:
+        return job_details(job_id, timeout_s=JOB_TIMEOUT_S, patience_s=patience_s)
+    except TrainkitError as error:
+        print(f"cannot query job {job_id}: {error.message}", flush=True)
+        return None
 
 
 class Allocation:

@@ -1,12 +1,15 @@
 """Decides what follows an ended attempt: a pure function of its result, earlier attempts and the options.
 
-`Outcome` is what the supervisor observed; `AttemptResult` is the part that the decision depends on.
+`Outcome` is what the supervisor observed; `AttemptResult` is the part that the decision depends on. Why a job
+received a stop signal is inferred from its state in Slurm, else from the processes that got the signal.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from itertools import takewhile
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
@@ -16,6 +19,8 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, Cause
 from trainkit.run.failure import RankFailure
+from trainkit.slurm.jobs import JobDetails
+from trainkit.slurm.states import JobState
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""
@@ -399,3 +404,65 @@ def _resume(
 def _ended_on_signal(exit_codes: Sequence[int]) -> bool:
     """Whether every worker that did not save was killed by the signal, or exited because it was stuck."""
     return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK) or is_death_by_notice(code) for code in exit_codes)
+
+
+EARLY_S = 60.0
+"""How much earlier than requested Slurm may send the signal before the time limit."""
+SLACK_S = 30.0
+"""How much time may pass between a signal and the query."""
+
+
+def termination_cause(
+    stop_signal: str,
+    job: JobDetails | None,
+    grace_s: float,
+    *,
+    supervisor_was_signalled: bool,
+    restarts: int,
+    lost: bool,
+    notice: str = RESTART_SIGNAL,
+) -> Cause | None:
+    """The cause of a stop signal; None when a person cancelled the job.
+
+    `supervisor_was_signalled` means that the batch shell received the signal too: during the grace time of a
+    preemption Slurm signals only the steps. `restarts` is the job's restart count when this start began,
+    `lost` whether one of its hosts does not respond, and `notice` the signal before the time limit.
+    """
+    if job is None:
+        if stop_signal == RESTART_SIGNAL:
+            return "timeout"
+        return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
+    if job.restarts > restarts or job.state.is_waiting:
+        # Slurm is requeuing the job: it was preempted without grace time, or lost a host.
+        return "node_fail" if lost else "preempted"
+    if job.is_preempted:
+        return "preempted"
+    if job.state in (JobState.CANCELLED, JobState.COMPLETED, JobState.FAILED):
+        return None
+    if job.state is JobState.NODE_FAIL:
+        return "node_fail"
+    if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
+        return "timeout"
+    if stop_signal == RESTART_SIGNAL:
+        return "timeout" if _is_nearly_over(job, grace_s) else "asked"
+    return (
+        "timeout"
+        if stop_signal == notice and not supervisor_was_signalled and _is_nearly_over(job, grace_s)
+        else None
+    )
+
+
+def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
+    """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
+    return (
+        job.state is not JobState.RUNNING
+        or job.restarts > restarts
+        or job.is_preempted
+        or _is_nearly_over(job, grace_s)
+    )
+
+
+def _is_nearly_over(job: JobDetails, grace_s: float) -> bool:
+    if job.end_time is None:
+        return False
+    return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

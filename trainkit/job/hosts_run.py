@@ -32,8 +32,7 @@ from trainkit.job.node.rendezvous import (
 from trainkit.job.node.static_rendezvous import HostLink, HostPlace, dismiss, stopped_error
 from trainkit.job.notifications import notify_end
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE, plan_digest, supervisor_view
-from trainkit.job.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
-from trainkit.job.processes import module_argv, redirect_output
+from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, module_argv, redirect_output
 from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS, is_death_by_notice, signal_exit_code
 from trainkit.job.watch.attempt import LocalAttemptWatch

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from shlex import quote
 from typing import Any
@@ -24,7 +24,7 @@ from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd
 from trainkit.run.failure import RankFailure
-from trainkit.run.files import parse_time, read_json, utc_now, write_json
+from trainkit.run.files import parse_time, read_json, read_record, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -53,31 +53,28 @@ class Notification:
     """One sentence without the name of the run."""
     command: str
     """The command that shows more, such as ``trainkit diagnose RUN``."""
-    fields: Mapping[str, Any]
-    """Further fields of the message."""
+    reason: str
+    state: str | None = "running"
+    step: int | None = None
+    rank: int | None = None
+    host: str | None = None
 
 
 def end_notification(attempt: AttemptDir, end: AttemptEnd) -> Notification | None:
     """The notification of an ended attempt; None if a person stopped it, or it stopped as configured."""
     state, reason = end.state, str(end.reason)
     folder, failure = quote(str(attempt.run.path)), end.verdict or RankFailure()
-    fields = {
-        "state": state,
-        "reason": reason,
-        "step": end.step,
-        "rank": failure.rank,
-        "host": failure.host,
-    }
+    fields = (reason, state, end.step, failure.rank, failure.host)
     if end.action == "finished":
-        return Notification("finished", "finished", f"trainkit report {folder}", fields)
+        return Notification("finished", "finished", f"trainkit report {folder}", *fields)
     first = _first_failure(failure)
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
         if end.cause == "slow_host":
             text = reason  # restarts without HOST: …
-        return Notification("requeued", f"{text}{first}", f"trainkit status {folder}", fields)
+        return Notification("requeued", f"{text}{first}", f"trainkit status {folder}", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):
-        return Notification("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", fields)
+        return Notification("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", *fields)
     return None
 
 
@@ -95,7 +92,7 @@ def stall_notification(attempt: AttemptDir, silent_s: float, step: int | None) -
     after = "" if step is None else f" after step {step}"
     text = f"no progress for {silent_s / 60:.0f} minutes{after}"
     command = f"trainkit stacks {quote(str(attempt.run.path))}"
-    return Notification("stalled", text, command, {"state": "running", "reason": text, "step": step})
+    return Notification("stalled", text, command, text, step=step)
 
 
 def slowdown_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Notification:
@@ -105,16 +102,15 @@ def slowdown_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Noti
     than = "before" if rank is None else "the others"
     times = f"{float(event.get('ratio') or 0.0):.1f} times as long as {than}"
     text = f"{who} slow since step {event.get('since_step')} ({event.get('phase')}), {times}"
-    fields = {"state": "running", "reason": text, "step": event.get("step"), "rank": rank, "host": host}
-    return Notification("slow", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
+    command = f"trainkit status {quote(str(attempt.run.path))}"
+    return Notification("slow", text, command, text, step=event.get("step"), rank=rank, host=host)
 
 
 def silence_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Notification:
     """The notification of an event ``silent``: a COMMAND that prints nothing."""
-    text, step = str(event.get("reason")), event.get("step")
-    fields = {"state": "running", "reason": text, "step": step}
-    fields |= {"rank": event.get("rank"), "host": event.get("host")}
-    return Notification("stalled", text, f"trainkit diagnose {quote(str(attempt.run.path))}", fields)
+    text, command = str(event.get("reason")), f"trainkit diagnose {quote(str(attempt.run.path))}"
+    step, rank, host = (event.get(name) for name in ("step", "rank", "host"))
+    return Notification("stalled", text, command, text, step=step, rank=rank, host=host)
 
 
 def unsaved_notification(attempt: AttemptDir, failed: Sequence[Mapping[str, Any]]) -> Notification:
@@ -122,8 +118,8 @@ def unsaved_notification(attempt: AttemptDir, failed: Sequence[Mapping[str, Any]
     last = failed[-1]
     text = f"cannot save checkpoints: {len(failed)} in a row failed, since step {failed[0].get('step')}"
     text = f"{text}: {last.get('error')}"
-    fields = {"state": "running", "reason": text, "step": last.get("step")}
-    return Notification("stalled", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
+    command = f"trainkit status {quote(str(attempt.run.path))}"
+    return Notification("stalled", text, command, text, step=last.get("step"))
 
 
 class Notifier:
@@ -180,73 +176,78 @@ def notify_end(attempt: AttemptDir, end: AttemptEnd) -> None:
 
 def _send_limited(url: str, attempt: AttemptDir, notification: Notification, min_interval_s: float) -> None:
     """Send a notification unless one of its kind was sent recently; counts those that are not sent."""
-    file = attempt.run.path / STATE_NAME
-    state = read_state(attempt.run)
-    if is_due(state, notification.event, datetime.now(timezone.utc), min_interval_s):
+    file, event, state = attempt.run.path / STATE_NAME, notification.event, read_state(attempt.run)
+    withheld = State(state.sent, {**state.withheld, event: state.withheld.get(event, 0) + 1})
+    if state.is_due(event, datetime.now(timezone.utc), min_interval_s):
         try:
-            post(url, message(attempt, notification, state["withheld"]))
+            post(url, message(attempt, notification, state.withheld))
         except DeliveryError:
-            write_json(file, with_withheld(state, notification.event))
+            write_json(file, asdict(withheld))
             raise
-        write_json(file, {"sent": {**state["sent"], notification.event: utc_now()}, "withheld": {}})
+        write_json(file, asdict(State({**state.sent, event: utc_now()})))
     else:
-        write_json(file, with_withheld(state, notification.event))
+        write_json(file, asdict(withheld))
 
 
-def read_state(run: RunDir) -> dict[str, dict[str, Any]]:
-    """``sent``: event -> time of its last notification; ``withheld``: event -> number not sent since."""
+@dataclass(frozen=True)
+class State:
+    """What was sent, as ``notifications.json`` has it."""
+
+    sent: dict[str, str] = field(default_factory=dict)
+    """Event -> time of its last notification."""
+    withheld: dict[str, int] = field(default_factory=dict)
+    """Event -> number of those that were not sent since the last one of any event."""
+
+    def is_due(self, event: str, now: datetime, min_interval_s: float) -> bool:
+        """Whether an event may be reported at the time `now`."""
+        last = parse_time(self.sent.get(event))
+        if event in LAST_EVENTS or last is None:
+            return True
+        since_s = (now - last).total_seconds()
+        return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
+
+
+def read_state(run: RunDir) -> State:
+    """The state of a run; empty without its file."""
     try:
-        state = read_json(run.path / STATE_NAME)
-        return {key: dict(state[key]) for key in ("sent", "withheld")}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {"sent": {}, "withheld": {}}
+        return read_record(State, read_json(run.path / STATE_NAME))
+    except (FileNotFoundError, ValueError, AttributeError):
+        return State()
 
 
-def is_due(state: Mapping[str, Mapping[str, Any]], event: str, now: datetime, min_interval_s: float) -> bool:
-    """Whether an event may be reported at the time `now`."""
-    last = parse_time(state["sent"].get(event))
-    if event in LAST_EVENTS or last is None:
-        return True
-    since_s = (now - last).total_seconds()
-    return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
-
-
-def with_withheld(state: Mapping[str, Mapping[str, Any]], event: str) -> dict[str, dict[str, Any]]:
-    """The state with one more notification of this event that was not sent."""
-    withheld = dict(state["withheld"])
-    withheld[event] = int(withheld.get(event) or 0) + 1
-    return {"sent": dict(state["sent"]), "withheld": withheld}
-
-
-def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[str, int]) -> dict[str, Any]:
+def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[str, int]) -> str:
     """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
     run = attempt.run
     entry, name = read_job(run).of_attempt(attempt.number), read_job(run).name
-    step, total_steps = notification.fields.get("step"), _total_steps(attempt)
+    step, total_steps = notification.step, _total_steps(attempt)
     job = f"job {entry and entry.job_id}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
     text = f"{name} {notification.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
-    return {
+    value = {
         "text": f"{text}\n`{notification.command}`",
         "event": notification.event,
         "run": name,
         "run_dir": str(run.path),
         "job_id": entry and entry.job_id,
         "attempt": attempt.number,
-        **dict.fromkeys(("state", "reason", "rank", "host", "step")),
-        **notification.fields,
+        "state": notification.state,
+        "reason": notification.reason,
+        "rank": notification.rank,
+        "host": notification.host,
+        "step": step,
         "total_steps": total_steps,
-        "withheld": dict(withheld),
+        "withheld": withheld,
         "command": notification.command,
         "time": utc_now(),
     }
+    return json.dumps(value)
 
 
 def send_test(url: str, name: str) -> int:
     """Send a test message for a run of this name; returns the status of the answer. Raises DeliveryError."""
     text = f"{name}: this is a test of trainkit; the run would report here"
-    return post(url, {"text": text, "event": "test", "run": name, "time": utc_now()})
+    return post(url, json.dumps({"text": text, "event": "test", "run": name, "time": utc_now()}))
 
 
 def _total_steps(attempt: AttemptDir) -> int | None:
@@ -277,8 +278,8 @@ def url_problem(url: str) -> str | None:
     return None
 
 
-def post(url: str, value: Mapping[str, Any], timeout_s: float = SEND_TIMEOUT_S) -> int:
-    """Send a JSON object to a URL and return the status of the answer; follows no redirect.
+def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
+    """Send JSON to a URL and return the status of the answer; follows no redirect.
 
     Raises DeliveryError, whose message does not contain the URL.
     """
@@ -298,7 +299,7 @@ def post(url: str, value: Mapping[str, Any], timeout_s: float = SEND_TIMEOUT_S) 
 
     headers = {"Content-Type": "application/json", "User-Agent": f"trainkit/{__version__}"}
     try:
-        request = Request(url, json.dumps(value).encode(), headers, method="POST")
+        request = Request(url, text.encode(), headers, method="POST")
         with build_opener(NoRedirect).open(request, timeout=timeout_s) as response:
             return int(response.status)
     except HTTPError as error:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.folders import ensure_folder
@@ -45,11 +44,12 @@ def announcement_file(folder: Path, task: SlurmTask) -> Path:
     return folder / ".steps" / f"{task.key}.json"
 
 
-def announce(folder: Path, task: SlurmTask, value: dict[str, Any]) -> None:
-    """Announce ``run_dir`` and ``attempt`` to the other tasks, or the ``exit_code`` of a failed start."""
+def announce(folder: Path, task: SlurmTask, found: Announcement | int) -> None:
+    """Announce an attempt to the other tasks, or the exit code of a failed start."""
     file = announcement_file(folder, task)
     ensure_folder(file.parent, parents=True)
-    write_json_in_place(file, value)
+    attempt = {} if isinstance(found, int) else {"run_dir": str(found.run.path), "attempt": found.attempt}
+    write_json_in_place(file, attempt or {"exit_code": found})
 
 
 def withdraw(folder: Path, task: SlurmTask) -> None:

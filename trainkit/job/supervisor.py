@@ -19,26 +19,35 @@ from pathlib import Path
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, TrainkitError
 from trainkit.job import processes
-from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
-from trainkit.job.attempt_end import judge, write_end
-from trainkit.job.decision import FAILURES, Decision, Outcome
+from trainkit.job.allocation import (
+    CANCELLED,
+    REQUEUE_PATIENCE_S,
+    Allocation,
+    LocalAllocation,
+    SlurmAllocation,
+    query_job,
+)
+from trainkit.job.attempt_end import judge, previous_attempts, write_end
+from trainkit.job.decision import FAILURES, MAX_STARTS, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
-from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification
 from trainkit.job.preflight import retry_on_disk_error
 from trainkit.job.processes import log_line, redirect_output
+from trainkit.job.requeue import await_eviction
+from trainkit.job.signals import signal_exit_code
 from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import AttemptEnd, end_line, read_end
+from trainkit.run.end import Action, AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.lock import RunLocked, become_sole_supervisor
 from trainkit.run.record import is_cancelled, is_cancelled_now, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.slurm.control import requeue
 
 
 def supervise_job(run: RunDir, step: Sequence[str]) -> int:
@@ -305,6 +314,82 @@ def main(argv: Sequence[str] | None = None) -> int:
         return supervise_local(RunDir(arguments[0]), int(arguments[2]))
     print("usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N | --step ARGV…)", file=sys.stderr)
     return EXIT_USAGE
+
+
+# A Slurm job starts again later rather than take a held lock over: a host that Slurm has lost may only be cut
+# off from the controller and still write to the run folder. The file server releases the locks of a dead
+# host, most within two minutes, some only when the host boots again.
+
+
+def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
+    """End a start that could not claim an attempt; a Slurm job is requeued unless a person cancelled it.
+
+    Returns the exit code. Writes nothing to the run folder: another process has its lock.
+    """
+    log_line(locked.render())
+    if not isinstance(allocation, SlurmAllocation):
+        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
+    try:
+        plan = LaunchPlan.read(allocation.run.plan_file)
+        allocation.job = query_job(allocation.job_id)
+        if locked.stopped and _stop_cause(allocation, plan) not in plan.requeue.on:
+            return EXIT_STOPPED
+        if allocation.restarts >= plan.requeue.max:
+            log_line(f"not requeued: requeue.max is {plan.requeue.max}")
+            return EXIT_FAILED
+        if not allocation.is_being_requeued:
+            log_line(f"requeues job {allocation.job_id}, to try again later")
+            requeue(allocation.job_id, patience_s=REQUEUE_PATIENCE_S)
+    except (OSError, ValueError, TrainkitError) as error:
+        log_line(f"not requeued: {error}")
+        return EXIT_FAILED
+    if not (allocation.is_completing or allocation.is_being_requeued):
+        await_eviction()
+    return EXIT_STOPPED
+
+
+def _stop_cause(allocation: SlurmAllocation, plan: LaunchPlan) -> str | None:
+    return termination_cause(
+        signal.SIGTERM.name,
+        allocation.job,
+        plan.grace_s,
+        supervisor_was_signalled=True,
+        restarts=allocation.restarts,
+        lost=False,
+    )
+
+
+def after_stop(allocation: Allocation, attempt: AttemptDir, plan: LaunchPlan) -> tuple[Outcome, Decision]:
+    """Decide what follows a stop signal that arrived while the supervisor waited for its lock."""
+    received = processes.wait_for_notice(0.0) or signal.SIGTERM
+    # No rank has started; as after a signal that ended ranks before they could save.
+    outcome = Outcome(exits=[(0, signal_exit_code(received))])
+    return outcome, allocation.after_notice(attempt, plan, outcome, received)
+
+
+def retry_elsewhere(
+    allocation: Allocation, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked
+) -> Decision:
+    """Decide what follows when a lock was not obtained in time: a Slurm job is started again, a few times."""
+    reason = locked.message
+    if not isinstance(allocation, SlurmAllocation):
+        return Decision("failed", f"{reason}, perhaps another supervisor of the run", EXIT_FAILED)
+    allocation.job = query_job(allocation.job_id)
+    options = allocation.restart_options(plan)
+    candidates: tuple[tuple[Action, bool], ...] = (
+        ("requeue", options.requeue),
+        ("resubmit", options.resubmit),
+        ("follow_up", options.follow_up),
+    )
+    action = next((action for action, is_possible in candidates if is_possible), None)
+    earlier = [previous.cause for _, previous in previous_attempts(attempt)]
+    if earlier[1 - MAX_STARTS :].count("not_started") >= MAX_STARTS - 1:
+        reason = f"{reason}; not started again: {MAX_STARTS} attempts in a row could not start"
+    elif action is None:
+        reason = f"{reason}; not started again: {options.unavailable_reason}"
+    else:
+        return Decision(action, f"{reason}; tries again later", EXIT_STOPPED, "not_started")
+    return Decision("failed", f"{reason}; {locked.hint}", EXIT_FAILED, "not_started")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ import filecmp
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from trainkit.folders import ensure_folder
 from trainkit.run.files import read_json, write_json
@@ -39,37 +38,26 @@ def prepare_work_folder(run: RunDir) -> Path | None:
     code = job.code
     if not code:
         return None
-    snapshot, before = Path(code["code"]), _replaced_snapshots(run)
+    snapshot, subfolder = Path(code["code"]), str(code["subfolder"])
+    before = sorted(run.path.glob("code.[0-9][0-9][0-9]"))  # its earlier snapshots
+    record = {"num_replaced_snapshots": len(before), "subfolder": subfolder}
     if not run.work_dir.exists():
-        _create(run, snapshot, _record(code, before))
+        stage = Path(tempfile.mkdtemp(prefix=".work.", dir=run.path))
+        try:
+            _copy(snapshot, stage, list(_files(snapshot)))
+            write_json(run.work_file, record)
+            stage.rename(run.work_dir)
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
     else:
         num_seen = int(read_json(run.work_file)["num_replaced_snapshots"])
         if len(before) > num_seen:
             _renew(run.work_dir, before[num_seen], snapshot)
-            write_json(run.work_file, _record(code, before))
-    folder = run.work_dir / str(code["subfolder"])
+            write_json(run.work_file, record)
+    folder = run.work_dir / subfolder
     ensure_folder(folder, parents=True)
     return folder
-
-
-def _replaced_snapshots(run: RunDir) -> list[Path]:
-    """The earlier snapshots of a run, oldest first."""
-    return sorted(run.path.glob("code.[0-9][0-9][0-9]"))
-
-
-def _record(code: Mapping[str, Any], replaced: Sequence[Path]) -> dict[str, Any]:
-    return {"num_replaced_snapshots": len(replaced), "subfolder": code["subfolder"]}
-
-
-def _create(run: RunDir, snapshot: Path, record: dict[str, Any]) -> None:
-    stage = Path(tempfile.mkdtemp(prefix=".work.", dir=run.path))
-    try:
-        _copy(snapshot, stage, list(_files(snapshot)))
-        write_json(run.work_file, record)
-        stage.rename(run.work_dir)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
 
 
 def _renew(work: Path, before: Path, after: Path) -> None:

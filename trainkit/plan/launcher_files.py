@@ -9,10 +9,10 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
+from trainkit.formats import JsonObject
 from trainkit.plan.batch import DEVICE, GLOBAL, BatchRequest, make_batch, scaled_lr
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, Batch, Layout
 from trainkit.plan.layout_rules import make_layout
@@ -192,7 +192,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
     layout = Layout(dp_shard=job.world_size)
     config, batch = loaded.config, job.batch(layout)
     assert batch is not None
-    value: dict[str, Any] = {}
+    value: JsonObject = {}
     if job.has(DEVICE):
         value["train_micro_batch_size_per_gpu"] = batch.device_batch_size
     if job.has(GLOBAL) and config.train.global_batch_size is not None:
@@ -207,7 +207,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         value["zero_optimization"] = _zero(job)
     if job.has("optimizer"):
         optimizer = config.optimizer
-        params: dict[str, Any] = {
+        params: JsonObject = {
             "lr": job.lr(layout),
             "betas": list(optimizer.betas),
             "eps": optimizer.eps,
@@ -230,11 +230,11 @@ def _loss_scale(job: Job) -> dict[str, int]:
     return found
 
 
-def _zero(job: Job) -> dict[str, Any]:
+def _zero(job: Job) -> JsonObject:
     parallel = job.loaded.config.parallel
     if parallel.dp_shard == 1:
         return {"stage": 0}
-    value: dict[str, Any] = {"stage": parallel.zero}
+    value: JsonObject = {"stage": parallel.zero}
     if parallel.offload:
         value["offload_optimizer"] = {"device": "cpu"}
         if parallel.zero == 3:
@@ -242,9 +242,9 @@ def _zero(job: Job) -> dict[str, Any]:
     return value
 
 
-def _ds_schedule(job: Job, lr: float) -> dict[str, Any]:
+def _ds_schedule(job: Job, lr: float) -> JsonObject:
     schedule, steps = job.loaded.config.schedule, job.loaded.config.train.steps
-    params: dict[str, Any] = {"warmup_num_steps": schedule.warmup_steps, "warmup_type": "linear"}
+    params: JsonObject = {"warmup_num_steps": schedule.warmup_steps, "warmup_type": "linear"}
     if schedule.name == "cosine":
         params = {"total_num_steps": steps, **params, "cos_min_ratio": schedule.min_lr_ratio}
         return {"type": "WarmupCosineLR", "params": params}

@@ -13,7 +13,7 @@ from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
 from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data
 from trainkit.run.events import read_metrics
-from trainkit.run.files import read_jsonl
+from trainkit.run.files import read_jsonl, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
@@ -110,7 +110,7 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
     for record in read_metrics(copy):
-        step, now = record["step"], _values(record)
+        step, now = record["step"], {name: record.get(name) for name in VALUES}
         if not recorded.get(step):
             steps.append(ComparedStep(step, None, None, now, None, True, None))
         for attempt, was in sorted(recorded.get(step, {}).items()):
@@ -149,7 +149,7 @@ def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, flo
         if attempt not in comparable:
             comparable[attempt] = not changed_values(what.run.attempt(attempt), what.at.attempt)
         if comparable[attempt]:
-            found.setdefault(step, {})[attempt] = _values(record)
+            found.setdefault(step, {})[attempt] = {name: record.get(name) for name in VALUES}
     return found
 
 
@@ -172,10 +172,6 @@ def _rounding(what: ReplayPlan, attempt: int, start: Mapping[str, Any]) -> Itera
             yield f"{text.format(is_now)} instead of {text.format(was)}"
 
 
-def _values(record: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: record.get(name) for name in VALUES}
-
-
 def _difference(recorded: float | None, replayed: float | None) -> float:
     """The difference relative to the smaller value; infinite if only one of them is finite."""
     if recorded == replayed:
@@ -190,7 +186,7 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
     num_ranks = read_plan(attempt).world_size
     ranks = range(num_ranks)
     was = [rank_record(attempt, rank, bad.step) for rank in ranks]
-    hosts = tuple(str(record["host"]) if record else "" for record in was)
+    hosts = tuple("" if record is None else str(record.host) for record in was)
     all_hosts = tuple(sorted({host for host in hosts if host}))
     if not bad.is_exact:
         return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
@@ -201,7 +197,7 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
     last_equal = max([found.start_step, *before])
 
     def other(name: str) -> list[int]:
-        return [rank for rank in ranks if (was[rank] or {}).get(name) != (now[rank] or {}).get(name)]
+        return [rank for rank in ranks if getattr(was[rank], name) != getattr(now[rank], name, None)]
 
     if bad.step - last_equal > 1 and len(other("loss_sum")) == num_ranks:
         between = f"between the steps {last_equal} and {bad.step}, which were not recorded"
@@ -224,18 +220,29 @@ def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
-def _replayed_record(copy: RunDir, rank: int, step: int) -> dict[str, Any] | None:
+def _replayed_record(copy: RunDir, rank: int, step: int) -> RankRecord | None:
     """As `rank_record`, by the newest attempt of a replay that has it: a preempted job begins again."""
     records = (rank_record(copy.attempt(number), rank, step) for number in reversed(copy.attempt_numbers()))
     return next((record for record in records if record is not None), None)
 
 
-def rank_record(attempt: AttemptDir, rank: int, step: int) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank recorded of a step; a value that is not finite is a text."""
+
+    step: int | None = None
+    host: str | None = None
+    loss_sum: float | str | None = None
+    local_gradient: float | str | None = None
+    square_sum: float | str | None = None
+
+
+def rank_record(attempt: AttemptDir, rank: int, step: int) -> RankRecord | None:
     """What a rank recorded of a step; None if it did not, or if the record is gone."""
     found = None
     for record in read_jsonl(attempt.rank_record(rank)):
         if record.get("step") == step:
-            found = record
+            found = read_record(RankRecord, record)
     return found
 
 

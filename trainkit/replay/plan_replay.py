@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from statistics import median
-from typing import Any
 
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import LOCAL
@@ -29,7 +28,7 @@ SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"
 Flags = Mapping[str, tuple[str, object]]
 """Dotted key of the config -> (the flag as typed, its value)."""
-WITHOUT_EXTRAS: dict[str, Any] = {
+WITHOUT_EXTRAS: Mapping[str, object] = {
     "train.log_every": 1,
     "train.eval_every": None,
     "train.eval_at_start": False,
@@ -208,7 +207,7 @@ def _as_recorded(at: RunStep) -> tuple[RunConfig, LaunchPlan]:
     return loaded.config, replace(at.plan, slurm=None)
 
 
-def _flags(values: Mapping[str, Any], origin: str = ORIGIN) -> dict[str, tuple[str, object]]:
+def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tuple[str, object]]:
     return {key: (origin, value) for key, value in values.items()}
 
 
@@ -234,15 +233,15 @@ def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[Run
     return loaded.config, replace(plan, lr=at.plan.lr)
 
 
-def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, Any]:
+def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, int | None]:
     """The config values of a layout, for the nodes of the run's plan unless it is ``single``."""
-    values: dict[str, Any] = {
+    values: dict[str, int | None] = {
         "resources.nodes": plan.num_nodes,
         "resources.gpus_per_node": plan.workers_per_node,
     }
     if layout == SINGLE:
         values = {"resources.nodes": 1, "resources.gpus_per_node": 1}
-        degrees: dict[str, Any] = dict.fromkeys(DEGREES, 1)
+        degrees = dict.fromkeys(DEGREES, 1)
     elif layout == SAME:
         degrees = {name: getattr(plan.layout, name) for name in DEGREES}
         values["train.device_batch_size"] = plan.batch.device_batch_size

@@ -32,6 +32,14 @@ _CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
+class FileSum:
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint folder."""
 

@@ -217,7 +217,7 @@ def parse_version(text: str) -> Version:
     return int(match["major"]), int(match["minor"]), int(match["patch"] or 0)
 
 
-def has_expedited_requeue(slurm: Version, config: Mapping[str, str]) -> bool:
+def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> bool:
     """Whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
     return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")

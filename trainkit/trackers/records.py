@@ -16,8 +16,9 @@ from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import UsageError
 from trainkit.run.end import read_end
 from trainkit.run.events import read_metrics
-from trainkit.run.files import parse_time, read_json, refresh_listing
+from trainkit.run.files import parse_time, read_json, read_object, refresh_listing
 from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME, published
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
@@ -34,7 +35,7 @@ class Facts:
     folder: Path
     cwd: Path
     attempt: int
-    config: dict[str, Any]
+    config: Mapping[str, object]
     """The effective config, with dotted keys."""
     config_text: str
     code: dict[str, str]
@@ -79,7 +80,7 @@ def read_facts(run: RunDir) -> Facts:
     """The facts of the newest attempt. Raises OSError, ValueError or TrainkitError if they cannot be read."""
     text = run.config_file.read_text(encoding="utf-8")
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
-    job, plan, provenance = _read(run.job_file), read_json(run.plan_file), _read(run.provenance_file)
+    plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
     git = provenance.get("git") or {}
     code = {
         "trainkit": provenance.get("trainkit"),
@@ -91,7 +92,7 @@ def read_facts(run: RunDir) -> Facts:
     }
     layout = {name: int(size) for name, size in plan["layout"].items() if isinstance(size, int)}
     return Facts(
-        name=str(job.get("name") or run.name),
+        name=read_job(run).name or run.name,
         folder=run.path,
         cwd=command_folder(run),
         attempt=run.latest_number() or 1,
@@ -104,18 +105,10 @@ def read_facts(run: RunDir) -> Facts:
 
 def command_folder(run: RunDir) -> Path:
     """The folder of the command that created a run."""
-    return Path(str(_read(run.job_file).get("cwd") or run.path.parent))
+    return Path(read_job(run).cwd or run.path.parent)  # `trainkit.attach` makes no job.json
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except FileNotFoundError:
-        return {}  # of a run that `trainkit.attach` made
-    return value if isinstance(value, dict) else {}
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in mapping.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")

@@ -49,7 +49,7 @@ def _start(settings: WandbConfig, facts: Facts, key: str, folder: Path) -> Any:
     )
 
 
-def _config(facts: Facts) -> dict[str, Any]:
+def _config(facts: Facts) -> dict[str, object]:
     return {
         **facts.config,
         "trainkit": {"attempt": facts.attempt, "code": facts.code, "layout": facts.layout},

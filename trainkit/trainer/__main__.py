@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import traceback
-from typing import Any
+from dataclasses import asdict
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job.signals import StopRequest
@@ -17,7 +17,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.progress import CurrentPhase, Progress
+from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo
 from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     run = RunDir(sys.argv[1])
     attempt = run.attempt(int(os.environ.get("TRAINKIT_JOB_ATTEMPT") or run.attempt_numbers()[-1]))
     rank = int(os.environ.get("RANK", "0"))
-    rank_info = {"rank": rank, "node_rank": int(os.environ.get("NODE_RANK", "0")), "host": own_host()}
+    rank_info = RankInfo(rank, int(os.environ.get("NODE_RANK", "0")), own_host())
     stacks = RankStacks(attempt, rank, progress)
     set_up_logging(rank)
     try:
@@ -80,14 +80,14 @@ def set_up_logging(rank: int) -> None:
 
 
 def record_failure(
-    attempt: AttemptDir, rank_info: dict[str, Any], error: BaseException, current: CurrentPhase
+    attempt: AttemptDir, rank_info: RankInfo, error: BaseException, current: CurrentPhase
 ) -> int:
     """Write the error record of this rank and log the error; returns the exit code."""
     code = exit_code_of(error, current)
     # Not of the exception that is being handled: in `sys.excepthook` there is none.
     trace = "".join(traceback.format_exception(error))
     record = {
-        **rank_info,
+        **asdict(rank_info),
         "time": utc_now(),
         "step": current.step,
         "phase": current.phase,
@@ -100,7 +100,7 @@ def record_failure(
     }
     shown = error.render() if isinstance(error, TrainkitError) else trace
     try:
-        write_json(attempt.rank_error(rank_info["rank"]), record)
+        write_json(attempt.rank_error(rank_info.rank), record)
     except OSError as unwritable:
         shown += f"\ncannot write the error record: {unwritable}"
     # On a full disk printing fails too, but the exit code still reports the failure.

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 
-from trainkit.doctor.bandwidth import LAYOUT_VARIABLE, MARK, Layout, ring_rounds
+from trainkit.doctor.bandwidth import LAYOUT_VARIABLE, MARK, Bandwidth, Layout, ring_rounds
 
 START_TIMEOUT_S = 60.0
 SIZE_MIB = {"gloo": 32, "nccl": 256}
@@ -86,13 +85,8 @@ def main() -> int:
             (points[index][0], points[(index + 1) % count][0], float(store.get(f"link {index}")))
             for index in range(count)
         ]
-        result = {
-            "backend": backend,
-            "size_mib": SIZE_MIB[backend],
-            "all_reduce_gbit_s": reduced,
-            "links": found,
-        }
-        print(f"\n{MARK} {json.dumps(result)}", flush=True)
+        result = Bandwidth("", backend, SIZE_MIB[backend], reduced, found)
+        print(f"\n{MARK} {result.to_json()}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from logging import getLogger
 from typing import Any, TypeVar, cast
 
@@ -395,12 +396,20 @@ def _read(env: RankEnv, store: Store, key: str) -> str | None:
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
     """Rank 0 listens, the others connect; on one machine it listens on the loopback interface only."""
-    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
+    store = partial(
+        TCPStore,
+        env.master_addr,
+        env.master_port,
+        env.world_size,
+        is_master=env.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
     if env.rank == 0 and env.master_addr == LOOPBACK:
         listener = socket.create_server((LOOPBACK, env.master_port), backlog=env.world_size + 16)
         # The libuv server cannot take over a listening socket.
-        options |= {"master_listen_fd": listener.detach(), "use_libuv": False}
-    return TCPStore(env.master_addr, env.master_port, env.world_size, is_master=env.rank == 0, **options)
+        return store(master_listen_fd=listener.detach(), use_libuv=False)
+    return store()
 
 
 def _own_part(env: RankEnv, store: TCPStore, timeout: timedelta) -> Store:

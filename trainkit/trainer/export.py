@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from trainkit.data.mixture import is_mixture
 from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
 from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.rundir import RunDir
@@ -135,11 +136,11 @@ def _values(names: list[str], sizes: Sizes, reader: SafeReader) -> Iterator[Tens
             group = {}
 
 
-def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> JsonObject:
     """The config.json of trainkit's decoder as a model of transformers."""
     kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
     scaling = shape.rope_scaling
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "architectures": [name],
         "model_type": kind,
         "hidden_act": "silu",
@@ -174,7 +175,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     return settings
 
 
-def _llama3(scaling: RopeScaling) -> dict[str, Any]:
+def _llama3(scaling: RopeScaling) -> JsonObject:
     length = int(scaling.original_max_position_embeddings)
     return {"rope_type": "llama3", **vars(scaling), "original_max_position_embeddings": length}
 

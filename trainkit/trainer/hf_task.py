@@ -27,6 +27,7 @@ from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
+from trainkit.formats import JsonObject
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
@@ -173,7 +174,7 @@ class HFCausalLM(Task):
             f"data.seq_len is {seq_len}, longer than the {limit} tokens that {self._folder} was made for"
         )
 
-    def _adapted(self, model: nn.Module, lora: dict[str, Any]) -> nn.Module:
+    def _adapted(self, model: nn.Module, lora: JsonObject) -> nn.Module:
         import peft
 
         settings = lora_config(lora, task_type="CAUSAL_LM")

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class Trainer:
     saver: CheckpointSaver
     metrics: Metrics
     profiler: ProfileWindow
-    manifest_record: dict[str, Any]
+    manifest_record: Mapping[str, object]
     """The fields of every checkpoint manifest of this attempt, besides the training state."""
     nominal_count: int
     """What the loss of a step is divided by, if all its tokens or samples are valid."""
@@ -270,9 +270,7 @@ class Trainer:
             self._record_slowdown(found)
 
     def _record_slowdown(self, found: Slowdown) -> None:
-        fields: dict[str, Any] = {} if found.rank is None else {"rank": found.rank}
-        if found.rank is not None:
-            fields["host"] = self.hosts[found.rank]
+        fields = {} if found.rank is None else {"rank": found.rank, "host": self.hosts[found.rank]}
         name = "run" if found.rank is None else f"rank {found.rank} on {fields['host']}"
         usual = "before" if found.rank is None else "the other ranks"
         event, over = ("slow_run", "slow_run_over") if found.rank is None else ("slow_rank", "slow_rank_over")
@@ -440,7 +438,7 @@ class Trainer:
         self.progress.enter("save")
         self._confirm_best()
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
-        record = {**self.manifest_record, "progress": self.state.to_dict()}
+        record = {**self.manifest_record, "progress": asdict(self.state)}
         self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason), blocking)
         if self._is_best:
             self._best_in_flight = self.state.step

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,32 @@ SCALARS = (
     "step_s",
 )
 
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A line of metrics.jsonl; None for what is not finite or not known. A run's own metrics follow."""
+
+    step: int
+    time: str
+    attempt: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    step_s: float
+    data_wait_s: float
+    mem_gib_peak: float
+    samples_seen: int
+
+
 RECORD_KEYS = frozenset(
-    (
-        *SCALARS,
-        *("step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen"),
-        *("slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
-    )
+    {
+        *(field.name for field in fields(StepRecord)),
+        *("val_loss", "slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
+    }
 )
 """The keys that every record can have; the metrics of a user's task have others."""
 
@@ -55,25 +75,25 @@ class TensorBoardLog:
         self._writer: Any = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Add the scalars of one metrics record."""
-        self._pool.submit(self._add, record)
+    def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Add the values of one step that are known."""
+        self._pool.submit(self._add, step, scalars)
 
-    def _add(self, record: dict[str, Any]) -> None:
+    def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
         try:
-            self._add_scalars(record)
+            self._add_scalars(step, scalars)
         except Exception as error:  # nobody reads the result of this thread
-            log.error(f"cannot write step {record['step']} to TensorBoard ({error})")
+            log.error(f"cannot write step {step} to TensorBoard ({error})")
 
-    def _add_scalars(self, record: dict[str, Any]) -> None:
+    def _add_scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             # purge_step hides steps that an earlier attempt computed after its last checkpoint.
             self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
-        for name in (*SCALARS, *(key for key in record if key not in RECORD_KEYS)):
-            if record.get(name) is not None:
-                self._writer.add_scalar(name, record[name], record["step"])
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write pending records and close the log."""
@@ -119,7 +139,7 @@ class Metrics:
         self._peak_flops = device_peak_flops(world.device, dtype)
         self._total_steps = total_steps
         self._tensorboard = tensorboard
-        self._unwritten: deque[dict[str, Any]] = deque(maxlen=100_000)
+        self._unwritten: deque[dict[str, object]] = deque(maxlen=100_000)
         self._interval = _Interval(time.monotonic())
 
     def start(self) -> None:
@@ -143,7 +163,7 @@ class Metrics:
         report: StepReport,
         lr: float,
         validation: StepReport | None,
-        ranks: Mapping[str, Any] | None = None,
+        ranks: Mapping[str, float | str] | None = None,
     ) -> None:
         """Write the record of the step that just ended, on rank 0, and begin a new interval.
 
@@ -154,31 +174,32 @@ class Metrics:
             return
         elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
         tokens_per_s = interval.tokens / elapsed_s
-        record: dict[str, Any] = {
-            "step": state.step,
-            "time": utc_now(),
-            "attempt": self._attempt,
-            "loss": report.loss if report.finite else None,
-            "grad_norm": report.grad_norm if report.finite else None,
-            "lr": lr,
-            "tokens": state.tokens_seen,
-            "tokens_per_s": round(tokens_per_s, 2),
-            "tokens_per_s_per_gpu": round(tokens_per_s / self._world.size, 2),
-            "mfu": self._mfu(interval.tokens / elapsed_s, interval.samples / elapsed_s),
-            "step_s": round(elapsed_s / max(1, interval.steps), 6),
-            "data_wait_s": round(interval.data_wait_s / max(1, interval.steps), 6),
-            "mem_gib_peak": round(peak_memory_gib(self._world.device), 4),
-            "samples_seen": state.samples_seen,
-        }
-        record |= ranks or {}
-        record |= _finite(report.metrics)
+        record = StepRecord(
+            step=state.step,
+            time=utc_now(),
+            attempt=self._attempt,
+            loss=report.loss if report.finite else None,
+            grad_norm=report.grad_norm if report.finite else None,
+            lr=lr,
+            tokens=state.tokens_seen,
+            tokens_per_s=round(tokens_per_s, 2),
+            tokens_per_s_per_gpu=round(tokens_per_s / self._world.size, 2),
+            mfu=self._mfu(interval.tokens / elapsed_s, interval.samples / elapsed_s),
+            step_s=round(elapsed_s / max(1, interval.steps), 6),
+            data_wait_s=round(interval.data_wait_s / max(1, interval.steps), 6),
+            mem_gib_peak=round(peak_memory_gib(self._world.device), 4),
+            samples_seen=state.samples_seen,
+        )
+        values, more = asdict(record), _finite(report.metrics)
         if validation is not None:
-            record["val_loss"] = validation.loss
-            record |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        self._append(record)
-        log.info(self._line(record))
+            more["val_loss"] = validation.loss
+            more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
+        self._unwritten.append({**values, **(ranks or {}), **more})  # after those that could not be written
+        self.flush()
+        log.info(self._line(record, more.get("val_loss")))
         if self._tensorboard is not None:
-            self._tensorboard.write(record)
+            scalars = {name: values.get(name, more.get(name)) for name in SCALARS}
+            self._tensorboard.write(state.step, {**scalars, **more})
 
     def _mfu(self, tokens_per_s: float, samples_per_s: float) -> float | None:
         """Model FLOPs utilization, 0 to 1; None if the FLOPs of the model or the device are unknown."""
@@ -187,11 +208,6 @@ class Metrics:
             return None
         flops_per_s = tokens_per_s * (per_token or 0.0) + samples_per_s * (per_sample or 0.0)
         return round(flops_per_s / (peak * self._world.size), 4)
-
-    def _append(self, record: dict[str, Any]) -> None:
-        """Write the record, after earlier ones that could not be written."""
-        self._unwritten.append(record)
-        self.flush()
 
     def flush(self) -> None:
         """Write the pending records; those that cannot be written, as on a full disk, are kept."""
@@ -202,17 +218,17 @@ class Metrics:
         except OSError as error:
             log.error(f"cannot write metrics.jsonl ({error}); {len(self._unwritten)} records kept in memory")
 
-    def _line(self, record: dict[str, Any]) -> str:
-        eta_s = (self._total_steps - record["step"]) * record["step_s"]
-        mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
-        loss = "not-finite" if record["loss"] is None else f"{record['loss']:.4f}"
-        grad_norm = "not-finite" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-        val_loss = f" val_loss={record['val_loss']:.4f}" if "val_loss" in record else ""
+    def _line(self, record: StepRecord, val_loss: float | None) -> str:
+        eta_s = (self._total_steps - record.step) * record.step_s
+        mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
+        loss = "not-finite" if record.loss is None else f"{record.loss:.4f}"
+        grad_norm = "not-finite" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+        validated = "" if val_loss is None else f" val_loss={val_loss:.4f}"
         return (
-            f"step={record['step']}/{self._total_steps} loss={loss}{val_loss} grad_norm={grad_norm}"
-            f" lr={record['lr']:.3g} tokens_per_s={record['tokens_per_s']:,.0f} mfu={mfu}"
-            f" mem_gib={record['mem_gib_peak']:.2f} data_wait_s={record['data_wait_s']:.4f}"
-            f" step_s={record['step_s']:.3f} eta={_clock(eta_s)}"
+            f"step={record.step}/{self._total_steps} loss={loss}{validated} grad_norm={grad_norm}"
+            f" lr={record.lr:.3g} tokens_per_s={record.tokens_per_s:,.0f} mfu={mfu}"
+            f" mem_gib={record.mem_gib_peak:.2f} data_wait_s={record.data_wait_s:.4f}"
+            f" step_s={record.step_s:.3f} eta={_clock(eta_s)}"
         )
 
 

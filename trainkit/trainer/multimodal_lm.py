@@ -39,6 +39,7 @@ from trainkit.data.questions import (
 )
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Task, add_adapters, parameters_on_meta
@@ -162,7 +163,7 @@ class MediumSamples:
         return self._medium.read_image(self._folder / str(medium)), tokens, labels
 
 
-def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, Any]]]:
+def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | JsonObject]]:
     """What identifies the rows of a file, and its lines; those that are built in are read already."""
     if str(file) == DEMO:
         return f"{DEMO} {split}".encode(), demo_rows(kind, split)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,15 @@ class CurrentPhase(NamedTuple):
     """Phases entered since the step began; before the first step, since the process started."""
     since_s: float
     """Monotonic time at which the phase was entered."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Which rank this process is, as its records of failures and hangs say it."""
+
+    rank: int
+    node_rank: int
+    host: str
 
 
 class Progress:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -185,7 +185,7 @@ class SlowestRank:
     def excess_s(self) -> float:
         return self.own_s - self.usual_s
 
-    def to_record(self, hosts: Sequence[str]) -> dict[str, Any]:
+    def to_record(self, hosts: Sequence[str]) -> dict[str, float | str]:
         """The values for a record of the metrics; `hosts` are those of all ranks."""
         return {
             "slowest_rank": self.rank,

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import islice
 from logging import getLogger
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Stream
+from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.task_batches import (
     PREFETCH,
@@ -36,21 +36,6 @@ from trainkit.trainer.task_errors import TRACEBACK_HINT, TaskError, describe, li
 log = getLogger(__name__)
 NUM_FIRST = 3
 """Samples in the fingerprint of a stream."""
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """Where a stream is after a step: just before its last sample, and a digest of that sample.
-
-    A resume reads this sample again, and so finds out whether it has come to the right place.
-    """
-
-    epoch: int
-    samples: int
-    """Samples of the epoch before that one."""
-    state: Any
-    """What ``state_dict()`` returned then; None to read over these samples."""
-    digest: str
 
 
 def is_stream(data: object) -> bool:
@@ -304,18 +289,17 @@ class StreamBatches:
         positions: Positions,
         *,
         start: int,
-        saved: dict[str, Any] | None,
+        saved: StreamState | None,
         takes_state: bool,
         num_workers: int,
         pin_memory: bool,
     ) -> None:
         self._positions, self._at = positions, start
-        state = None if saved is None else StreamState(**saved)
-        if takes_state and state is not None and state.samples and not data.continues_at(state):
-            log.info(f"reading over {state.samples:,} samples of epoch {state.epoch} of the stream")
+        if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
+            log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
         self._iterator: Iterator[Any] | None = iter(
             ForkedLoader(
-                _Reader(data, collate, positions, start, state, takes_state),
+                _Reader(data, collate, positions, start, saved, takes_state),
                 min(1, num_workers),
                 prefetch=PREFETCH * num_workers,
                 pin_memory=pin_memory,
@@ -333,7 +317,7 @@ class StreamBatches:
             microbatches.append(TaskBatch(data, seed))
         num_samples = self._positions.num_samples(self._at)
         self._at += num_samples
-        return TaskStepBatch(microbatches, num_samples, stream=None if state is None else asdict(state))
+        return TaskStepBatch(microbatches, num_samples, stream=state)
 
     def close(self) -> None:
         """Let the process end."""

@@ -26,6 +26,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
+from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.torch_private import data_workers
 
@@ -90,7 +91,7 @@ class TaskStepBatch:
     """Samples on all ranks together."""
     num_tokens: None = None
     """The loss says by what it is divided."""
-    stream: dict[str, Any] | None = None
+    stream: StreamState | None = None
     """The position of a stream after the step, on rank 0."""
 
 

@@ -22,6 +22,7 @@ from trainkit.adapters import lora_config, require
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Loss, ParameterOptions, Stream, Task
+from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import load_task_class
@@ -30,7 +31,7 @@ from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.stream import Cursor, StreamData, StreamState, is_stream
+from trainkit.trainer.stream import Cursor, StreamData, is_stream
 from trainkit.trainer.task_batches import digest_of, read_in_worker, seed_generators
 from trainkit.trainer.task_errors import TRACEBACK_HINT, TaskError, describe, errors_of_user, line_of
 from trainkit.trainer.user_task import Digests, LossModule, TaskForwardBackward, UserTask

@@ -32,6 +32,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from trainkit.formats import JsonObject
+
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
 except ImportError:  # torch 2.11 and 2.12
@@ -207,7 +209,7 @@ class ModuleStyle(ParallelStyle):
         """Parallelize a module in place and return it."""
 
 
-def flight_record(device_type: str) -> dict[str, Any] | None:
+def flight_record(device_type: str) -> JsonObject | None:
     """The newest collectives of this rank, for the report of a hang; None where torch does not record them.
 
     When it goes: nothing else knows them. Return None; the stacks remain.
@@ -218,7 +220,7 @@ def flight_record(device_type: str) -> dict[str, Any] | None:
     dump = getattr(c10d, name, None)
     if dump is None or not dist.is_initialized():
         return None
-    record: dict[str, Any] = json.loads(dump())
+    record: JsonObject = json.loads(dump())
     return record
 
 

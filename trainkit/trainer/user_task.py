@@ -289,7 +289,7 @@ class LossModule(nn.Module):
         """The parameters whose initial values are read, once each rank has its shard."""
         self._task = task
 
-    def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, Any]]:
+    def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, object]]:
         loss = self._task.task.loss(self.model, data)
         if not isinstance(loss, Loss):
             message = f"loss() returned a {type(loss).__name__}"
@@ -372,7 +372,7 @@ class TaskForwardBackward:
         counts = micro.weight and self._world.counts_samples
         return total, found if counts else torch.zeros_like(found)
 
-    def check_names(self, metrics: Mapping[str, Any]) -> None:
+    def check_names(self, metrics: Collection[str]) -> None:
         """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
         names, mode = tuple(sorted(metrics)), self._module.training
         if mode not in self._names:

@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.folders import ensure_folder
@@ -28,7 +27,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.files import read_json, utc_now, write_json
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.progress import CurrentPhase, Phase, Progress
+from trainkit.trainer.progress import CurrentPhase, Phase, Progress, RankInfo
 
 log = getLogger(__name__)
 
@@ -127,8 +126,7 @@ class Watchdog:
     """
 
     attempt: AttemptDir
-    rank_info: dict[str, Any]
-    """``rank, node_rank, host`` of this rank."""
+    rank_info: RankInfo
     plan: LaunchPlan
     progress: Progress
     stacks: RankStacks
@@ -164,7 +162,7 @@ class Watchdog:
 
     @property
     def _record(self) -> Path:
-        return self.attempt.rank_hang(self.rank_info["rank"])
+        return self.attempt.rank_hang(self.rank_info.rank)
 
     def _report(self, hang: Hang) -> None:
         """Write the step, phase and stack of this rank for `job.hangs`."""
@@ -172,7 +170,7 @@ class Watchdog:
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
         ensure_folder(self.attempt.hangs_dir)
-        record = {**self.rank_info, "step": step, "phase": phase, "beat": phase_index}
+        record = {**asdict(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
         record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
         write_json(self._record, record)

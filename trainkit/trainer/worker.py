@@ -308,7 +308,7 @@ def resume(
     checkpoint, manifest = chosen
     load_tensors(checkpoint, tensors.tensors, world)
     tensors.copy_duplicates()
-    state = TrainingState.from_dict(manifest["progress"])
+    state = TrainingState.from_json(manifest["progress"])
     if manifest["val_fingerprint"] != val_fingerprint(task):
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None

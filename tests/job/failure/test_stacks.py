@@ -147,15 +147,11 @@ class TestFromOutside:
         thread = {"thread_id": 11, "thread_name": "MainThread", "os_thread_id": 0, "frames": frames}
         spy(f"import json\nprint(json.dumps({[thread]!r}))")
         seen = spy_on(2, start(LISTENS))
-        assert [(one["path"], one["is_certain"]) for one in seen.locks if one["is_certain"]] == [
-            (str(lock), True)
-        ]
-        assert "hf_secret" not in json.dumps(seen.to_dict())
+        assert [(one.path, one.is_certain) for one in seen.locks if one.is_certain] == [(str(lock), True)]
+        assert "hf_secret" not in repr(seen)
         frames[:2] = frames[2:4]
         spy(f"import json\nprint(json.dumps({[thread]!r}))")
-        assert [one for one in spy_on(2, start(LISTENS)).locks if one["is_certain"]] == [], (
-            "far from the wait"
-        )
+        assert [one for one in spy_on(2, start(LISTENS)).locks if one.is_certain] == [], "far from the wait"
 
     def test_py_spy_that_may_not_look(self, start, spy):
         spy("import sys\nsys.exit('Error: Permission Denied: try again as root\\n\\nStack backtrace:')")

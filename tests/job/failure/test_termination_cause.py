@@ -2,7 +2,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from trainkit.job.failure.termination_cause import termination_cause
+from trainkit.job.decision import termination_cause
 from trainkit.slurm.jobs import JobDetails, parse_job
 from trainkit.slurm.states import JobState
 

@@ -15,8 +15,7 @@ import pytest
 from job_tree import Job, wait_for
 
 from trainkit.job.attempt_end import repeatable_failure
-from trainkit.job.failure.lock_files import find_lock_files
-from trainkit.job.failure.stacks import Reply, find_requests
+from trainkit.job.failure.stacks import LockFile, Reply, find_lock_files, find_requests
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.watch.silence import SilenceWatch, explain_silence
 from trainkit.observe.diagnose import diagnose
@@ -40,7 +39,7 @@ PLAN = LaunchPlan(
     reasons={},
     command=("train",),
 )
-LOCK = {"path": "/cache/op/lock", "time": "2026-01-01T00:00:00Z", "is_certain": True, "holder": ""}
+LOCK = LockFile("/cache/op/lock", "2026-01-01T00:00:00Z", is_certain=True, holder="")
 STARTED = "2026-01-01T01:00:00.000Z"
 
 
@@ -142,7 +141,7 @@ def test_a_lock_that_a_killed_process_left_is_final(
 
 def test_a_rank_that_compiles_does_not_wait() -> None:
     """Its stack shows what it does; without one, the process that has the lock open is named."""
-    held = {**LOCK, "is_certain": False, "holder": "process 7 (python)"}
+    held = replace(LOCK, is_certain=False, holder="process 7 (python)")
     stack = {"Main": ["communicate (subprocess.py:9)"]}
     compiles = Reply(0, "a", 7, "py-spy", stack, locks=[held])
     assert explain_silence([compiles]).text == "rank 0 on a is in communicate (subprocess.py:9)"
@@ -170,11 +169,11 @@ def test_the_rank_that_is_elsewhere_is_shown() -> None:
     ],
 )
 def test_what_counts_as_left_behind(changes: dict[str, Any], is_left: bool) -> None:
-    silence = explain_silence([Reply(0, "a", 7, "py-spy", locks=[{**LOCK, **changes}])], STARTED)
+    silence = explain_silence([Reply(0, "a", 7, "py-spy", locks=[replace(LOCK, **changes)])], STARTED)
     assert (silence.lock, silence.is_left) == ("/cache/op/lock", is_left)
     waits = "waits" if changes.get("is_certain", True) else "may wait"
     holder = "process 9 (ninja) on a" if "holder" in changes else "no process on a"
-    time = changes.get("time", LOCK["time"])
+    time = changes.get("time", LOCK.time)
     assert (
         silence.text
         == f"rank 0 on a {waits} for the lock file /cache/op/lock of {time}, which {holder} has open"
@@ -183,7 +182,7 @@ def test_what_counts_as_left_behind(changes: dict[str, Any], is_left: bool) -> N
 
 def test_a_holder_on_another_host_is_found() -> None:
     """Its host says who holds the lock, and only the other one that a rank waits for it."""
-    held = {**LOCK, "is_certain": False, "holder": "process 9 (python)"}
+    held = replace(LOCK, is_certain=False, holder="process 9 (python)")
     silence = explain_silence([Reply(0, "a", 9, "", locks=[held]), Reply(1, "b", 7, "py-spy", locks=[LOCK])])
     assert silence.text.startswith("rank 1 on b waits for ")
     assert silence.text.endswith("which process 9 (python) on a has open")

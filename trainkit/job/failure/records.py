@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
 from trainkit.job.decision import Outcome
-from trainkit.job.failure.launcher_report import RankExit, first_exit
-from trainkit.job.failure.srun_errors import hosts_of, ran_out_of_memory
+from trainkit.job.failure.launcher_report import RankExit, first_exit, hosts_of, ran_out_of_memory
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
-from trainkit.job.process_group import PEER_EXIT_S
+from trainkit.job.processes import PEER_EXIT_S
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.failure import RankFailure
@@ -131,6 +130,7 @@ def record_silent_death(
     path = attempt.rank_error(worker)
     if path.exists():
         return
+    death = _out_of_memory(exit_code) if out_of_memory else _death(attempt, worker, exit_code)
     write_json(
         path,
         {
@@ -138,9 +138,11 @@ def record_silent_death(
             "node_rank": node_rank,
             "host": own_host(),
             "time": utc_now(),
-            "step": None,
-            **_death_fields(attempt, worker, exit_code, out_of_memory),
-            **({} if killed is None or out_of_memory else {"type": "RankKilled"}),
+            "step": death.step,
+            "type": death.type if killed is None or out_of_memory else "RankKilled",
+            "message": death.message,
+            **({} if death.hint is None else {"hint": death.hint}),
+            **({} if death.final is None else {"final": death.final}),
             "traceback": None,
             "exit_code": exit_code,
             "log_tail": log_tail(attempt.rank_log(worker)),
@@ -148,30 +150,25 @@ def record_silent_death(
     )
 
 
-def out_of_memory_fields(exit_code: int) -> dict[str, Any]:
-    """The ``type``, ``message`` and ``hint`` for a process that the kernel killed to free memory."""
+def _out_of_memory(exit_code: int) -> RankFailure:
+    """The failure of a process that the kernel killed to free memory."""
     hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
-    return {
-        "type": "OutOfMemory",
-        "message": f"killed by {describe_exit(exit_code)}: out of memory",
-        "hint": hint,
-    }
+    message = f"killed by {describe_exit(exit_code)}: out of memory"
+    return RankFailure(type="OutOfMemory", message=message, hint=hint)
 
 
-def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory: bool) -> dict[str, Any]:
-    """The ``type`` and ``message``, and other known fields, for a worker that wrote no record."""
-    if out_of_memory:
-        return out_of_memory_fields(exit_code)
+def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
+    """What is known of the death of a worker that wrote no record."""
     description = describe_exit(exit_code)
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
         if hang is not None:
-            return {"type": "Hang", "message": hang.summary, "step": hang.step}
+            return RankFailure(type="Hang", message=hang.summary, step=hang.step)
     raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
     if raised is not None:
-        return {"type": raised.type, "message": raised.message, "final": raised.is_final}
+        return RankFailure(type=raised.type, message=raised.message, final=raised.is_final)
     verb = "killed by" if description.startswith("SIG") else "ended with"
-    return {"type": "exit", "message": f"{verb} {description}"}
+    return RankFailure(type="exit", message=f"{verb} {description}")
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
@@ -242,10 +239,7 @@ def _later_s(first: RankFailure, second: RankFailure) -> float:
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
     """The failure when hosts were lost, which also explains the errors of ranks on other hosts."""
-    try:
-        hosts = list(read_json(attempt.rendezvous_file)["hosts"])
-    except (OSError, ValueError, KeyError):
-        hosts = []
+    hosts = hosts_of(attempt)
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
         node_rank=hosts.index(lost[0]) if lost[0] in hosts else None,
@@ -305,7 +299,8 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcom
         return None
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
     if ran_out_of_memory(attempt):
-        failure = replace(failure, **out_of_memory_fields(signal_exit_code(signal.SIGKILL)))
+        oom = _out_of_memory(signal_exit_code(signal.SIGKILL))
+        failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = hosts_of(attempt)
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
 

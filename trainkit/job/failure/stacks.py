@@ -1,7 +1,8 @@
 """Stacks of the ranks of a running attempt on demand: requests and replies are files.
 
 ``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. Each agent
-reads the request and signals its ranks, which reply themselves; the agent replies for those that cannot.
+reads the request and signals its ranks, which reply themselves; the agent replies for those that cannot, with
+the lock files of compile caches that they may wait for.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from trainkit.job import processes
-from trainkit.job.failure.lock_files import find_lock_files
 from trainkit.job.signals import STACKS_SIGNAL
-from trainkit.run.files import read_json, utc_now, write_json
-from trainkit.run.process import process_stat
+from trainkit.run.files import as_utc, read_json, utc_now, write_json
+from trainkit.run.process import PROC, process_stat
 from trainkit.run.rundir import AttemptDir
 
 POLL_S = 0.1
@@ -48,15 +49,12 @@ class Reply:
     """Seconds since the rank entered that phase."""
     problem: str = ""
     """Why there are no stacks."""
-    locks: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """The lock files that a rank that did not reply itself may wait for: the fields of a `LockFile`."""
+    locks: Sequence[LockFile] = ()
+    """The lock files that a rank that did not reply itself may wait for."""
 
     @property
     def main_stack(self) -> tuple[str, ...]:
         return tuple(next(iter(self.threads.values()), ()))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,17 @@ class Request:
 
     def reply(self, reply: Reply) -> None:
         """Write the reply of a rank."""
-        write_json(self.reply_file(reply.rank), reply.to_dict())
+        write_json(self.reply_file(reply.rank), asdict(reply))
 
     def replies(self) -> list[Reply]:
         """The replies so far, by rank."""
         found = []
         for path in sorted(self.replies_dir.glob("rank-*.json")):
             try:
-                found.append(Reply(**read_json(path)))
-            except (OSError, ValueError, TypeError):
+                value = read_json(path)
+                locks = tuple(LockFile(**lock) for lock in value.get("locks", ()))
+                found.append(Reply(**{**value, "locks": locks}))
+            except (OSError, ValueError, TypeError, AttributeError):
                 continue  # damaged: that rank counts as one without a reply
         return found
 
@@ -240,39 +240,46 @@ def spy_on(rank: int, pid: int) -> Reply:
         return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
-            threads = _stacks(_spy(spy, candidate))
+            spied = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             problem = problem or f"py-spy: {error}"
         else:
+            threads = {name: [frame.text for frame in frames] for name, frames in spied.items()}
             named = _named_locks(spy, candidate)
             return Reply(rank, host, candidate, "py-spy", threads, locks=_locks(candidate, named))
     return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
 
 
-def _locks(pid: int, named: Sequence[str] | None) -> list[dict[str, Any]]:
+def _locks(pid: int, named: Sequence[str] | None) -> list[LockFile]:
     """The lock files that a rank may wait for; of those that its stack does not name, only held ones.
 
     Without a stack, `named` is None. What one rank holds can be what another one waits for.
     """
     found = find_lock_files(pid, named or ())
-    return [asdict(lock) for lock in found if named is None or lock.is_certain or lock.holder]
+    return [lock for lock in found if named is None or lock.is_certain or lock.holder]
 
 
-def _spy(spy: str, pid: int, *options: str) -> list[dict[str, Any]]:
-    """The threads of a Python process as py-spy dumps them, the main thread first."""
+class _Frame(NamedTuple):
+    text: str
+    """Function, file and line."""
+    variables: list[str]
+    """As Python prints their values; empty unless asked for."""
+
+
+def _spy(spy: str, pid: int, *options: str) -> dict[str, list[_Frame]]:
+    """The frames of each thread of a Python process as py-spy dumps them, the main thread first."""
     argv = [spy, "dump", *options, "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().partition("\n")[0] or f"ended with {done.returncode}")
-    threads: list[dict[str, Any]] = json.loads(done.stdout)
-    return sorted(threads, key=lambda thread: thread["os_thread_id"] != pid)
-
-
-def _stacks(threads: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The frames of each thread."""
+    threads = sorted(json.loads(done.stdout), key=lambda thread: bool(thread["os_thread_id"] != pid))
     return {
         f"{thread['thread_name'] or 'native'} {thread['thread_id']:#x}": [
-            f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]
+            _Frame(
+                f"{frame['name']} ({frame['filename']}:{frame['line']})",
+                [str(local["repr"]) for local in frame.get("locals") or ()],
+            )
+            for frame in thread["frames"]
         ]
         for thread in threads
     }
@@ -287,9 +294,122 @@ def _named_locks(spy: str, pid: int) -> list[str] | None:
     try:
         # Twice: once cuts a path to a few characters.
         threads = _spy(spy, pid, "--locals", "--locals")
-        frames = threads[0]["frames"][:LOCK_FRAMES] if threads else []
-        texts = [str(local["repr"]) for frame in frames for local in frame["locals"] or ()]
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
         return None
+    frames = next(iter(threads.values()), [])[:LOCK_FRAMES]
+    texts = [text for frame in frames for text in frame.variables]
     paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
     return [path if path.endswith("lock") else f"{path}/lock" for path in paths]
+
+
+# torch locks the build of an extension by the existence of a file, which stays when its holder is killed: a
+# process that needs the extension then waits forever, without output. Triton and filelock use flock.
+EXTENSIONS = (
+    ("TORCH_EXTENSIONS_DIR", ""),
+    ("XDG_CACHE_HOME", "torch_extensions"),
+    ("HOME", ".cache/torch_extensions"),
+)
+TRITON = (("TRITON_CACHE_DIR", ""), ("TRITON_HOME", ".triton/cache"), ("HOME", ".triton/cache"))
+"""The variables that set the folder of a cache, in their order, and the folder below their value."""
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """A lock file that a rank waits for, or may wait for."""
+
+    path: str
+    time: str
+    """When the file was last changed: torch's is empty, so when it was created."""
+    is_certain: bool
+    """Whether the stack of the rank shows that it waits for this file."""
+    holder: str
+    """The process on the host of the rank that has it open, as ``process 7 (python)``; empty if none has.
+
+    It can be the rank itself, if its stack does not show that it waits.
+    """
+
+
+def find_lock_files(pid: int, named: Iterable[str]) -> list[LockFile]:
+    """The lock files that a process may wait for; `named` are those in the frames of its stack."""
+    certain = [path for path in map(Path, dict.fromkeys(named)) if path.is_file()]
+    environ = _environ(pid)
+    held = _held_files()
+    others = [
+        *_files(_folder(EXTENSIONS, environ), "*/lock", "*/*/lock"),
+        *(path for path in _files(_folder(TRITON, environ), "*/lock") if _identity(path) in held),
+    ]
+    return [
+        found
+        for path, is_certain in [*((path, True) for path in certain), *((path, False) for path in others)]
+        if (is_certain or path not in certain) and (found := _lock_file(path, pid, is_certain)) is not None
+    ]
+
+
+def _lock_file(path: Path, pid: int, is_certain: bool) -> LockFile | None:
+    try:
+        changed = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+    except OSError:
+        return None  # released meanwhile
+    return LockFile(
+        str(path),
+        as_utc(changed, "seconds"),
+        is_certain,
+        _holder(path, other_than=pid if is_certain else None),
+    )
+
+
+def _environ(pid: int) -> dict[str, str]:
+    try:
+        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}  # it has ended
+    pairs = (os.fsdecode(line).partition("=") for line in lines)
+    return {name: value for name, _, value in pairs if value}
+
+
+def _folder(variables: Iterable[tuple[str, str]], environ: Mapping[str, str]) -> Path | None:
+    return next((Path(environ[name], below) for name, below in variables if name in environ), None)
+
+
+def _files(folder: Path | None, *patterns: str) -> Iterator[Path]:
+    if folder is not None:
+        for pattern in patterns:
+            yield from sorted(folder.glob(pattern))
+
+
+def _identity(path: Path) -> str:
+    """A file as ``/proc/locks`` names it; empty if it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+
+
+def _held_files() -> set[str]:
+    """The files with a lock that a process on this host holds or waits for."""
+    try:
+        lines = (PROC / "locks").read_text().splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines for word in line.split() if word.count(":") == 2}
+
+
+def _holder(path: Path, other_than: int | None) -> str:
+    """A process of this host that has a file open; of other users' processes nothing is known."""
+    real = os.path.realpath(path)
+    for process in PROC.iterdir():
+        if not process.name.isdigit() or int(process.name) == other_than:
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if any(_target(link) == real for link in (process / "fd").iterdir()):
+                name = (process / "comm").read_text().strip()
+                return f"process {process.name} ({name})"
+    return ""
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""  # closed meanwhile

@@ -41,8 +41,7 @@ from trainkit.job.node.step_listener import StepListener
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.preflight import check_node
-from trainkit.job.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
-from trainkit.job.processes import log_line, redirect_output
+from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, redirect_output
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     AGENT_SIGNAL,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.folders import ensure_folder
 from trainkit.job.processes import log_line
@@ -64,19 +65,16 @@ class HealthSampler:
         while not self._ends.wait(self._interval_s):
             try:
                 ensure_folder(self.file.parent)
-                append_jsonl(self.file, self.sample())
+                record = {"time": utc_now(), "attempt": self._number, "host": self._host}
+                record |= asdict(self._counters.sample())
+                gpus, problem = self._gpus.sample()
+                if problem:
+                    self._report(f"cannot query the GPUs: {problem}")
+                append_jsonl(self.file, {**record, "gpus": list(map(asdict, gpus))})
                 if self.file.stat().st_size > MAX_BYTES:
                     thin_out(self.file)
             except OSError as error:
                 self._report(f"cannot write {self.file}: {error.strerror or error}")
-
-    def sample(self) -> dict[str, Any]:
-        """One record; None for what is unknown."""
-        record = {"time": utc_now(), "attempt": self._number, "host": self._host, **self._counters.sample()}
-        gpus, problem = self._gpus.sample()
-        if problem:
-            self._report(f"cannot query the GPUs: {problem}")
-        return {**record, "gpus": gpus}
 
     def _report(self, problem: str) -> None:
         """Say once what is wrong: the run continues without samples."""
@@ -92,52 +90,56 @@ def thin_out(file: Path) -> None:
     write_atomic(file, "".join(lines[:half:2] + lines[half:]))
 
 
+@dataclass(frozen=True)
+class HostSample:
+    """The use of a host; None for what is unknown."""
+
+    cpu_percent: float | None
+    load_1m: float
+    mem_used_gib: float | None
+    mem_total_gib: float | None
+    job_mem_gib: float | None
+    net_rx_mib_s: float | None
+    net_tx_mib_s: float | None
+    disk_read_mib_s: float | None
+    disk_write_mib_s: float | None
+
+
 class _Counters:
     """Rates since the previous sample, from the counters of the kernel."""
 
     def __init__(self) -> None:
         self._before = self._read()
 
-    def sample(self) -> dict[str, Any]:
+    def sample(self) -> HostSample:
         now, before = self._read(), self._before
         self._before = now
-        elapsed_s: float = max(1e-3, now["s"] - before["s"])
+        elapsed_s = max(1e-3, now.s - before.s)
 
-        def rate(name: str) -> float | None:
-            if now[name] is None or before[name] is None:
+        def rate(now_bytes: int | None, before_bytes: int | None) -> float | None:
+            if now_bytes is None or before_bytes is None:
                 return None
-            num_bytes: int = max(0, now[name] - before[name])
-            per_s: float = num_bytes / elapsed_s
-            return round(per_s / MIB, 2)
+            return round(max(0, now_bytes - before_bytes) / elapsed_s / MIB, 2)
 
-        busy, total = (now[name] - before[name] for name in ("cpu_busy", "cpu_total"))
-        memory = host_memory_gib()
-        used_gib, total_gib = (None, None) if memory is None else memory
-        return {
-            "cpu_percent": round(100.0 * busy / total, 1) if total > 0 else None,
-            "load_1m": round(os.getloadavg()[0], 2),
-            "mem_used_gib": used_gib,
-            "mem_total_gib": total_gib,
-            "job_mem_gib": job_memory_gib(),
-            "net_rx_mib_s": rate("net_rx"),
-            "net_tx_mib_s": rate("net_tx"),
-            "disk_read_mib_s": rate("disk_read"),
-            "disk_write_mib_s": rate("disk_write"),
-        }
+        busy, total = (new - old for new, old in zip(now.cpu, before.cpu, strict=True))
+        percent = round(100.0 * busy / total, 1) if total > 0 else None
+        used_gib, total_gib = host_memory_gib() or (None, None)
+        rates = map(rate, (*now.network, *now.disks), (*before.network, *before.disks))
+        return HostSample(
+            percent, round(os.getloadavg()[0], 2), used_gib, total_gib, job_memory_gib(), *rates
+        )
 
-    def _read(self) -> dict[str, Any]:
-        busy, total = _cpu_jiffies()
-        received, sent = _network_bytes()
-        read, written = _disk_bytes()
-        return {
-            "s": time.monotonic(),
-            "cpu_busy": busy,
-            "cpu_total": total,
-            "net_rx": received,
-            "net_tx": sent,
-            "disk_read": read,
-            "disk_write": written,
-        }
+    def _read(self) -> _Reading:
+        return _Reading(time.monotonic(), _cpu_jiffies(), _network_bytes(), _disk_bytes())
+
+
+class _Reading(NamedTuple):
+    """The counters of the kernel at a moment."""
+
+    s: float
+    cpu: tuple[int, int]
+    network: tuple[int | None, int | None]
+    disks: tuple[int | None, int | None]
 
 
 def _lines(path: Path) -> list[list[str]]:
@@ -210,6 +212,22 @@ def _disk_bytes() -> tuple[int | None, int | None]:
     return found[0], found[1]
 
 
+@dataclass(frozen=True)
+class GpuSample:
+    """The state of a GPU; None for what it does not tell."""
+
+    index: int
+    name: str
+    util_percent: int | None
+    mem_used_gib: float | None
+    mem_total_gib: float | None
+    power_w: float | None
+    temperature_c: int | None
+    sm_clock_mhz: int | None
+    throttle: list[str] | None
+    ecc_errors: int | None
+
+
 class _Gpus:
     """The GPUs of NVML that the ranks of this node see."""
 
@@ -239,15 +257,15 @@ class _Gpus:
         except pynvml.NVMLError:
             return  # no driver, or a slice of a GPU that reports nothing
 
-    def sample(self) -> tuple[list[dict[str, Any]], str]:
-        """A record of each GPU, and a problem; empty without one."""
+    def sample(self) -> tuple[list[GpuSample], str]:
+        """A sample of each GPU, and a problem; empty without one."""
         problem, found = "", []
         for index, handle, name in self._handles:
-            values = {key: self._query(get, handle) for key, get in self._queries().items()}
-            lost = [str(value) for value in values.values() if _is_lost(self._nvml, value)]
+            values = [self._query(get, handle) for get in self._queries()]
+            lost = [str(value) for value in values if _is_lost(self._nvml, value)]
             problem = problem or (f"GPU {index}: {lost[0]}" if lost else "")
-            known = {key: None if isinstance(value, Exception) else value for key, value in values.items()}
-            found.append({"index": index, "name": name, **known})
+            known = (None if isinstance(value, Exception) else value for value in values)
+            found.append(GpuSample(index, name, *known))
         return found, problem
 
     def _query(self, get: Any, handle: Any) -> Any:
@@ -256,22 +274,21 @@ class _Gpus:
         except self._nvml.NVMLError as error:
             return error
 
-    def _queries(self) -> dict[str, Any]:
+    def _queries(self) -> tuple[Callable[[Any], Any], ...]:
+        """In the order of the fields of a sample."""
         nvml = self._nvml
-        return {
-            "util_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-            "mem_used_gib": lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB, 2),
-            "mem_total_gib": lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB, 2),
-            "power_w": lambda gpu: round(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, 1),
-            "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-            "sm_clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-            "throttle": lambda gpu: throttle_reasons(
-                nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-            ),
-            "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        return (
+            lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB, 2),
+            lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB, 2),
+            lambda gpu: round(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, 1),
+            lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            lambda gpu: throttle_reasons(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
+            lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
-        }
+        )
 
 
 def _is_lost(nvml: Any, value: object) -> bool:

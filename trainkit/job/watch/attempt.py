@@ -14,24 +14,22 @@ from typing import Any
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.decision import RESTART_SIGNAL, Outcome
-from trainkit.job.failure.records import first_exit_code
-from trainkit.job.failure.srun_errors import (
+from trainkit.job.failure.launcher_report import (
     first_task_exit,
     node_of_killed_task,
     ran_out_of_memory,
     was_aborted,
 )
+from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangWatch
 from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
-from trainkit.job.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
-from trainkit.job.processes import log_line, module_argv
+from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.job.watch.progress import ProgressWatch
+from trainkit.job.watch.progress import ProgressWatch, SlowHostWatch
 from trainkit.job.watch.silence import SilenceWatch
-from trainkit.job.watch.slow_hosts import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_jsonl, seconds_between

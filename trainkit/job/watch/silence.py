@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.folders import ensure_folder
-from trainkit.job.failure.stacks import Gathering, Reply, group_replies
+from trainkit.job.failure.stacks import Gathering, LockFile, Reply, group_replies
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
@@ -100,10 +99,10 @@ def explain_silence(replies: Sequence[Reply], started: str = "") -> Silence:
     """What the ranks of an attempt wait for that began at the time `started`, from their stacks and locks."""
     found = [(reply, lock) for reply in replies for lock in reply.locks]
     in_the_way = {
-        str(lock["path"])
+        lock.path
         for reply, lock in found
         # A rank with a stack that does not show that it waits has the lock itself, or works next to a holder.
-        if lock["is_certain"] or not reply.threads or not lock["holder"]
+        if lock.is_certain or not reply.threads or not lock.holder
     }
     if in_the_way:
         paths = {path: _Lock.of(found, path) for path in in_the_way}
@@ -131,16 +130,16 @@ class _Lock:
     hosts: list[str]
 
     @classmethod
-    def of(cls, found: Sequence[tuple[Reply, Mapping[str, Any]]], path: str) -> _Lock:
-        seen = [(reply, lock) for reply, lock in found if lock["path"] == path]
-        waiting = [reply for reply, lock in seen if lock["is_certain"]]
+    def of(cls, found: Sequence[tuple[Reply, LockFile]], path: str) -> _Lock:
+        seen = [(reply, lock) for reply, lock in found if lock.path == path]
+        waiting = [reply for reply, lock in seen if lock.is_certain]
         return cls(
             path=path,
-            time=str(seen[0][1]["time"]),
+            time=seen[0][1].time,
             is_certain=bool(waiting),
             waiting=(waiting or [seen[0][0]])[0],
             num_others=len(waiting or seen) - 1,
-            holders=[f"{lock['holder']} on {reply.host}" for reply, lock in seen if lock["holder"]],
+            holders=[f"{lock.holder} on {reply.host}" for reply, lock in seen if lock.holder],
             hosts=sorted({reply.host for reply, _ in seen}),
         )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class SaveRequest:
     """One checkpoint to write; `record` is added to its manifest."""
 
     step: int
-    record: dict[str, Any]
+    record: Mapping[str, object]
     is_best: bool
     reason: str
 
@@ -70,7 +71,7 @@ class _PublishingWriter(HashingWriter):
             "version": MANIFEST_VERSION,
             "step": self._request.step,
             **self._request.record,
-            "files": dict(sorted(self.files.items())),
+            "files": {name: asdict(item) for name, item in sorted(self.files.items())},
         }
         manifest[SEAL] = seal(manifest)
         write_json(self._partial / MANIFEST_NAME, manifest)
@@ -137,15 +138,14 @@ class CheckpointSaver:
         blocking = blocking or not self._can_stage()
         from_device = blocking and self._world.device.type == "cuda"
         writer = _PublishingWriter(partial, target, request, self._keep_last, from_device=from_device)
-        options: dict[str, Any] = {
-            "storage_writer": writer,
-            "process_group": self._world.checkpoint_group,
-            "no_dist": not self._world.distributed,
-        }
+        group, alone = self._world.checkpoint_group, not self._world.distributed
         future: Future[Any] = Future()
         if blocking:
             try:
-                future.set_result(state_dict_saver.save(self.tensors, **options))
+                saved = state_dict_saver.save(
+                    self.tensors, storage_writer=writer, process_group=group, no_dist=alone
+                )
+                future.set_result(saved)
             # CheckpointException is not derived from Exception.
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
@@ -153,7 +153,13 @@ class CheckpointSaver:
             if self._world.device.type == "cuda":
                 # The stager copies on its own stream while the optimizer's kernels may still be running.
                 torch.cuda.current_stream().synchronize()
-            response = state_dict_saver.async_save(self.tensors, async_stager=self._get_stager(), **options)
+            response = state_dict_saver.async_save(
+                self.tensors,
+                storage_writer=writer,
+                process_group=group,
+                no_dist=alone,
+                async_stager=self._get_stager(),
+            )
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
             future = response.upload_completion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,6 +85,21 @@ class StateBuffers:
         copy_from_main(list(self.tensors.values()), world)
 
 
+@dataclass(frozen=True)
+class StreamState:
+    """Where a stream is after a step: just before its last sample, and a digest of that sample.
+
+    A resume reads this sample again, and so finds out whether it has come to the right place.
+    """
+
+    epoch: int
+    samples: int
+    """Samples of the epoch before that one."""
+    state: Any
+    """What ``state_dict()`` returned then; None to read over these samples."""
+    digest: str
+
+
 @dataclass
 class TrainingState:
     """The counters of a training run, equal on all ranks; `progress` in the manifest."""
@@ -102,16 +117,15 @@ class TrainingState:
     has_updated_weights: bool = False
     """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
-    stream: dict[str, Any] | None = None
-    """Position of a stream, which rank 0 has: the fields of `trainer.stream.StreamState`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    stream: StreamState | None = None
+    """Position of a stream, which rank 0 has."""
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> TrainingState:
+    def from_json(cls, value: Mapping[str, Any]) -> TrainingState:
+        stream = value.get("stream")
+        values = {**value, "stream": None if stream is None else StreamState(**stream)}
         # Manifests of older versions do not say it.
-        return cls(**{"has_updated_weights": True, **value})
+        return cls(**{"has_updated_weights": True, **values})
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainkit.folders import ensure_folder
-from trainkit.run.manifest import file_hash
+from trainkit.run.manifest import FileSum, file_hash
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
 # A single process deliberately saves without a process group; filters set here apply to all threads.
@@ -50,7 +50,7 @@ _SAFE_NAMES = {
 class HashedResults(list[WriteResult]):
     """The results of one rank, with the size and hash of each file; sent to the coordinator."""
 
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileSum]
 
 
 class _HashingStream(io.BufferedWriter):
@@ -69,7 +69,7 @@ class _HashingStream(io.BufferedWriter):
 
 class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, FileSum] = {}
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         ensure_folder(Path(path), parents=True)
@@ -82,7 +82,7 @@ class _HashingFileSystem(FileSystem):
             return
         with _HashingStream(Path(path)) as hashing:
             yield cast(io.IOBase, hashing)
-        self.files[Path(path).name] = {"bytes": hashing.num_bytes, "sha256": hashing.digest.hexdigest()}
+        self.files[Path(path).name] = FileSum(hashing.num_bytes, hashing.digest.hexdigest())
 
 
 class HashingWriter(FileSystemWriter):
@@ -102,7 +102,7 @@ class HashingWriter(FileSystemWriter):
         )
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, FileSum] = {}
         self._is_coordinator = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ class HashingWriter(FileSystemWriter):
         with path.open("rb") as stream:
             # torch syncs the file before it flushes the buffer, while the file is still empty.
             os.fsync(stream.fileno())
-        self.files[METADATA_NAME] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        self.files[METADATA_NAME] = FileSum(path.stat().st_size, file_hash(path))
 
 
 class _MetadataUnpickler(pickle.Unpickler):

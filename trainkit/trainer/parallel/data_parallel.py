@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -111,23 +112,23 @@ def apply_data_parallel(
                 replicate(module, replicate_mesh, policy)
         replicate(model, replicate_mesh, policy)
         return
-    options: dict[str, Any] = {
-        "mesh": mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
-        "mp_policy": policy,
+    shard = partial(
+        fully_shard,
+        mesh=mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
+        mp_policy=policy,
         # A pipeline would gather the parameters again for every microbatch.
-        "reshard_after_forward": zero == 3 and layout.pp == 1,
-    }
+        reshard_after_forward=zero == 3 and layout.pp == 1,
+    )
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        shard = partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda"))
     for module in float32:
-        fully_shard(module, **{**options, "mp_policy": whole})
+        shard(module, mp_policy=whole)
     for unit in [first, *units] if first else units:
-        fully_shard(unit, **options)
+        shard(unit)
     # The head, and the parameters of the root, are needed again right after the forward pass.
-    gathered = {**options, "reshard_after_forward": False}
     if last:
-        fully_shard(last, **gathered)
-    fully_shard(model, **gathered)
+        shard(last, reshard_after_forward=False)
+    shard(model, reshard_after_forward=False)
 
 
 def reduces_on_host(world: World) -> bool:
