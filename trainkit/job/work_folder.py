@@ -10,14 +10,14 @@ import filecmp
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trainkit.folders import ensure_folder
 from trainkit.run.files import read_json, write_json
-from trainkit.run.record import read_job
+from trainkit.run.record import CodeCopy, read_job
 from trainkit.run.rundir import RunDir
 
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
@@ -37,9 +37,9 @@ def prepare_work_folder(run: RunDir) -> Path | None:
         # job.json was lost: continue where the outputs are.
         return run.work_dir / str(read_json(run.work_file)["subfolder"])
     code = job.code
-    if not code:
+    if code is None:
         return None
-    snapshot, before = Path(code["code"]), _replaced_snapshots(run)
+    snapshot, before = Path(code.code), _replaced_snapshots(run)
     if not run.work_dir.exists():
         _create(run, snapshot, _record(code, before))
     else:
@@ -47,7 +47,7 @@ def prepare_work_folder(run: RunDir) -> Path | None:
         if len(before) > num_seen:
             _renew(run.work_dir, before[num_seen], snapshot)
             write_json(run.work_file, _record(code, before))
-    folder = run.work_dir / str(code["subfolder"])
+    folder = run.work_dir / code.subfolder
     ensure_folder(folder, parents=True)
     return folder
 
@@ -57,8 +57,8 @@ def _replaced_snapshots(run: RunDir) -> list[Path]:
     return sorted(run.path.glob("code.[0-9][0-9][0-9]"))
 
 
-def _record(code: Mapping[str, Any], replaced: Sequence[Path]) -> dict[str, Any]:
-    return {"num_replaced_snapshots": len(replaced), "subfolder": code["subfolder"]}
+def _record(code: CodeCopy, replaced: Sequence[Path]) -> dict[str, Any]:
+    return {"num_replaced_snapshots": len(replaced), "subfolder": code.subfolder}
 
 
 def _create(run: RunDir, snapshot: Path, record: dict[str, Any]) -> None:
