@@ -28,7 +28,10 @@ def project(tmp_path: Path) -> Path:
 
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
     snapshot = take_snapshot(project / subfolder, run, {}, links=True)
-    write_json(run.job_file, {"cwd": "/", "code": snapshot.to_dict(), "attempts": []})
+    write_json(
+        run.job_file,
+        {"cwd": "/", "code": {"code": snapshot.code, "subfolder": snapshot.subfolder}, "attempts": []},
+    )
 
 
 def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_path: Path) -> None:

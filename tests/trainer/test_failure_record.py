@@ -83,7 +83,7 @@ def test_record(tmp_path, step, capsys):
     assert 'raise ValueError("a bug")' in value.pop("traceback")
     assert value.pop("time").endswith("Z")
     assert value == {
-        **WHO._asdict(),
+        **vars(WHO),
         "step": step,
         "phase": "start" if step is None else "forward",
         "type": "ValueError",

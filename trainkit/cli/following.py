@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import click
 
@@ -21,7 +20,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.record import AttemptRecord, CodeCopy, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 END_S = 3.0
@@ -162,13 +161,13 @@ def print_end(run: RunDir) -> int:
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
 
 
-def print_copied(code: dict[str, Any] | None) -> None:
+def print_copied(code: CodeCopy | None) -> None:
     """Print to stderr which code was copied into the run folder, if any."""
     if code is None:
         return
-    files = "1 file" if code["num_files"] == 1 else f"{code['num_files']:,} files"
-    click.echo(f"  code                {files} of {code['source']} copied", err=True)
-    for note in code["notes"]:
+    files = "1 file" if code.num_files == 1 else f"{code.num_files:,} files"
+    click.echo(f"  code                {files} of {code.source} copied", err=True)
+    for note in code.notes:
         click.echo(f"  note: {note}", err=True)
 
 

@@ -154,7 +154,7 @@ def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
     code = None if takes_new_code else job.code
     os.chdir(submitted)
     try:
-        yield submitted if code is None else Path(str(code["workdir"]))
+        yield submitted if code is None else Path(code.workdir)
     finally:
         os.chdir(here)
 

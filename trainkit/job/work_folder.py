@@ -36,9 +36,9 @@ def prepare_work_folder(run: RunDir) -> Path | None:
         # job.json was lost: continue where the outputs are.
         return run.work_dir / str(read_json(run.work_file)["subfolder"])
     code = job.code
-    if not code:
+    if code is None:
         return None
-    snapshot, subfolder = Path(code["code"]), str(code["subfolder"])
+    snapshot, subfolder = Path(code.code), code.subfolder
     before = sorted(run.path.glob("code.[0-9][0-9][0-9]"))  # its earlier snapshots
     record = {"num_replaced_snapshots": len(before), "subfolder": subfolder}
     if not run.work_dir.exists():

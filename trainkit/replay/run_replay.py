@@ -160,9 +160,9 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
 def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
     """PYTHONPATH with the run's copy of the code in front, as its job had it; empty without a copy."""
     code = read_job(run).code
-    if not code:
+    if code is None:
         return {}
-    paths = [*code["import_path"], env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
+    paths = [*code.import_path, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

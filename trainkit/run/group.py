@@ -20,8 +20,8 @@ from typing import Any
 from trainkit.errors import UsageError
 from trainkit.locks import file_lock
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, write_json
-from trainkit.run.record import add_slurm_attempt, create_job, open_attempt
+from trainkit.run.files import read_json, read_record, write_json
+from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import RunDir
 
 GROUP_VERSION = 1
@@ -129,6 +129,12 @@ class RunGroup:
         found = self.record.get("job_id")
         return None if found is None else str(found)
 
+    @property
+    def code(self) -> CodeCopy | None:
+        """The copy of the code of all runs; None if they use the files in place."""
+        found = self.record.get("code")
+        return None if found is None else read_record(CodeCopy, found)
+
     @cached_property
     def points(self) -> dict[int, Point]:
         """The points by index."""
@@ -218,7 +224,7 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
         backend=record["backend"],
         name=f"{group.name}/{point.index}",
         cwd=record["cwd"],
-        code=record.get("code"),
+        code=group.code,
     )
     plan = json.dumps(changed(record["plan"], point.plan), indent=2, ensure_ascii=False) + "\n"
     attempt = open_attempt(stage, dump(changed(record["config"], point.config)), plan)

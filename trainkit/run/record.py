@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,33 @@ class AttemptRecord:
         return {**own, **{key: value for key, value in self.more.items() if key not in own}}
 
 
+@dataclass(frozen=True)
+class CodeCopy:
+    """The copy of a run's code, as job.json describes it."""
+
+    source: str = ""
+    """The folder that was copied: the root of the git work tree, or the working directory."""
+    code: str = ""
+    """The root of the copy."""
+    subfolder: str = ""
+    """The working directory relative to both roots; empty for the root."""
+    kind: str = ""
+    """``git`` or ``pattern``."""
+    num_files: int = 0
+    num_bytes: int = 0
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    """The first files that were not copied: ``path, reason``."""
+    links: list[str] = field(default_factory=list)
+    """The first paths in the copy that are links to the source, which may change."""
+    import_path: list[str] = field(default_factory=list)
+    """Folders of the copy for PYTHONPATH, so that modules are imported from the copy."""
+    notes: list[str] = field(default_factory=list)
+    """Messages for the user."""
+    workdir: str = ""
+    """The working directory in the copy."""
+    num_left_out: int = 0
+
+
 @dataclass
 class JobRecord:
     """The content of job.json."""
@@ -114,8 +141,8 @@ class JobRecord:
     name: str = ""
     cwd: str | None = None
     """The folder that the run was submitted from."""
-    code: dict[str, Any] | None = None
-    """The code snapshot; None without one."""
+    code: CodeCopy | None = None
+    """None if the run uses the files in place."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = None
     """The ids of the jobs that continue the run, one after another."""
@@ -156,14 +183,15 @@ class JobRecord:
     def to_dict(self) -> dict[str, Any]:
         attempts = [entry.to_dict() for entry in self.attempts]
         follow_ups = {} if self.follow_ups is None else {"follow_ups": self.follow_ups}
-        own: dict[str, Any] = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": self.code}
+        code = None if self.code is None else asdict(self.code)
+        own: dict[str, Any] = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": code}
         own |= {"attempts": attempts, **follow_ups}
         return {**own, **{key: value for key, value in self.more.items() if own.get(key) is None}}
 
 
-def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: Mapping[str, Any] | None) -> None:
+def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> None:
     """Write the job.json of a new run, with no attempts."""
-    write_json(run.job_file, JobRecord(backend, name, cwd, None if code is None else dict(code)).to_dict())
+    write_json(run.job_file, JobRecord(backend, name, cwd, code).to_dict())
 
 
 def read_job(run: RunDir) -> JobRecord:
@@ -356,17 +384,17 @@ def copied_file(run: RunDir, name: str) -> Path:
     if code is None:
         return original
     inside = os.path.relpath(Path(folder, name), folder)
-    copied = Path(os.path.normpath(Path(code["workdir"]) / inside))
-    return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
+    copied = Path(os.path.normpath(Path(code.workdir) / inside))
+    return copied if copied.is_relative_to(code.code) and copied.is_file() else original
 
 
 def copied_folder(run: RunDir) -> Path:
     """The folder of the code snapshot that corresponds to that of the submission, else the current folder."""
     code = _snapshot(run)[1]
-    return Path.cwd() if code is None else Path(code["workdir"])
+    return Path.cwd() if code is None else Path(code.workdir)
 
 
-def _snapshot(run: RunDir) -> tuple[str, dict[str, Any] | None]:
+def _snapshot(run: RunDir) -> tuple[str, CodeCopy | None]:
     """The folder that a run was submitted from, and where its code snapshot is; None if it has none.
 
     Raises ValueError for a damaged job.json: the ranks would run other code than that of the run.
@@ -378,4 +406,4 @@ def _snapshot(run: RunDir) -> tuple[str, dict[str, Any] | None]:
     if not isinstance(content, dict):
         raise ValueError(f"{run.job_file} is damaged: it has no JSON object")
     job = read_record(JobRecord, content)
-    return job.cwd or str(Path.cwd()), job.code or None
+    return job.cwd or str(Path.cwd()), job.code

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,7 +27,7 @@ from trainkit.locks import NEEDS_FLOCK, unsupported
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
-from trainkit.run.record import create_job
+from trainkit.run.record import CodeCopy, create_job
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.submit.interpreters import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
@@ -53,8 +53,8 @@ class CreatedRun:
 
     run: RunDir
     name: str
-    code: dict[str, Any] | None
-    """The copy of the code, as described in job.json; None if the run uses the files in place."""
+    code: CodeCopy | None
+    """None if the run uses the files in place."""
 
 
 def create_run(
@@ -73,9 +73,7 @@ def create_run(
     return CreatedRun(run, name, code)
 
 
-def write_origin(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str]
-) -> dict[str, Any] | None:
+def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str]) -> CodeCopy | None:
     """Copy the code of a run and write provenance.json; returns the description of the copy.
 
     Raises UsageError when the code cannot be copied or a secret would be written.
@@ -84,7 +82,8 @@ def write_origin(
     with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
         provenance = thread.submit(collect_provenance, cwd)
         code = copy_code(run, plan, cwd) if wants_copy(config, plan) else None
-        value = {**provenance.result(), "argv": without_secrets(argv, config.secrets), "code": code}
+        value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
+        value["code"] = None if code is None else asdict(code)
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code

@@ -22,7 +22,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.resources import shipped_templates
 from trainkit.run.group import RunGroup
-from trainkit.run.record import submission_token
+from trainkit.run.record import CodeCopy, submission_token
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.quoting import comment, directive, log_path, quote, words
 from trainkit.submit.environment import JobEnvironment, make_job_environment
@@ -38,7 +38,7 @@ def script_for(
     plan: LaunchPlan,
     config: RunConfig,
     cwd: Path,
-    code: Mapping[str, Any] | None,
+    code: CodeCopy | None,
     array: str | None = None,
 ) -> JobScript:
     """The batch script of an attempt; `cwd` is the folder the run was submitted from.
@@ -74,11 +74,11 @@ def script_for(
     return backend.finish_script(run, script)
 
 
-def _other_workdir(run: RunDir, plan: LaunchPlan, code: Mapping[str, Any] | None) -> str | None:
+def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str | None:
     """Where a job works whose folder of submission is gone; None if it needs the files in that folder."""
     if plan.workload.is_command:
         return None  # it works in its copy already, or has none
-    return str(run.path if code is None else code["workdir"])
+    return str(run.path) if code is None else code.workdir
 
 
 def _restarts_of_starts(plan: LaunchPlan) -> int:
@@ -89,7 +89,7 @@ def _restarts_of_starts(plan: LaunchPlan) -> int:
 
 
 def _job_environment(
-    run: RunDir, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
+    run: RunDir, plan: LaunchPlan, config: RunConfig, cwd: Path, code: CodeCopy | None
 ) -> JobEnvironment:
     launch = config.launch
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
@@ -98,11 +98,11 @@ def _job_environment(
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     program = plan.container_program
-    workdir, python_path, folders = str(cwd), (), [str(cwd)]
+    workdir, python_path, folders = str(cwd), list[str](), [str(cwd)]
     if code is not None:
-        folders.append(str(code["code"]))  # a run of a group shares the copy in the group's folder
-        python_path = tuple(code["import_path"])
-        workdir = str(code["workdir"]) if plan.workload.is_command else workdir
+        folders.append(code.code)  # a run of a group shares the copy in the group's folder
+        python_path = code.import_path
+        workdir = code.workdir if plan.workload.is_command else workdir
     if not plan.workload.is_command:
         folders += _data_paths(config)
     return make_job_environment(

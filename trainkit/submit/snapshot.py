@@ -10,16 +10,15 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
-from typing import Any
 
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.record import changed_job, read_job
+from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit.source_tree import (
     LeftOut,
@@ -43,38 +42,23 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the code, taken when a run is submitted."""
+    """What a `CodeCopy` describes, completely and with names as they are, also those that are not UTF-8."""
 
     source: str
-    """The folder that was copied: the root of the git work tree, or the working directory."""
     code: str
-    """The root of the copy."""
     subfolder: str
-    """The working directory relative to both roots; empty for the root."""
     kind: str
-    """``git`` or ``pattern``."""
     num_files: int
     num_bytes: int
     left_out: tuple[LeftOut, ...]
     links: tuple[str, ...]
-    """Paths in the copy that are links to the source, which may change."""
     import_path: tuple[str, ...]
-    """Folders of the copy for PYTHONPATH, so that modules are imported from the copy."""
     notes: tuple[str, ...]
-    """Messages for the user."""
 
     @property
     def workdir(self) -> Path:
         """The working directory in the copy."""
         return Path(self.code, self.subfolder)
-
-    def to_dict(self) -> dict[str, Any]:
-        r"""The snapshot as JSON; bytes of names that are not UTF-8 become ``\xNN``."""
-        value = asdict(self) | {"workdir": str(self.workdir)}
-        value["num_left_out"] = len(self.left_out)
-        for key in ("left_out", "links"):
-            value[key] = value[key][:MAX_LISTED]
-        return {key: _as_text(item) for key, item in value.items()}
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
@@ -85,14 +69,14 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
     return config.launch.snapshot and (plan.slurm is not None or plan.workload.is_command)
 
 
-def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
+def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> CodeCopy | None:
     """The description that `copy_code` would return now; writes nothing."""
     if not wants_copy(config, plan):
         return None
     return _describe(plan_snapshot(cwd, run, links=plan.workload.is_command), plan)
 
 
-def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> dict[str, Any]:
+def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> CodeCopy:
     """Copy the code around `cwd` into the run; returns the description for job.json.
 
     Raises UsageError when the code is too large or cannot be read, or the disk is full.
@@ -133,26 +117,34 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         raise
 
 
-def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
-    kept = snapshot.to_dict()
+def _describe(snapshot: Snapshot, plan: LaunchPlan) -> CodeCopy:
+    r"""The copy as job.json describes it; bytes of names that are not UTF-8 become ``\xNN``."""
     _refuse_outside(plan.command or (), snapshot)
-    # Python then also imports modules next to such a script from the source.
-    outside_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
-    return {
-        **kept,
-        "notes": [
-            *kept["notes"],
-            *((WORK_FOLDER_NOTE,) if plan.workload.is_command else ()),
-            *(
-                f"{word} is run from the source, which may change; name it relative to {kept['source']} "
-                "to run the copy"
-                for word in outside_copy
-                if Path(word).is_file()
-            ),
-        ],
-        "workdir": str(snapshot.workdir),
-        "import_path": list(snapshot.import_path),
-    }
+    source = printable(snapshot.source)
+    notes = [*map(printable, snapshot.notes), *((WORK_FOLDER_NOTE,) if plan.workload.is_command else ())]
+    for word in plan.command or ():
+        # Python then also imports modules next to such a script from the source.
+        if Path(word).is_relative_to(source) and Path(word).is_file():
+            how = f"name it relative to {source} to run the copy"
+            notes.append(f"{word} is run from the source, which may change; {how}")
+    left_out = [
+        {"path": printable(item.path), "reason": printable(item.reason)}
+        for item in snapshot.left_out[:MAX_LISTED]
+    ]
+    return CodeCopy(
+        source=source,
+        code=printable(snapshot.code),
+        subfolder=printable(snapshot.subfolder),
+        kind=snapshot.kind,
+        num_files=snapshot.num_files,
+        num_bytes=snapshot.num_bytes,
+        left_out=left_out,
+        links=[printable(path) for path in snapshot.links[:MAX_LISTED]],
+        import_path=list(snapshot.import_path),
+        notes=notes,
+        workdir=str(snapshot.workdir),
+        num_left_out=len(snapshot.left_out),
+    )
 
 
 WORK_FOLDER_NOTE = (
@@ -346,14 +338,6 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, (list, tuple)):
-        return [_as_text(item) for item in value]
-    return {key: _as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _make_links(tree: SourceTree, paths: Iterable[str], target: str) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_k
 from trainkit.plan.workload import Workload
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GROUP_VERSION, Point, RunGroup, difference
-from trainkit.run.record import submission_token
+from trainkit.run.record import CodeCopy, submission_token
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import show_config
@@ -196,7 +196,7 @@ class Submission:
                 seen.append(point.plan.launcher_files)
                 yield folder if self.array is None else RunGroup(folder.path).run(point.index), point
 
-    def script(self, folder: RunDir, code: Mapping[str, Any] | None) -> JobScript:
+    def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
         """The script of the job in its folder; raises UsageError when it would contain a secret."""
         config, array = self.points[0].config, None if self.array is None else self.array.directive
         # Variables that differ are set by the agents of each point.
@@ -406,17 +406,14 @@ def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
-def _share_origin(source: RunGroup, group: RunGroup) -> dict[str, Any] | None:
+def _share_origin(source: RunGroup, group: RunGroup) -> CodeCopy | None:
     shutil.copyfile(source.provenance_file, group.provenance_file)
     if source.code_dir.is_dir():
         group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
-    code: dict[str, Any] | None = source.record["code"]
-    return code
+    return source.code
 
 
-def _record(
-    name: str, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> dict[str, Any]:
     first = points[0]
     plan = first.plan.to_dict()
     entries = (
@@ -437,7 +434,7 @@ def _record(
         "job_id": None,
         "array": array,
         "keys": _keys(points),
-        "code": code,
+        "code": None if code is None else asdict(code),
         "config": _config_dict(first.config),
         "plan": plan,
         "points": [_compact(entry) for entry in entries],

@@ -1,4 +1,4 @@
-"""Checks the user's own task or architecture in another process: only the trainer may import torch."""
+"""Tries the user's code, or simulates a rank, in another process: only the trainer may import torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainkit.config import LoadedConfig, RunConfig
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.target import Target
+from trainkit.config import LoadedConfig, RunConfig, dump_effective
+from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.job.processes import module_argv
-from trainkit.plan.facts import KeyProblem
-from trainkit.plan.make_plan import OURS
-
-if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig, RunConfig
-    from trainkit.plan.launch import LaunchPlan
-
+from trainkit.plan.facts import Facts, KeyProblem
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import OURS, make_plan
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
@@ -96,8 +95,6 @@ def _check(facts: str, file: Path, modified_ns: int) -> list[KeyProblem]:
 
 
 def _run(*options: str, text: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    from trainkit.job.processes import module_argv
-
     return subprocess.run(
         module_argv(CODE_CHECK, *options),
         input=text,
@@ -121,12 +118,6 @@ GPUS_PER_NODE = 8
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     """The plan of a run on `world_size` GPUs; raises ConfigError with all problems."""
-    from trainkit.cluster.machine import Machine
-    from trainkit.cluster.target import Target
-    from trainkit.data.checks import inspect_data
-    from trainkit.plan.facts import Facts
-    from trainkit.plan.make_plan import make_plan
-
     if loaded.config.has_user_task:
         message = f"is {loaded.config.task}, which cannot be simulated"
         raise ConfigError([loaded.problem("task", message, "--simulate-world needs the task causal_lm")])
@@ -149,8 +140,6 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any
 
     Raises UsageError for a rank that does not exist, TrainkitError when the simulation fails.
     """
-    from trainkit.config import dump_effective
-
     if rank >= plan.world_size:
         raise UsageError(
             f"--rank is {rank}, but there are {plan.world_size} ranks", hint="ranks are counted from 0"

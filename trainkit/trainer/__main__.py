@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import asdict
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job.signals import StopRequest
@@ -87,7 +86,7 @@ def record_failure(
     # Not of the exception that is being handled: in `sys.excepthook` there is none.
     trace = "".join(traceback.format_exception(error))
     record = {
-        **asdict(rank_info),
+        **vars(rank_info),
         "time": utc_now(),
         "step": current.step,
         "phase": current.phase,

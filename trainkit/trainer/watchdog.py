@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
@@ -170,7 +170,7 @@ class Watchdog:
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
         ensure_folder(self.attempt.hangs_dir)
-        record = {**asdict(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
+        record = {**vars(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
         record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
         write_json(self._record, record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,8 +15,7 @@ import pytest
 from tests.support.disks import small_disk
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
-from trainkit.run.files import write_json
-from trainkit.run.record import copied_file, create_job
+from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit import snapshot as module
 from trainkit.submit.snapshot import Snapshot, plan_snapshot, take_snapshot
@@ -61,7 +59,7 @@ def test_a_file_is_found_in_the_copy_when_the_project_is_gone(
         (project / name).touch()
     git(project, "init")
     found = take(project / "pkg", run)
-    code = {"code": found.code, "workdir": str(found.workdir)}
+    code = CodeCopy(code=found.code, workdir=str(found.workdir))
     create_job(run, backend="sbatch", name="x", cwd=str(project / "pkg"), code=code)
     shutil.rmtree(project)
     monkeypatch.chdir(run.path)
@@ -149,20 +147,6 @@ def test_working_directory_that_the_repository_ignores(project: Path, run: RunDi
     found = take(project / "empty", run)
     assert (found.kind, found.num_files, found.workdir) == ("git", 1, run.code_dir / "empty")
     assert found.workdir.is_dir()
-
-
-def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir) -> None:
-    git(project, "init")
-    for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b"\xfe.pem"):
-        with open(os.fsencode(project) + b"/" + name, "w"):
-            pass
-    found = take(project, run)
-    assert names(run.code_dir) == ["two\nlines.py", "ü.py", "\udcff.py"]
-    write_json(run.provenance_file, found.to_dict())
-    read = json.loads(run.provenance_file.read_text())
-    assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]
-    assert read["workdir"] == read["code"] == str(run.code_dir)
-    assert (read["num_files"], read["num_left_out"], read["kind"]) == (3, 1, "git")
 
 
 def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
+import json
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.folders import git, names
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
@@ -44,7 +47,7 @@ def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  
     """A run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
     code = copy_code(run, plan, project)
-    write_json(run.job_file, {"cwd": str(project), "code": code, "attempts": []})
+    write_json(run.job_file, {"cwd": str(project), "code": asdict(code), "attempts": []})
     run.attempt(1).create()
     (project / "train.py").write_text("new\n")
     return run
@@ -119,9 +122,21 @@ def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded
     (project / "train.py").write_text("old\n")
     past = replace(plan, command=("python", f"{project}/train.py", "--data", str(project.parent)))
     code = copy_code(run, past, project)
-    assert code is not None
-    assert code["notes"] == [
+    assert code.notes == [
         WORK_FOLDER_NOTE,
         f"{project}/train.py is run from the source, which may change; name it relative to {project} "
         "to run the copy",
     ]
+
+
+def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: LaunchPlan) -> None:
+    git(project, "init")
+    for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b"\xfe.pem"):
+        with open(os.fsencode(project) + b"/" + name, "w"):
+            pass
+    write_json(run.provenance_file, asdict(copy_code(run, plan, project)))
+    assert names(run.code_dir) == ["two\nlines.py", "ü.py", "\udcff.py"]
+    read = json.loads(run.provenance_file.read_text())
+    assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]
+    assert read["workdir"] == read["code"] == str(run.code_dir)
+    assert (read["num_files"], read["num_left_out"], read["kind"]) == (3, 1, "git")
