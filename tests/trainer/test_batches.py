@@ -239,7 +239,9 @@ class NumberedTask:
 
 @pytest.mark.parametrize(("dp", "device_batch_size"), [(1, 4), (2, 4), (16, 2)])
 def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch_size: int) -> None:
-    config = RunConfig.model_validate({"train": {"device_batch_size": 4, "eval_batches": 3}})
+    config = RunConfig.model_validate(
+        {"train": {"device_batch_size": device_batch_size, "global_batch_size": 4, "eval_batches": 3}}
+    )
     plan = SimpleNamespace(
         layout=SimpleNamespace(dp=dp), batch=SimpleNamespace(device_batch_size=device_batch_size)
     )
@@ -265,7 +267,7 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
 @pytest.mark.parametrize("stop_at", [None, 0, 1, 2])
 def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
     """One batch later at most: the ranks look at the batch before. Else it is the mean of all tokens."""
-    config = RunConfig.model_validate({"train": {"device_batch_size": 4, "eval_batches": 3}})
+    config = RunConfig.model_validate({"train": {"global_batch_size": 4, "eval_batches": 3}})
     plan = SimpleNamespace(layout=SimpleNamespace(dp=1), batch=SimpleNamespace(device_batch_size=4))
     task = NumberedTask()
     stop, tried = StopRequest(), []

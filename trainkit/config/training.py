@@ -135,7 +135,7 @@ class TrainConfig(Section):
     )
     eval_batches: AtLeastOne | None = Field(
         default=None,
-        description="Maximum batches of device_batch_size per validation, over all ranks; null reads all.",
+        description="Maximum batches of global_batch_size per validation; null reads all.",
     )
     eval_at_start: bool = Field(default=True, description="Validate once before the first step.")
     log_every: AtLeastOne = Field(default=10, description="Steps between log lines.")

@@ -28,9 +28,10 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            # A total over all ranks, of the size in the config: the loss does not depend on the layout, for
-            # which the plan may reduce that size.
-            num_samples = min(num_samples, config.train.eval_batches * config.train.device_batch_size)
+            # Of the size in the config, if it has one: what the plan derives depends on the layout, and the
+            # losses before and after a resume on another one are compared.
+            batch_size = config.train.global_batch_size or plan.batch.global_batch_size
+            num_samples = min(num_samples, config.train.eval_batches * batch_size)
         self._num_batches = -(-num_samples // size)
         batch = Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len)
         self._batches = task.val_batches(batch, world, num_samples)
