@@ -269,16 +269,12 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
 
     Raises ConfigError and UsageError.
     """
-    if loaded.config.has_user_task:
-        message = f"is {loaded.config.task}, whose possible layouts are unknown"
-        hint = "`trainkit bench layouts` needs the task causal_lm; `trainkit bench settings` takes any task"
-        raise ConfigError([loaded.problem("task", message, hint)])
-    if loaded.config.uses_transformers:
-        message = "is transformers, whose memory is unknown"
-        hint = (
-            "`trainkit bench layouts` needs trainkit's own decoder; `trainkit bench settings` takes any model"
-        )
-        raise ConfigError([loaded.problem("model.architecture", message, hint)])
+    needs, takes = "`trainkit bench layouts` needs", "`trainkit bench settings` takes any"
+    loaded.require_decoder(
+        ("whose possible layouts are unknown", f"{needs} the task causal_lm; {takes} task"),
+        ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
+        or_own=True,
+    )
     gatherer = Gatherer()
     constraints = _find_constraints(loaded, gatherer.facts(loaded))
     impossible: dict[str, str] = {}

@@ -77,18 +77,14 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 def _shape(loaded: LoadedConfig) -> ModelShape:
     """The model's shape; the data is inspected only if the vocabulary size depends on it."""
     from trainkit.data.checks import inspect_data
-    from trainkit.plan.make_plan import OURS
     from trainkit.plan.model_shape import resolve_model_shape
 
-    if loaded.config.has_user_task:
-        message = f"is {loaded.config.task}, whose memory is unknown"
-        raise ConfigError([loaded.problem("task", message, "`trainkit plan` needs the task causal_lm")])
-    model = loaded.config.model
-    if model.architecture != OURS:
-        message = f"is {model.architecture}, whose memory is unknown"
-        hint = "`trainkit check --simulate-world N` simulates a step of your own architecture"
-        raise ConfigError([loaded.problem("model.architecture", message, hint)])
-    vocab_size = model.vocab_size
+    unknown, simulate = "whose memory is unknown", "`trainkit check --simulate-world N` simulates a step of"
+    loaded.require_decoder(
+        (unknown, "`trainkit plan` needs the task causal_lm"),
+        (unknown, f"{simulate} your own architecture"),
+    )
+    vocab_size = loaded.config.model.vocab_size
     if vocab_size is None:
         facts = inspect_data(loaded.config.data)
         if facts.problems:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from trainkit.config.training import TRANSFORMERS, RopeKey
+from trainkit.config.training import DECODER, TRANSFORMERS, RopeKey
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 
@@ -75,7 +75,7 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
         raise UsageError(f"is {name}, but {file} is damaged: {error}", hint="download it again") from None
     if isinstance(content.get("vocab_size"), int):
         values["vocab_size"] = content["vocab_size"]
-    return HFModel(folder, TRANSFORMERS if reason else "llama", values, reason)
+    return HFModel(folder, TRANSFORMERS if reason else DECODER, values, reason)
 
 
 def _find_folder(name: str, cwd: Path) -> Path:

@@ -14,7 +14,7 @@ from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_se
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.names import flatten, meant
 from trainkit.config.schema import MULTIMODAL, RunConfig
-from trainkit.config.training import TRANSFORMERS, ModelConfig
+from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
 from trainkit.config.validation import (
     contradictions,
     unknown_keys,
@@ -173,11 +173,11 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
     if config.has_user_task:
         return tree, []  # the task reads it
     architecture, problems = tree.find(("model", "architecture")), []
-    if architecture is not None and architecture.value == "llama" and model.reason:
+    if architecture is not None and architecture.value == DECODER and model.reason:
         message = f"is llama, which cannot be {model.folder}: {model.reason}"
         hint = "remove it, or set it to transformers"
         problems.append(Problem("model.architecture", message, architecture.origin, hint))
-    if architecture is not None and architecture.value not in ("llama", TRANSFORMERS):
+    if architecture is not None and architecture.value not in (DECODER, TRANSFORMERS):
         message = f"is {architecture.value}, but model.hf is {name}"
         hint = "remove one of them: your own architecture reads no weights of other models"
         return tree, [Problem("model.architecture", message, architecture.origin, hint)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainkit.config.names import flatten, show_value
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import table
 
@@ -37,6 +38,18 @@ class LoadedConfig:
         """A problem of a key, with the origin of its value unless that is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
+
+    def require_decoder(
+        self, task: tuple[str, str], architecture: tuple[str, str], *, or_own: bool = False
+    ) -> None:
+        """Raise ConfigError unless the model is trainkit's decoder, or `or_own` a class of the user's.
+
+        `task` and `architecture` are (what is wrong, hint) where one of these has the model.
+        """
+        key, name = self.config.model_source
+        if name != DECODER and (key == "task" or name == TRANSFORMERS or not or_own):
+            message, hint = task if key == "task" else architecture
+            raise ConfigError([self.problem(key, f"is {name}, {message}", hint)])
 
 
 _LAYOUT = (

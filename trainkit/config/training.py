@@ -7,8 +7,8 @@ from pydantic import Field
 from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, list_field
 from trainkit.formats import JsonObject
 
-TRANSFORMERS = "transformers"
-"""The architecture of models whose code is that of the transformers library."""
+DECODER, TRANSFORMERS = "llama", "transformers"
+"""The architecture whose rules and memory are known without running its code, and any of that library."""
 RopeKey = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
@@ -17,7 +17,7 @@ class ModelConfig(Section):
     """The model: a preset and changes to it."""
 
     architecture: str = Field(
-        default="llama",
+        default=DECODER,
         pattern=r"^(llama|transformers|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         description="llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or"
         " transformers; unset with hf: llama where trainkit's decoder can run the model, else transformers.",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
+from trainkit.config.training import DECODER
 from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 
@@ -262,7 +263,7 @@ def _document_mask(loaded: LoadedConfig) -> Iterator[Problem]:
         if degree > 1:
             yield loaded.problem("data.document_mask", f"is true, but parallel.{key} is {degree}", reason)
     key, name = config.model_source
-    if name != "llama":
+    if name != DECODER:
         message = f"is true, but {key} is {name}, which masks attention itself"
         yield loaded.problem("data.document_mask", message, "remove data.document_mask")
 

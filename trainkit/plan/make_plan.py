@@ -9,6 +9,7 @@ from pathlib import Path
 from trainkit.cluster.target import LOCAL
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import NotifyConfig, RequeueConfig
+from trainkit.config.training import DECODER
 from trainkit.data.checks import DataFacts, mixture_note
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.facts import Facts
@@ -215,10 +216,6 @@ def _notify_policy(notify: NotifyConfig) -> NotifyPolicy:
     )
 
 
-OURS = "llama"
-"""The architecture whose rules and memory are known without running its code."""
-
-
 def _init_problems(loaded: LoadedConfig, facts: Facts) -> Iterator[Problem]:
     if "model.init_from" in facts.missing:
         message = f"is {loaded.config.model.init_from}, which is neither a run folder nor a checkpoint"
@@ -291,7 +288,7 @@ def _check_model(
     """The plan with its memory estimate, and all problems that prevent training the model with it."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
     seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
-    if config.model.architecture != OURS:
+    if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
         found = list(batch_problems(plan.layout, parallel, size, seq_len, steps))
         found = [_with_origin(loaded, problem) for problem in found]

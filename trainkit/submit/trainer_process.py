@@ -12,12 +12,13 @@ from typing import Any
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
+from trainkit.config.training import DECODER
 from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts, KeyProblem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import OURS, make_plan
+from trainkit.plan.make_plan import make_plan
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
@@ -36,12 +37,13 @@ def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     if any(elsewhere) or launch.modules or launch.setup:
         return []
-    if config.has_user_task:
-        found = _check(_facts(config, "task", "task_args", "parallel"), *_file(config.task))
+    key, name = config.model_source
+    if key == "task":
+        found = _check(_facts(config, "task", "task_args", "parallel"), *_file(name))
     elif config.model.hf is not None:
         found = _check(_facts(config, "model", "parallel"), *_file(f"{config.model.hf}/config.json:"))
-    elif config.model.architecture != OURS:
-        found = _check(_facts(config, "model", "data", "parallel"), *_file(config.model.architecture))
+    elif name != DECODER:
+        found = _check(_facts(config, "model", "data", "parallel"), *_file(name))
     else:
         return []
     return [loaded.problem(*item) for item in found]
@@ -118,13 +120,11 @@ GPUS_PER_NODE = 8
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     """The plan of a run on `world_size` GPUs; raises ConfigError with all problems."""
-    if loaded.config.has_user_task:
-        message = f"is {loaded.config.task}, which cannot be simulated"
-        raise ConfigError([loaded.problem("task", message, "--simulate-world needs the task causal_lm")])
-    if loaded.config.uses_transformers:
-        message = "is transformers, whose models cannot be simulated"
-        hint = "--simulate-world needs trainkit's own decoder"
-        raise ConfigError([loaded.problem("model.architecture", message, hint)])
+    loaded.require_decoder(
+        ("which cannot be simulated", "--simulate-world needs the task causal_lm"),
+        ("whose models cannot be simulated", "--simulate-world needs trainkit's own decoder"),
+        or_own=True,
+    )
     requested = loaded.config.resources.gpus_per_node
     per_node = min(world_size, GPUS_PER_NODE if requested == "auto" else requested)
     if world_size % per_node:

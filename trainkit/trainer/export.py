@@ -22,6 +22,7 @@ from trainkit.adapters import merge_adapters
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import read_dataset_file
 from trainkit.data.mixture import is_mixture
 from trainkit.data.sources import prepared_folder
@@ -68,7 +69,7 @@ def export(request: ExportRequest) -> list[str]:
     reader = SafeReader(request.checkpoint)
     if not config.has_decoder:
         return _export_task(config, RunDir(Path(request.run)), reader, out, request)
-    if config.model.architecture != "llama":
+    if config.model.architecture != DECODER:
         raise UsageError(
             f"model.architecture is {config.model.architecture}, which has no Hugging Face format",
             hint="read the checkpoint with torch.distributed.checkpoint",

@@ -38,7 +38,7 @@ SCALARS = (
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class LoggedStep:
     """A line of metrics.jsonl; None for what is not finite or not known. A run's own metrics follow."""
 
     step: int
@@ -59,7 +59,7 @@ class StepRecord:
 
 RECORD_KEYS = frozenset(
     {
-        *(field.name for field in fields(StepRecord)),
+        *(field.name for field in fields(LoggedStep)),
         *("val_loss", "slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
     }
 )
@@ -174,7 +174,7 @@ class Metrics:
             return
         elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
         tokens_per_s = interval.tokens / elapsed_s
-        record = StepRecord(
+        record = LoggedStep(
             step=state.step,
             time=utc_now(),
             attempt=self._attempt,
@@ -218,7 +218,7 @@ class Metrics:
         except OSError as error:
             log.error(f"cannot write metrics.jsonl ({error}); {len(self._unwritten)} records kept in memory")
 
-    def _line(self, record: StepRecord, val_loss: float | None) -> str:
+    def _line(self, record: LoggedStep, val_loss: float | None) -> str:
         eta_s = (self._total_steps - record.step) * record.step_s
         mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
         loss = "not-finite" if record.loss is None else f"{record.loss:.4f}"

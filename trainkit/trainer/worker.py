@@ -374,6 +374,5 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
 
 
 def _model_name(config: RunConfig) -> str:
-    if config.has_user_task:
-        return f"of {config.task}"
-    return config.model.preset if config.model.hf is None else config.model.hf
+    key, name = config.model_source
+    return f"of {name}" if key == "task" else config.model.hf or config.model.preset
