@@ -34,6 +34,11 @@ def table(rows: Sequence[Sequence[str]], right: Container[int] = (), max_width: 
     return "\n".join(lines)
 
 
+def cell(value: object, spec: str = "") -> str:
+    """A value in a table; ``-`` for None."""
+    return "-" if value is None else format(value, spec)
+
+
 MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400

@@ -12,7 +12,7 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.measure import Row, by_speed, measured, point_row, row_of
 from trainkit.bench.run_bench import Bench, BenchRun, read_bench
 from trainkit.bench.summary import COLUMNS, csv_text, find_fastest, summary_table
-from trainkit.run.events import read_metrics
+from trainkit.run.events import steps_of, training_curve
 from trainkit.run.files import write_json
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1}
@@ -30,7 +30,7 @@ def point_of(bench: Bench, item: BenchRun, status: str = "finished", failure: st
 def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> None:
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
-    row = measured(read_metrics(run), bench.length.measured)
+    row = measured(training_curve(run), bench.length.measured)
     assert row == {
         "steps": 5,
         "samples_per_s": 32.0,
@@ -98,7 +98,7 @@ def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> N
     train_made_up(run)
     lines = run.metrics_file.read_text().splitlines(keepends=True)
     run.metrics_file.write_text("".join(lines[1::2]))
-    row = measured(read_metrics(run), bench.length.measured)
+    row = measured(training_curve(run), bench.length.measured)
     assert (row["steps"], row["samples_per_s"]) == (2, None)
 
 
@@ -178,7 +178,7 @@ def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
         {"step": step, "step_s": float(step), "samples_seen": step, "data_wait_s": 0.0}
         for step in range(1, 12)
     ]
-    row = measured(records, range(1, 12))
+    row = measured(list(steps_of(records)), range(1, 12))
     assert (row["step_s"], row["step_s_p10"], row["step_s_p90"]) == (6.0, 2.0, 10.0)
     assert row["tokens_per_s"] is None  # the task counts no tokens
 

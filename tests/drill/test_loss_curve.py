@@ -1,4 +1,5 @@
 from trainkit.drill.loss_curve import Comparison, Point, compare, points_of, steps_while_saving
+from trainkit.run.events import Event, steps_of
 
 REFERENCE = [Point(1, "3.5", 16), Point(2, "3.25", 32), Point(3, "3.125", 48)]
 
@@ -10,7 +11,7 @@ def test_points_are_read_as_they_were_written_and_other_records_are_passed_over(
         {"step": 2, "note": "no loss"},
         {"loss": 1.0},
     ]
-    assert points_of(records) == [Point(1, "0.1", 16, 1), Point(1, "0.10000000000000002")]
+    assert points_of(steps_of(records)) == [Point(1, "0.1", 16, 1), Point(1, "0.10000000000000002")]
 
 
 def test_equal_curves_are_equal_however_often_a_step_was_computed():
@@ -39,11 +40,11 @@ def attempt(number: int, *steps: int) -> list[Point]:
 
 
 def begin(number: int, step: int) -> dict:
-    return {"event": "checkpoint_begin", "attempt": number, "step": step}
+    return Event({"event": "checkpoint_begin", "attempt": number, "step": step})
 
 
 def training(number: int, step: int) -> dict:
-    return {"event": "training", "attempt": number, "step": step}
+    return Event({"event": "training", "attempt": number, "step": step})
 
 
 def test_steps_of_a_save_that_was_cut_off():

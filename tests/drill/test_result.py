@@ -7,6 +7,7 @@ from trainkit.drill.result import Result, RunOutcome, all_passed, evaluate, resu
 from trainkit.drill.scenarios import SCENARIOS
 from trainkit.drill.scenarios import ScenarioRecord as Record
 from trainkit.run.end import AttemptEnd
+from trainkit.run.events import Event
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 REFERENCE = [Point(step, f"{1 / step}", 4 * step, 1) for step in range(1, 31)]
@@ -18,8 +19,8 @@ def run_of(first: int, resumed: int, **more) -> RunOutcome:
     """A run that did the steps up to `first`, and resumed from the checkpoint of step `resumed`."""
     again = [replace(point, attempt=2) for point in REFERENCE[resumed:]]
     events = [
-        {"event": "training", "attempt": 1, "step": 0},
-        {"event": "training", "attempt": 2, "step": resumed},
+        Event({"event": "training", "attempt": 1, "step": 0}),
+        Event({"event": "training", "attempt": 2, "step": resumed}),
     ]
     ended = RunOutcome(FINISHED, [*REFERENCE[:first], *again], events, [], "runs/drill/x")
     return replace(ended, **more)
@@ -52,14 +53,15 @@ def test_a_graceful_stop_costs_no_step():
 )
 def test_a_kill_costs_at_most_the_interval_between_two_saves(name: str, resumed: int, state: str):
     ended = run_of(14, resumed)
-    ended = replace(ended, events=[*ended.events, {"event": "checkpoint_rejected", "attempt": 2, "step": 10}])
+    rejected = Event({"event": "checkpoint_rejected", "attempt": 2, "step": 10})
+    ended = replace(ended, events=[*ended.events, rejected])
     assert result_of(name, Record("SIGKILL", 14), ended).state == state
 
 
 def test_steps_during_a_save_that_was_cut_off_are_lost_on_top():
     ended = run_of(12, 5)
     assert result_of("mid-save", Record(), ended).message == "7 steps were recomputed; the maximum is 5"
-    begun = {"event": "checkpoint_begin", "attempt": 1, "step": 10}
+    begun = Event({"event": "checkpoint_begin", "attempt": 1, "step": 10})
     assert result_of("mid-save", Record(), replace(ended, events=[begun, *ended.events])).state == "passed"
 
 
@@ -103,7 +105,7 @@ def test_a_missing_restart_fails_only_where_the_config_asks_for_one():
 def test_damage_to_checkpoints():
     bad = run_of(12, 12, damages=["step-00000030: manifest.json is missing"])
     assert result_of("signal", Record(), bad).message == "step-00000030: manifest.json is missing"
-    rejected = {"event": "checkpoint_rejected", "attempt": 2, "step": 5}
+    rejected = Event({"event": "checkpoint_rejected", "attempt": 2, "step": 5})
     ended = run_of(12, 10)
     ended = replace(ended, events=[*ended.events, rejected])
     assert result_of("damaged-checkpoint", Record(damaged_step=5), ended).state == "passed"

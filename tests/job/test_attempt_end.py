@@ -14,7 +14,7 @@ from trainkit.job.attempt_end import last_step, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.observe.status import read_status
 from trainkit.run import files as jsonl
-from trainkit.run.end import read_end
+from trainkit.run.end import Best, read_end
 from trainkit.run.events import best_result
 from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_jsonl, read_jsonl_reversed, write_json
@@ -60,7 +60,7 @@ def test_a_long_run_costs_no_more_than_a_short_one(
     end = read_end(run.attempt(number))
     assert end is not None
     assert end.step == MANY - 1
-    assert end.best == {"metric": "loss", "value": 1.0, "step": MANY - 1}
+    assert end.best == Best("loss", 1.0, MANY - 1)
     read_status(run, None, datetime.now(timezone.utc))
     assert len(parsed) < MANY / 4
 
@@ -97,10 +97,10 @@ def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
     ]
     others = [{"attempt": 2, "event": "rank_failed", "message": '"evaluated"', "val_loss": 0.0}]
     write(run.events_file, others + events, '{"event": "evaluated", "val_loss": 1.0')
-    assert best_result(run) == {"metric": "val_loss", "value": 2.0, "step": 20}
+    assert best_result(run) == Best("val_loss", 2.0, 20)
     write(run.events_file, [])
     write(run.metrics_file, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], '{"step": 3, "loss"')
-    assert best_result(run) == {"metric": "loss", "value": 2.0, "step": 1}
+    assert best_result(run) == Best("loss", 2.0, 1)
     write(run.metrics_file, [{"step": 1, "accuracy": 2.0}])
     assert best_result(run) is None
 

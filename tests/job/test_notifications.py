@@ -31,7 +31,7 @@ from trainkit.job.notifications import (
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
-from trainkit.run.events import log_event
+from trainkit.run.events import Event, log_event
 from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     append_jsonl,
@@ -98,10 +98,10 @@ def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
 def test_slow_ranks_are_reported_with_their_host(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     event = {"rank": 5, "host": "node3", "since_step": 1200, "phase": "data", "ratio": 1.71, "step": 1219}
-    assert slowdown_notification(attempt, event).text == (
+    assert slowdown_notification(attempt, Event(event)).text == (
         "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
     )
-    of_run = slowdown_notification(attempt, {"since_step": 90, "phase": "network", "ratio": 2.0})
+    of_run = slowdown_notification(attempt, Event({"since_step": 90, "phase": "network", "ratio": 2.0}))
     assert of_run.text == "all ranks are slow since step 90 (network), 2.0 times as long as before"
 
 

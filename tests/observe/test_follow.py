@@ -1,5 +1,7 @@
-from trainkit.observe.follow import Line, follow, run_is_over
-from trainkit.run.files import write_json
+import pytest
+
+from trainkit.observe.follow import Line, LogTail, follow, last_lines, run_is_over
+from trainkit.run.files import parse_record, write_json
 from trainkit.run.rundir import RunDir
 
 
@@ -48,3 +50,48 @@ def test_when_a_run_is_over(tmp_path):
     assert [run_is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
     write_json(run.attempt(1).end_file, {"action": "failed"})
     assert [run_is_over(run, alive) for alive in (True, None, False)] == [True, True, True]
+
+
+def test_new_lines_as_they_are_completed(tmp_path):
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    assert tail.read() == []
+    path.write_text("one\ntw")
+    assert tail.read() == ["one"]
+    with path.open("a") as stream:
+        stream.write("o\nthree")
+    assert tail.read() == ["two"]
+    assert tail.read_rest() == ["three"]
+    assert tail.read_rest() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "expected"),
+    [
+        (b"a\nb\nc\n", 2, ([b"b", b"c"], 6)),
+        (b"a\nb\nc", 2, ([b"a", b"b"], 4)),
+        (b"a\n", 5, ([b"a"], 2)),
+        (b"a\nb\n", 0, ([], 4)),
+        (b"", 3, ([], 0)),
+        (b"x" * 100_000 + b"\n" + b"y" * 100_000 + b"\n", 1, ([b"y" * 100_000], 200_002)),
+    ],
+)
+def test_last_lines(tmp_path, text, count, expected):
+    path = tmp_path / "log"
+    path.write_bytes(text)
+    assert last_lines(path, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"loss": NaN, "step": 1}', {"loss": None, "step": 1}),
+        (b'{"loss": -Infinity}', {"loss": None}),
+        (b'{"loss": 1', None),
+        (b"[1]", None),
+        (b"\xff\x00", None),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_a_record_is_a_json_object(line, expected):
+    assert parse_record(line) == expected

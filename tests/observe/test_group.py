@@ -16,6 +16,7 @@ from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
+from trainkit.run.end import Best
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
@@ -86,7 +87,7 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     assert [point.state for point in seen.points] == ["finished", "running", "requeueing", "failed"]
     assert seen.states == {"failed": 1, "running": 1, "requeueing": 1, "finished": 1}
     assert seen.best is not None
-    assert (seen.best.index, seen.best.best) == (1, {"metric": "val_loss", "value": 2.25, "step": 7})
+    assert (seen.best.index, seen.best.best) == (1, Best("val_loss", 2.25, 7))
     assert seen.age_s == 30.0
     assert [point.index for point in most_relevant(seen.points, 3)] == [3, 1, 2]
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
@@ -107,7 +108,7 @@ def test_points_that_have_run_for_long_take_no_longer(
 
     monkeypatch.setattr(json, "loads", counting)
     seen = status(group, jobs(**{f"_{index}": JobState.RUNNING for index in LRS}))
-    assert [point.best for point in seen.points] == [{"metric": "loss", "value": 2.5, "step": 4999}] * 4
+    assert [point.best for point in seen.points] == [Best("loss", 2.5, 4999)] * 4
     assert len(parsed) < 100
 
 

@@ -10,12 +10,13 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe import goodput
 from trainkit.observe import report as report_module
-from trainkit.observe.charts import line_chart, nice_ticks
-from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_attempts, read_curves
-from trainkit.observe.page import duration
+from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_curves
+from trainkit.observe.page import duration, line_chart, nice_ticks
 from trainkit.observe.report import percentages, read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
+from trainkit.run.events import events_of
 from trainkit.run.files import append_jsonl, read_jsonl, write_json
+from trainkit.run.history import RunHistory, attempts_of, ended_attempts
 from trainkit.run.rundir import RunDir
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc).timestamp()
@@ -82,9 +83,14 @@ def run(tmp_path):
     return run
 
 
+def attempts_in(records):
+    return ended_attempts(attempts_of(events_of(records)), None)
+
+
 def report_of(run):
     now = datetime.fromtimestamp(START + 100, timezone.utc)
-    return read_report(run, read_status(run, False, now), now.timestamp())
+    history = RunHistory(run)
+    return read_report(history, read_status(run, False, now, None, history), now.timestamp())
 
 
 def test_all_allocated_time_has_a_category(run):
@@ -131,8 +137,8 @@ def test_a_step_computed_twice_is_drawn_once(run):
 def test_a_requeue_gives_the_allocation_back():
     decision = event(33, 1, "requeue_decision", action="requeue", cause="preempted")
     events = [decision if record["event"] == "requeue_decision" else record for record in EVENTS]
-    assert idle_gaps(read_attempts(EVENTS, None)) == 4.0
-    assert idle_gaps(read_attempts(events, None)) == 0.0
+    assert idle_gaps(attempts_in(EVENTS)) == 4.0
+    assert idle_gaps(attempts_in(events)) == 0.0
 
 
 def test_steps_after_the_last_checkpoint_of_a_failed_run_are_lost(run):
@@ -170,7 +176,7 @@ def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
         event(20, 1, "training", step=0),
         event(21 + 2 * count, 1, "finished", state="finished"),
     ]
-    curves = read_curves(file, read_attempts(events, None))
+    curves = read_curves(file, attempts_in(events))
     points = curves.series["loss"][1]
     assert (count // 2 + 1, 99.0) in points
     assert len(points) < 3 * NUM_BUCKETS
@@ -183,11 +189,11 @@ def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
 def test_processes_that_share_a_file_read_the_same_as_one(tmp_path):
     run = RunDir(tmp_path / "long")
     write_run(run, 4000)
-    attempts = read_attempts(list(read_jsonl(run.events_file)), None)
+    attempts = attempts_in(read_jsonl(run.events_file))
     whole = read_curves(run.metrics_file, attempts)
     parts = read_curves(run.metrics_file, attempts, part_bytes=100_000)
     assert len(goodput.file_parts(run.metrics_file, 100_000)) == min(8, len(os.sched_getaffinity(0)))
-    assert (parts.num_records, parts.num_steps_lost, parts.last) == (4000, 0, whole.last)
+    assert (parts.num_records, parts.num_steps_lost) == (4000, 0)
     for number in (1, 2):
         assert parts.spent[number] == pytest.approx(whole.spent[number])
         assert sum(parts.spent[number].values()) == pytest.approx(attempts[number - 1].allocated_s)

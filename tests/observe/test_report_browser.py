@@ -18,6 +18,7 @@ from trainkit.observe.report import read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
 from trainkit.run.files import append_jsonl, utc_now
+from trainkit.run.history import RunHistory
 from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
@@ -77,7 +78,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def report_of(run: RunDir):
-    return read_report(run, read_status(run, False, NOW), NOW.timestamp())
+    history = RunHistory(run)
+    return read_report(history, read_status(run, False, NOW, None, history), NOW.timestamp())
 
 
 CHARTS = {

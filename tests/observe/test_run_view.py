@@ -10,11 +10,12 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
-from trainkit.observe.run_files import RunFiles
 from trainkit.observe.run_view import RunView, SlowestRank, event_text, percentile, read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, chart_rows, number, resampled, sparkline, view_lines
+from trainkit.run.events import Event
 from trainkit.run.files import write_json
+from trainkit.run.history import RunHistory
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -22,10 +23,10 @@ JOB = running_job(["4711"], print)["4711"]
 
 
 def view_of(run: RunDir, job: JobInfo | None = JOB) -> RunView:
-    files = RunFiles(run)
-    files.update()
+    history = RunHistory(run)
+    history.update()
     alive = None if job is None else True
-    return read_view(files, read_status(run, alive, NOW, job, files.events), NOW, job)
+    return read_view(history, read_status(run, alive, NOW, job, history), NOW, job)
 
 
 def test_numbers_of_a_running_run(tmp_path: Path) -> None:
@@ -224,4 +225,4 @@ def test_percentile() -> None:
 
 def test_a_save_that_failed_says_why() -> None:
     event = {"event": "checkpoint_failed", "step": 5, "error": "No space left on device"}
-    assert event_text(event) == "checkpoint of step 5 failed: No space left on device"
+    assert event_text(Event(event)) == "checkpoint of step 5 failed: No space left on device"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.sweeps import STARTUP_S, STEP_S, made_up_sweep
 from trainkit.observe import sweep_report
-from trainkit.observe.charts import dot_chart, strip_chart
 from trainkit.observe.group import GroupFiles
+from trainkit.observe.page import dot_chart, strip_chart
 from trainkit.observe.sweep_report import (
     NUM_SAMPLES,
     SweepReport,
@@ -116,7 +116,7 @@ def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None
     file.write_text(
         "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 100_001)) + '{"step": 9'
     )
-    steps = [record["step"] for record in sample_records(file)]
+    steps = [record.step for record in sample_records(file)]
     assert steps[0] == 1
     assert steps[-1] == 100_000
     assert len(steps) == NUM_SAMPLES

@@ -1,26 +1,23 @@
-from trainkit.observe.text import duration, event_line, failure_line
+from pathlib import Path
+
+from trainkit.observe.text import duration, event_line, failure_line, slowdown_line
+from trainkit.run.events import Event, read_events
 from trainkit.run.failure import RankFailure
+from trainkit.run.files import append_jsonl
+from trainkit.run.history import attempts_of
+from trainkit.run.rundir import RunDir
+
+TIME = "2026-01-01T12:00:01.000Z"
 
 
 def test_event_line():
-    event = {
-        "time": "2026-01-01T12:00:01.000Z",
-        "attempt": 1,
-        "event": "stopped",
-        "exit_code": 75,
-        "reason": "so",
-    }
-    assert event_line(event) == "12:00:01  attempt 1  stopped  exit_code=75  (so)"
+    event = {"time": TIME, "attempt": 1, "event": "stopped", "exit_code": 75, "reason": "so"}
+    assert event_line(Event(event)) == "12:00:01  attempt 1  stopped  exit_code=75  (so)"
 
 
 def test_long_numbers_of_events_are_cut():
-    event = {
-        "time": "2026-01-01T12:00:01.000Z",
-        "attempt": 2,
-        "event": "evaluated",
-        "val_loss": 5.822849869728088,
-    }
-    assert event_line(event) == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
+    event = {"time": TIME, "attempt": 2, "event": "evaluated", "val_loss": 5.822849869728088}
+    assert event_line(Event(event)) == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
 
 
 def test_failure_line():
@@ -33,3 +30,22 @@ def test_failure_line():
 def test_duration():
     shown = [duration(seconds) for seconds in (None, 0, 59.9, 61, 3_600, 90_000)]
     assert shown == ["-", "0s", "59s", "1m01s", "1h00m", "1d01h"]
+
+
+SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}
+
+
+def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for event in (
+        {"event": "slow_rank", "attempt": 1, "rank": 1, "host": "a", "since_step": 11, **SLOW},
+        {"event": "slow_rank", "attempt": 2, "rank": 2, "host": "b", "since_step": 61, **SLOW},
+        {"event": "slow_rank", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
+        {"event": "slow_run", "attempt": 2, "since_step": 81, **SLOW, "phase": "network"},
+        {"event": "slow_rank_over", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
+    ):
+        append_jsonl(run.events_file, event)
+    assert [slowdown_line(event) for event in attempts_of(read_events(run))[2].slow.values()] == [
+        "rank 2 on b is slow since step 61 (compute): 190 ms a step, the other ranks 70 ms",
+        "the run is slow since step 81 (network): 190 ms a step, 70 ms before",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -11,8 +12,8 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
-from trainkit.run.events import read_metrics
-from trainkit.run.files import parse_time
+from trainkit.run.events import StepRecord, training_curve
+from trainkit.run.files import numbers, parse_time
 
 MICROSECOND = 1e-6
 NANOSECOND = 1e-9
@@ -118,7 +119,7 @@ FINISHED = "finished"
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
     """The row of a run, and why its exposed communication is unknown (empty if it is known)."""
-    records = read_metrics(bench.run_dir(item))
+    records = training_curve(bench.run_dir(item))
     exposed, missing = exposed_comm_s(bench, item, records)
     row: Row = {
         **item.values,
@@ -127,7 +128,7 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
         "pp_microbatches": item.pp_microbatches if item.degrees["pp"] > 1 else None,
         **measured(records, bench.length.measured),
         "exposed_comm_s": exposed,
-        "loss": records[-1].get("loss") if records else None,
+        "loss": records[-1].number("loss") if records else None,
         "status": status,
         "verdict": failure or None,
         "run": item.run,
@@ -160,23 +161,24 @@ def point_row(rows: Sequence[Row]) -> Row:
     }
 
 
-def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
+def measured(records: Sequence[StepRecord], steps: range) -> Row:
     """The medians of the metrics over `steps`, and the peak memory at the last of them."""
-    counted = [record for record in records if record["step"] in steps]
+    counted = [record for record in records if record.step in steps]
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
-        row[name] = _median(record.get(name) for record in counted)
-    durations = sorted(record["step_s"] for record in counted)
+        row[name] = _median(record.number(name) for record in counted)
+    durations = sorted(numbers(counted, "step_s"))
     row["step_s_p10"], row["step_s_p90"] = (_percentile(durations, share) for share in (0.1, 0.9))
-    row["mem_gib_peak"] = counted[-1].get("mem_gib_peak") if counted else None
+    row["mem_gib_peak"] = counted[-1].number("mem_gib_peak") if counted else None
     return row
 
 
-def _samples_per_s(records: Sequence[Mapping[str, Any]], steps: range) -> Iterator[float]:
-    for before, record in pairwise([{"step": 0, "samples_seen": 0}, *records]):
+def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[float]:
+    for before, record in pairwise([StepRecord({"step": 0, "samples_seen": 0}), *records]):
         # The samples of a step are known only if the step before it was logged.
-        if record["step"] in steps and record["step"] == before["step"] + 1:
-            yield (record["samples_seen"] - before["samples_seen"]) / record["step_s"]
+        if record.step in steps and record.step == before.step + 1:
+            seen, earlier = record.count("samples_seen") or 0, before.count("samples_seen") or 0
+            yield (seen - earlier) / (record.number("step_s") or math.inf)
 
 
 def _median(values: Any) -> float | None:
@@ -199,11 +201,9 @@ def _percentile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def exposed_comm_s(
-    bench: Bench, item: BenchRun, records: Sequence[Mapping[str, Any]]
-) -> tuple[float | None, str]:
+def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) -> tuple[float | None, str]:
     """Exposed communication in seconds per step, mean over profiled ranks; or why it is unknown."""
-    ends = {record["step"]: parse_time(record.get("time")) for record in records}
+    ends = {record.step: parse_time(record.time) for record in records}
     # The ranks start the first profiled step together, once each has started its profiler.
     begin = ends.get(bench.length.first_profiled)
     if begin is None or bench.length.steps not in ends:

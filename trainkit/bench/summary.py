@@ -22,12 +22,12 @@ from trainkit.bench.run_bench import (
     run_state,
 )
 from trainkit.folders import ensure_folder
-from trainkit.formats import table
+from trainkit.formats import cell, table
 from trainkit.observe.group import NOT_STARTED
 from trainkit.observe.page import read_config
 from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.plan.sweep import short_keys, shown, shown_value
-from trainkit.run.events import read_metrics
+from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
@@ -78,7 +78,7 @@ class Summary:
 def end_line(bench: Bench, item: BenchRun) -> str:
     """One line about a run on this machine that has just ended."""
     state, failure = run_state(bench, item)
-    row = measured(read_metrics(bench.run_dir(item)), bench.length.measured)
+    row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
     start = f"{bench.runs.index(item) + 1}/{len(bench.runs)}  {which}:"
     if state != "finished" or row["step_s"] is None:
@@ -109,7 +109,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
     """The runs of a bench for `trainkit report`, which compares them by their measured speed."""
     speeds, sizes = {}, {}
     for index, item in enumerate(bench.runs):
-        records = read_metrics(bench.run_dir(item))
+        records = training_curve(bench.run_dir(item))
         speeds[index] = measured(records, bench.length.measured)["tokens_per_s"]
         sizes[index] = prod(item.degrees.values())
     first = bench.run_dir(bench.runs[0])
@@ -225,7 +225,7 @@ def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
     columns = [item for item in _SHOWN if item[0] not in swept and _is_shown(item[0], rows)]
     heading = [key.upper() for key in short_keys(keys)] + [heading for _, heading, _ in columns]
     values = [
-        [*(shown_value(row[key]) for key in keys), *(_shown(row[name], spec) for name, _, spec in columns)]
+        [*(shown_value(row[key]) for key in keys), *(cell(row[name], spec) for name, _, spec in columns)]
         for row in rows
     ]
     lines = [table([heading, *values])]
@@ -235,10 +235,6 @@ def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _is_shown(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     return name not in _OPTIONAL or any(row[name] is not None for row in rows)
-
-
-def _shown(value: Any, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
 
 
 def _cut(text: str) -> str:

@@ -20,6 +20,8 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.observe.follow import LogTail, follow, last_lines
 from trainkit.observe.text import event_line, failure_line
 from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.events import events_of
+from trainkit.run.files import JsonlTail
 from trainkit.run.record import AttemptRecord, CodeCopy, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -32,7 +34,7 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
 
     `on_poll` is called several times per second. KeyboardInterrupt passes through.
     """
-    events = LogTail(run.events_file)
+    events = JsonlTail(run.events_file, from_start=True)
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
@@ -111,15 +113,9 @@ LOGGED_EVENTS = {
 """Events of the trainer that rank 0's log also contains."""
 
 
-def _print_events(events: LogTail, attempt: int) -> None:
-    for text in events.read():
-        try:
-            event = json.loads(text)
-        except ValueError:
-            continue
-        if not isinstance(event, dict) or event.get("event") in LOGGED_EVENTS:
-            continue
-        if event.get("attempt", 0) >= attempt:
+def _print_events(events: JsonlTail, attempt: int) -> None:
+    for event in events_of(events.read()):
+        if event.name not in LOGGED_EVENTS and (event.attempt or 0) >= attempt:
             click.echo(event_line(event), err=True)
 
 

@@ -129,10 +129,11 @@ def _read(run: RunDir) -> Report:
     from trainkit.backends.jobs import query_job_status
     from trainkit.observe.report import read_report
     from trainkit.observe.status import read_status
+    from trainkit.run.history import RunHistory
 
     now = datetime.now(timezone.utc)
-    job = query_job_status([run], _warn)[0]
-    return read_report(run, read_status(run, job.alive, now, job.job), now.timestamp())
+    job, history = query_job_status([run], _warn)[0], RunHistory(run)
+    return read_report(history, read_status(run, job.alive, now, job.job, history), now.timestamp())
 
 
 def _warn(text: str) -> None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from trainkit.backends.jobs import JobQuery
     from trainkit.bench.run_bench import Bench
     from trainkit.observe.group import GroupStatus
-    from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
     from trainkit.run.group import RunGroup
+    from trainkit.run.history import RunHistory
     from trainkit.run.rundir import RunDir
     from trainkit.slurm.jobs import JobInfo
 
@@ -148,17 +148,17 @@ def _query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
 def read_all(
     max_ended: int | None,
     query: JobQuery,
-    histories: dict[Path, EventHistory],
+    histories: dict[Path, RunHistory],
 ) -> tuple[list[RunStatus | GroupStatus], int]:
     """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
 
     With `max_ended`, only that many of those that are over for certain; the second value counts the others.
-    `histories` keeps the events of each run for the next call.
+    `histories` keeps what was read of each run for the next call.
     """
     from trainkit.backends.jobs import job_statuses, open_job_ids
     from trainkit.observe.group import GroupFiles, read_newest_end
-    from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import read_status
+    from trainkit.run.history import RunHistory
     from trainkit.run.registry import KnownRun, record_over, starts
 
     known: list[KnownRun] = []
@@ -198,7 +198,7 @@ def read_all(
             statuses.append(groups[item.run.path].status(jobs, _now()))
         else:
             job_status = by_run[item.run.path]
-            history = histories.setdefault(item.run.path, EventHistory(item.run.events_file))
+            history = histories.setdefault(item.run.path, RunHistory(item.run))
             statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job, history))
     return statuses, num_hidden
 

@@ -78,17 +78,17 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
 def _print_run(run: RunDir, as_json: bool) -> int:
     from trainkit.backends.jobs import query_job_status
-    from trainkit.observe.run_files import RunFiles
     from trainkit.observe.run_view import read_view
     from trainkit.observe.status import read_status
     from trainkit.observe.view_text import Size, view_lines
+    from trainkit.run.history import RunHistory
 
     now = datetime.now(timezone.utc)
     job = query_job_status([run], lambda text: click.echo(f"warning: {text}", err=True))[0]
-    files = RunFiles(run)
-    files.update()
-    status = read_status(run, job.alive, now, job.job, files.events)
-    view = read_view(files, status, now, job.job, Path.cwd())
+    history = RunHistory(run)
+    history.update()
+    status = read_status(run, job.alive, now, job.job, history)
+    view = read_view(history, status, now, job.job, Path.cwd())
     if as_json:
         click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
         return EXIT_OK

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import QUERY_INTERVAL_S, job_statuses, open_job_ids, query_known_jobs
 from trainkit.observe.group import GroupFiles, GroupStatus
-from trainkit.observe.run_files import EventHistory, RunFiles
 from trainkit.observe.run_view import RunView, read_view
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup
+from trainkit.run.history import RunHistory
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -101,20 +101,20 @@ class RunSource:
 
     def __init__(self, run: RunDir, poller: SlurmPoller, clock: Callable[[], datetime] = utc_clock) -> None:
         self.run, self._poller, self._clock = run, poller, clock
-        self._files = RunFiles(run)
+        self._history = RunHistory(run)
         self.job = JobStatus(None)
         """As of the newest reading."""
 
     def read(self) -> tuple[RunView, str | None]:
         """The view, and what keeps it from being complete; raises OSError if the folder cannot be read."""
         self.run.path.stat()
-        self._files.update()
+        self._history.update()
         jobs = self._poller.jobs(open_job_ids([self.run]))
         self.job = job = job_statuses([self.run], jobs)[0]
         now = self._clock()
-        status = read_status(self.run, job.alive, now, job.job, self._files.events)
+        status = read_status(self.run, job.alive, now, job.job, self._history)
         problem = None if jobs is not None else self._poller.problem
-        return read_view(self._files, status, now, job.job, Path.cwd()), problem
+        return read_view(self._history, status, now, job.job, Path.cwd()), problem
 
 
 class _SeveralRuns:
@@ -138,7 +138,7 @@ class RunsSource(_SeveralRuns):
 
     def __init__(self, poller: SlurmPoller) -> None:
         super().__init__(poller)
-        self._histories: dict[Path, EventHistory] = {}
+        self._histories: dict[Path, RunHistory] = {}
 
     def read(self) -> tuple[list[RunStatus | GroupStatus], int, str | None]:
         """The runs, the number of older ones, and what keeps them from being complete."""

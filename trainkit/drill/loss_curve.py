@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from trainkit.run.files import read_jsonl
+from trainkit.run.events import Event, StepRecord, read_steps
 from trainkit.run.rundir import RunDir
 
 
@@ -25,15 +24,15 @@ class Point:
 
 def read_points(run: RunDir) -> list[Point]:
     """Every computed step of a run, in order of computation; a step computed twice appears twice."""
-    return points_of(read_jsonl(run.metrics_file))
+    return points_of(read_steps(run))
 
 
-def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """The points of the records of a ``metrics.jsonl``."""
+def points_of(records: Iterable[StepRecord]) -> list[Point]:
+    """The points of the steps of a run that have a loss, in order of computation."""
     return [
-        Point(record["step"], json.dumps(record["loss"]), record.get("samples_seen"), record.get("attempt"))
+        Point(record.step, json.dumps(record.values["loss"]), record.count("samples_seen"), record.attempt)
         for record in records
-        if isinstance(record.get("step"), int) and "loss" in record
+        if "loss" in record.values
     ]
 
 
@@ -65,26 +64,19 @@ def compare(reference: Sequence[Point], points: Sequence[Point]) -> Comparison:
     return Comparison(num_recomputed, f"step {missing[0]} is missing" if missing else "")
 
 
-def steps_while_saving(points: Sequence[Point], events: Sequence[Mapping[str, Any]]) -> int:
+def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
     """Number of steps computed while a save was being written that an interruption then cut off.
 
     Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
     """
-    return sum(
-        _steps_while_saving(points, events, event["attempt"] - 1, event["step"])
-        for event in events
-        if event.get("event") == "training"
-    )
-
-
-def _steps_while_saving(
-    points: Sequence[Point], events: Sequence[Mapping[str, Any]], attempt: int, resumed_step: int
-) -> int:
-    """The number for one attempt, if the next one resumed from `resumed_step`."""
-    done = [point.step for point in points if point.attempt == attempt]
-    begun = [
-        event["step"]
-        for event in events
-        if event.get("event") == "checkpoint_begin" and event.get("attempt") == attempt
-    ]
-    return done[-1] - begun[-1] if done and begun and begun[-1] > resumed_step else 0
+    total = 0
+    for start in events:
+        if start.name != "training":
+            continue
+        before = (start.attempt or 0) - 1
+        done = [point.step for point in points if point.attempt == before]
+        own = (event for event in events if event.name == "checkpoint_begin" and event.attempt == before)
+        begun = [event.step or 0 for event in own]
+        if done and begun and begun[-1] > (start.step or 0):
+            total += done[-1] - begun[-1]
+    return total

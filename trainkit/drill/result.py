@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from trainkit.drill.loss_curve import Point, compare, steps_while_saving
 from trainkit.drill.scenarios import Scenario, ScenarioRecord
 from trainkit.formats import table
 from trainkit.run.end import AttemptEnd
+from trainkit.run.events import Event
 
 State = Literal["passed", "failed", "missed", "skipped"]
 """`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
@@ -55,7 +56,7 @@ class RunOutcome:
     end: AttemptEnd
     """end.json of its newest attempt; empty when there is none."""
     points: Sequence[Point]
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
     damages: Sequence[str]
     """What is wrong with its published checkpoints."""
     run_dir: str
@@ -111,7 +112,7 @@ def _problems(
     if record.no_restart and should_restart:
         problems.append(f"it did not restart by itself: {record.no_restart}")
     problems += outcome.damages
-    rejected = {event.get("step") for event in outcome.events if event.get("event") == "checkpoint_rejected"}
+    rejected = {event.step for event in outcome.events if event.name == "checkpoint_rejected"}
     if record.damaged_step is not None and record.damaged_step not in rejected:
         problems.append(f"the damage to the checkpoint of step {record.damaged_step} was not detected")
     return problems
@@ -126,7 +127,7 @@ def _too_many_recomputed(
     if interval is None:
         return []
     intervals = 2 if scenario.name == "damaged-checkpoint" else 1
-    attempts = {event.get("attempt") for event in outcome.events if event.get("event") == "training"}
+    attempts = {event.attempt for event in outcome.events if event.name == "training"}
     num_restarts = len(attempts) - 1
     allowed = num_restarts * intervals * interval + steps_while_saving(outcome.points, outcome.events)
     return (

@@ -19,7 +19,8 @@ from trainkit.errors import TrainkitError
 from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.files import parse_time, read_jsonl, seconds_between
+from trainkit.run.events import read_events
+from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.rundir import RunDir
 from trainkit.submit.create import new_folder
@@ -132,15 +133,13 @@ def _outcome(run: RunDir) -> RunOutcome:
         if (damage := find_damage(checkpoint))
     ]
     end = (read_end(run.attempt(numbers[-1])) if numbers else None) or AttemptEnd()
-    return RunOutcome(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
+    return RunOutcome(end, read_points(run), list(read_events(run)), damages, str(run.path))
 
 
 def _seconds_of(run: RunDir, end: AttemptEnd) -> float:
     """Seconds that a finished run took, from the start of its workers to its end."""
-    started = next(event["time"] for event in read_jsonl(run.events_file) if event.get("event") == "started")
-    ended = parse_time(end.time)
-    assert ended is not None
-    return seconds_between(started, ended) or 0.0
+    started = next(read_events(run, "started"))
+    return seconds_between(started.time, parse_time(end.time)) or 0.0
 
 
 def make_folder() -> Path:

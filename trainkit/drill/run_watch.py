@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.drill.loss_curve import points_of
-from trainkit.observe.follow import LogTail, run_is_over
+from trainkit.observe.follow import run_is_over
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.files import parse_record
+from trainkit.run.events import events_of, steps_of
+from trainkit.run.files import JsonlTail
 from trainkit.run.manifest import partials, published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -46,8 +46,8 @@ class RunWatch:
         self.first_step_s: dict[int, float] = {}
         """Attempt -> monotonic time at which its first step was seen."""
         self._log_line = log_line
-        self._metrics = LogTail(run.metrics_file)
-        self._events = LogTail(run.events_file)
+        self._metrics = JsonlTail(run.metrics_file, from_start=True)
+        self._events = JsonlTail(run.events_file, from_start=True)
         self.expect_life()
 
     def expect_life(self) -> None:
@@ -89,16 +89,16 @@ class RunWatch:
     def read(self) -> None:
         """Read new metrics and events."""
         # Steps first: those recorded before an attempt starts belong to the previous attempt.
-        for point in points_of(_records(self._metrics)):
+        for point in points_of(steps_of(self._metrics.read())):
             self._progress_s = time.monotonic()
             self.step = point.step
             # A COMMAND need not record the attempt.
             attempt = self.attempt if point.attempt is None else point.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
-        for event in _records(self._events):
+        for event in events_of(self._events.read()):
             self._progress_s = time.monotonic()
-            if event.get("event") == "started":
-                self.started_s[int(event["attempt"])] = time.monotonic()
+            if event.name == "started":
+                self.started_s[event.attempt or 0] = time.monotonic()
 
     def _is_in_queue(self) -> bool:
         """Whether the run's job is pending; asked only after `patience_s` without progress."""
@@ -122,12 +122,3 @@ class RunWatch:
         """How the newest attempt ended, as far as that is recorded."""
         numbers = self.run.attempt_numbers()
         return (read_end(self.run.attempt(numbers[-1])) if numbers else None) or AttemptEnd()
-
-
-def _records(tail: LogTail) -> list[dict[str, Any]]:
-    found = []
-    for line in tail.read():
-        record = parse_record(line.encode())
-        if record is not None:
-            found.append(record)
-    return found

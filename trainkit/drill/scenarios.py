@@ -14,7 +14,7 @@ from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, r
 from trainkit.drill.run_watch import RunWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.files import read_jsonl
+from trainkit.run.events import read_events
 from trainkit.run.lock import run_lock
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused
@@ -279,14 +279,7 @@ class ScenarioRunner:
     def _save_was_cut_off(self) -> bool:
         """Whether the interruption prevented the save in progress from being published."""
         newest = self.watch.attempt
-        resumed = [
-            event["step"]
-            for event in read_jsonl(self.run_dir.events_file)
-            if event.get("event") == "training" and event.get("attempt") == newest
-        ]
-        begun = [
-            event["step"]
-            for event in read_jsonl(self.run_dir.events_file)
-            if event.get("event") == "checkpoint_begin" and event.get("attempt", 0) < newest
-        ]
-        return bool(resumed and begun) and begun[-1] > resumed[-1]
+        events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
+        resumed = [event for event in events if event.name == "training" and event.attempt == newest]
+        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < newest]
+        return bool(resumed and begun) and (begun[-1].step or 0) > (resumed[-1].step or 0)

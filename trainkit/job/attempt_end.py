@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from trainkit.errors import EXIT_FAILED
 from trainkit.job.decision import (
@@ -29,12 +28,11 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, read_end
-from trainkit.run.events import best_result, log_event
+from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, Best, read_end
+from trainkit.run.events import Entry, best_result, log_event, read_events
 from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     parse_time,
-    read_jsonl,
     read_jsonl_reversed,
     seconds_between,
     utc_now,
@@ -85,12 +83,8 @@ def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
     """Whether a failure came after the first stop signal of the attempt."""
     if failure is None:
         return False
-    times = (
-        event.get("time")
-        for event in read_jsonl(attempt.run.events_file)
-        if event.get("event") == "signal" and event.get("attempt") == attempt.number
-    )
-    since_s = seconds_between(next(times, None), parse_time(failure.time))
+    stop = next(read_events(attempt.run, "signal", attempt=attempt.number), None)
+    since_s = seconds_between(None if stop is None else stop.time, parse_time(failure.time))
     return since_s is not None and since_s >= 0
 
 
@@ -190,7 +184,7 @@ def _state(attempt: AttemptDir, decision: Decision) -> str:
     return "cancelled" if is_cancelled(attempt) else str(decision.action)
 
 
-def _best(run: RunDir) -> dict[str, Any] | None:
+def _best(run: RunDir) -> Best | None:
     try:
         return best_result(run)
     except OSError:
@@ -229,7 +223,7 @@ def _previous(attempt: AttemptDir) -> PreviousAttempt:
 
 def repeatable_failure(failure: RankFailure) -> Failure | None:
     """The part of a failure that identifies its recurrence; None if the cause was external or random."""
-    if failure.was_killed or (failure.type in RANDOM_TYPES and not failure.final):
+    if failure.was_signalled or (failure.type in RANDOM_TYPES and not failure.final):
         return None
     return Failure(f"{failure.type}: {failure.message}", failure.step, bool(failure.final))
 
@@ -276,20 +270,18 @@ def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
         return failure.step
     # The steps in metrics.jsonl grow during an attempt; checkpoints, which events.jsonl also names, are
     # recorded later than their steps, or belong to an earlier attempt.
-    newest = islice(_records_of(attempt, attempt.run.metrics_file), LATE_RECORDS)
-    events = _records_of(attempt, attempt.run.events_file)
-    return max((record["step"] for record in chain(newest, events)), default=None)
+    newest = islice(_steps_in(attempt.run.metrics_file, attempt), LATE_RECORDS)
+    return max(chain(newest, _steps_in(attempt.run.events_file, attempt)), default=None)
 
 
-def _records_of(attempt: AttemptDir, file: Path) -> Iterator[dict[str, Any]]:
-    """The records of an attempt that have a step, the newest first."""
+def _steps_in(file: Path, attempt: AttemptDir) -> Iterator[int]:
+    """The steps in the records of an attempt, the newest first."""
     num_others = 0
-    for record in read_jsonl_reversed(file):
-        number = record.get("attempt")
-        if number == attempt.number:
-            if isinstance(record.get("step"), int):
-                yield record
-        elif not isinstance(number, int) or number < attempt.number:
+    for record in map(Entry, read_jsonl_reversed(file)):
+        if record.attempt == attempt.number:
+            if (step := record.count("step")) is not None:
+                yield step
+        elif record.attempt is None or record.attempt < attempt.number:
             num_others += 1
             if num_others > LATE_RECORDS:
                 return

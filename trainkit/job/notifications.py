@@ -23,6 +23,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd
+from trainkit.run.events import Event
 from trainkit.run.failure import RankFailure
 from trainkit.run.files import parse_time, read_json, read_record, utc_now, write_json
 from trainkit.run.record import read_job
@@ -95,31 +96,30 @@ def stall_notification(attempt: AttemptDir, silent_s: float, step: int | None) -
     return Notification("stalled", text, command, text, step=step)
 
 
-def slowdown_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Notification:
+def slowdown_notification(attempt: AttemptDir, event: Event) -> Notification:
     """The notification of an event ``slow_rank`` or ``slow_run``."""
-    rank, host = event.get("rank"), event.get("host")
+    rank, host = event.rank, event.host
     who = "all ranks are" if rank is None else f"rank {rank} on {host} is"
     than = "before" if rank is None else "the others"
-    times = f"{float(event.get('ratio') or 0.0):.1f} times as long as {than}"
-    text = f"{who} slow since step {event.get('since_step')} ({event.get('phase')}), {times}"
+    times = f"{event.number('ratio') or 0.0:.1f} times as long as {than}"
+    text = f"{who} slow since step {event.count('since_step')} ({event.text('phase')}), {times}"
     command = f"trainkit status {quote(str(attempt.run.path))}"
-    return Notification("slow", text, command, text, step=event.get("step"), rank=rank, host=host)
+    return Notification("slow", text, command, text, step=event.step, rank=rank, host=host)
 
 
-def silence_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Notification:
+def silence_notification(attempt: AttemptDir, event: Event) -> Notification:
     """The notification of an event ``silent``: a COMMAND that prints nothing."""
-    text, command = str(event.get("reason")), f"trainkit diagnose {quote(str(attempt.run.path))}"
-    step, rank, host = (event.get(name) for name in ("step", "rank", "host"))
-    return Notification("stalled", text, command, text, step=step, rank=rank, host=host)
+    text, command = str(event.reason), f"trainkit diagnose {quote(str(attempt.run.path))}"
+    return Notification("stalled", text, command, text, step=event.step, rank=event.rank, host=event.host)
 
 
-def unsaved_notification(attempt: AttemptDir, failed: Sequence[Mapping[str, Any]]) -> Notification:
+def unsaved_notification(attempt: AttemptDir, failed: Sequence[Event]) -> Notification:
     """The notification of saves in a row that failed, as events ``checkpoint_failed``."""
     last = failed[-1]
-    text = f"cannot save checkpoints: {len(failed)} in a row failed, since step {failed[0].get('step')}"
-    text = f"{text}: {last.get('error')}"
+    text = f"cannot save checkpoints: {len(failed)} in a row failed, since step {failed[0].step}"
+    text = f"{text}: {last.text('error')}"
     command = f"trainkit status {quote(str(attempt.run.path))}"
-    return Notification("stalled", text, command, text, step=last.get("step"))
+    return Notification("stalled", text, command, text, step=last.step)
 
 
 class Notifier:

@@ -24,7 +24,8 @@ from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import notify_end
 from trainkit.job.rank_env import ATTEMPT_VARIABLE
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_jsonl, wait_for_json, write_json_in_place
+from trainkit.run.events import read_events
+from trainkit.run.files import wait_for_json, write_json_in_place
 from trainkit.run.rundir import AttemptDir, RunDir
 
 ANNOUNCE_TIMEOUT_S = 300.0
@@ -116,9 +117,5 @@ def exit_code_of(decision: Decision, attempt: AttemptDir) -> int:
 
 
 def _stop_signal(attempt: AttemptDir) -> str | None:
-    names = [
-        event.get("signal")
-        for event in read_jsonl(attempt.run.events_file, ["signal"])
-        if event.get("event") == "signal" and event.get("attempt") == attempt.number
-    ]
-    return str(names[0]) if names else None
+    first = next(read_events(attempt.run, "signal", attempt=attempt.number), None)
+    return None if first is None else first.text("signal")

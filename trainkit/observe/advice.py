@@ -1,27 +1,35 @@
-"""The values that the advice of a diagnosis refers to: from the config, the plan and the disk of a run."""
+"""The values that the sentences of a signature refer to, from the config, the plan and the disk of a run.
+
+And from its logs the ranks that the others waited for: in a hang, at the rendezvous, or in a collective that
+timed out; `suspect_rank` is the rank to look at.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from trainkit.config import RunConfig, read_effective
 from trainkit.errors import TrainkitError
-from trainkit.run.files import read_json
+from trainkit.formats import time_limit_s, time_text
+from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
+from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line
+from trainkit.observe.signatures import Signature
+from trainkit.run.files import Record, read_json
+from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.rundir import AttemptDir, RunDir
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     """The values of an attempt, by placeholder; what is unknown, or means nothing here, is left out."""
-    plan = _plan(attempt)
+    plan = read_plan(attempt)
+    plan = plan if plan.values else read_plan(run)
     values = {
         "run": quote(str(run.path)),
         "attempt": str(attempt.number),
@@ -36,62 +44,49 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
         config = read_effective(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     except (OSError, TrainkitError):
         return values
-    if not plan.get("command"):
+    if not plan.is_command:
         values["trainer_config"] = quote(str(run.config_file))
     return values | _config_values(config, plan)
 
 
-def _plan(attempt: AttemptDir) -> dict[str, Any]:
-    for file in (attempt.plan_file, attempt.run.plan_file):
-        try:
-            plan = read_json(file)
-        except (OSError, ValueError):
-            continue
-        if isinstance(plan, dict):
-            return plan
-    return {}
-
-
-def _plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
+def _plan_values(plan: PlanRecord) -> dict[str, str]:
     values = {}
-    if isinstance(plan.get("command"), list):
-        values["command"] = " ".join(quote(str(word)) for word in plan["command"])
-    elif isinstance(plan.get("batch"), dict):
-        values |= _batch_values(plan["batch"])
-    if plan.get("launcher") and plan.get("command"):
-        values["launcher"] = str(plan["launcher"])
+    if plan.command is not None:
+        values["command"] = " ".join(quote(str(word)) for word in plan.command)
+    else:
+        values |= _batch_values(plan.record("batch"))
+    launcher = plan.text("launcher")
+    if launcher and plan.is_command:
+        values["launcher"] = launcher
     return values
 
 
-def _batch_values(batch: Mapping[str, Any]) -> dict[str, str]:
+def _batch_values(batch: Record) -> dict[str, str]:
     """The batch, and the next smaller one with the same global batch."""
-    size, steps, whole = (
-        batch.get(key) for key in ("device_batch_size", "accumulation_steps", "global_batch_size")
-    )
-    if not all(isinstance(value, int) for value in (size, steps, whole)):
+    size, steps = batch.count("device_batch_size"), batch.count("accumulation_steps")
+    whole = batch.count("global_batch_size")
+    if size is None or steps is None or whole is None:
         return {}
-    assert isinstance(size, int)
-    assert isinstance(steps, int)
     values = {"device_batch_size": str(size), "global_batch_size": str(whole)}
     if size < 2:
         values["smallest_batch"] = "1"
-    elif batch.get("pp_microbatches") is None:
+    elif batch.count("pp_microbatches") is None:
         divisor = next(number for number in range(2, size + 1) if size % number == 0)
         values |= {"smaller_batch": str(size // divisor), "more_accumulation": str(steps * divisor)}
     return values
 
 
-def _config_values(config: RunConfig, plan: Mapping[str, Any]) -> dict[str, str]:
+def _config_values(config: RunConfig, plan: PlanRecord) -> dict[str, str]:
     resources = config.resources
     values: dict[str, str] = {}
-    if plan.get("backend") not in (None, "local"):
+    if plan.text("backend") not in (None, "local"):
         if resources.mem is None:
             values["mem_unset"] = "not set"
         elif match := _MEM.fullmatch(resources.mem):
             values |= {"mem": resources.mem, "more_mem": f"{-(-int(match[1]) * 3 // 2)}{match[2]}"}
         if resources.time is not None:
             values |= {"time": resources.time, "more_time": _twice(resources.time)}
-    if not plan.get("command"):
+    if not plan.is_command:
         if config.data.num_workers:
             values["num_workers"] = str(config.data.num_workers)
         values |= {
@@ -106,21 +101,12 @@ def _config_values(config: RunConfig, plan: Mapping[str, Any]) -> dict[str, str]
 
 
 def _twice(time: str) -> str:
-    """Twice a time limit in Slurm's format, as ``D-HH:MM:SS``; empty for a form without a number."""
-    match = _CLOCK.fullmatch(time)
-    if match is None:
+    """Twice a time limit in Slurm's format; empty for a form without a number."""
+    try:
+        limit_s = time_limit_s(time)
+    except ValueError:
         return ""
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    assert first is not None
-    if days is not None:
-        seconds = days * 86_400 + first * 3600 + (second or 0) * 60 + (third or 0)
-    elif third is not None:
-        seconds = first * 3600 + (second or 0) * 60 + third
-    else:
-        seconds = first * 60 + (second or 0)  # MINUTES or MINUTES:SECONDS
-    seconds *= 2
-    clock = f"{seconds % 86_400 // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
-    return f"{seconds // 86_400}-{clock}" if seconds >= 86_400 else clock
+    return "" if limit_s is None else time_text(2 * limit_s)
 
 
 def _disk_values(run: RunDir) -> dict[str, str]:
@@ -155,3 +141,89 @@ def _size(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
+
+
+WATCHDOG = re.compile(
+    r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)"
+)
+"""A rank whose collective timed out, and the number of that collective."""
+
+
+def hang_values(
+    files: AttemptFiles, match: Match, blocking: int | None
+) -> tuple[dict[str, str], list[Evidence]]:
+    """Which ranks wait for the blocking one, and where, according to the reports of a hang."""
+    waiting, lines = [], []
+    if match.signature.name != "hang":
+        return {}, []
+    for path in sorted(files.attempt.hangs_dir.glob("rank-*.json"))[:MAX_LOGS]:
+        try:
+            report = read_json(path)
+            rank, phase, stack = int(report["rank"]), str(report["phase"]), list(report["stack"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # cut off by a crash
+        if rank != blocking:
+            waiting.append(rank)
+        if stack:  # none for a COMMAND
+            text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {stack[0]}")
+            lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
+    values = {"waiting": _listed(waiting)} if waiting and blocking is not None else {}
+    return values | ({"hangs_dir": str(files.attempt.hangs_dir)} if lines else {}), lines
+
+
+def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
+    """The ranks, with their hosts, that did not reach the rendezvous."""
+    ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
+    if match.groups.get("joined", "").isdigit():
+        ranks = _ranks_not_joined(files, int(match.groups["joined"]))
+    if not ranks:
+        return {}
+    values = {"missing_ranks": _listed(ranks), "missing_rank": str(ranks[0]), "suspect_rank": str(ranks[0])}
+    hosts = dict.fromkeys(filter(None, map(files.host_of, ranks)))
+    return values | ({"missing_hosts": ", ".join(hosts)} if hosts else {})
+
+
+def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
+    """The ranks that did not reach the store of rank 0, if that is known."""
+    others = list(range(1, files.world_size()))
+    if num_joined == 1:
+        return others
+    silent = [rank for rank in others if not _has_output(files, rank)]
+    return silent if len(silent) == len(others) + 1 - num_joined else []
+
+
+def _has_output(files: AttemptFiles, rank: int) -> bool:
+    log = files.attempt.rank_log(rank)
+    return log.is_file() and log.stat().st_size > 0
+
+
+def collective_values(
+    files: AttemptFiles, match: Match, logs: Iterable[Text], signatures: Sequence[Signature]
+) -> dict[str, str]:
+    """The rank that did not take part in the collective that timed out."""
+    if match.signature.name != "collective-timeout":
+        return {}
+    cascades = [signature for signature in signatures if signature.role == "cascade"]
+    timed_out: dict[int, int] = {}
+    waited: set[int] = set()
+    for text in logs:
+        for line in text.lines:
+            for found in WATCHDOG.finditer(line):
+                timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
+        if text.rank is not None and any(text.find(signature) for signature in cascades):
+            waited.add(text.rank)
+    waited |= timed_out.keys()
+    silent = [rank for rank in range(files.world_size()) if rank not in waited]
+    if 0 < len(silent) <= len(waited):
+        why = f"{_listed(silent)} reported no time-out: the other ranks waited there"
+        return {"suspect": why, "suspect_rank": str(silent[0])}
+    behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
+    if len(behind) < len(timed_out):
+        why = f"{_listed(behind)} had started fewer collectives than the others"
+        return {"suspect": why, "suspect_rank": str(behind[0])}
+    return {}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

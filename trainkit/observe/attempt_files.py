@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from itertools import islice, takewhile
 from pathlib import Path
@@ -19,8 +18,9 @@ from trainkit.observe.signatures import Where
 from trainkit.observe.text import event_content, slowdown_line
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
-from trainkit.run.events import SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, still_slow
-from trainkit.run.files import parse_time, read_json, read_jsonl_reversed, read_object
+from trainkit.run.events import SAVE_EVENTS, Event, events_of
+from trainkit.run.files import numbers, parse_records, parse_time, read_json, read_jsonl_reversed
+from trainkit.run.history import Attempt, HealthSample, read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
@@ -40,7 +40,7 @@ class AttemptFiles:
     def __init__(self, attempt: AttemptDir, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.slurm_job = attempt, attempt.run, slurm_job
         self.job, end = read_job(attempt.run), read_end(attempt)
-        self.plan = read_object(attempt.plan_file)
+        self.plan = read_plan(attempt)
         self.has_ended, self.end = end is not None, end or AttemptEnd()
 
     def end_text(self) -> Text:
@@ -112,11 +112,12 @@ class AttemptFiles:
         if host is None:
             return None
         try:
-            samples = islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES)
-            sample = next(one for one in samples if one.get("attempt") == self.attempt.number)
-            return f"{float(sample['mem_used_gib']):.1f} of {float(sample['mem_total_gib']):.1f} GiB"
-        except (OSError, StopIteration, KeyError, TypeError, ValueError):
-            return None  # no sample, or one of another form
+            samples = map(HealthSample, islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES))
+            sample = next((one for one in samples if one.attempt == self.attempt.number), HealthSample({}))
+        except OSError:
+            return None
+        used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
+        return None if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
 
     def world_size(self) -> int:
         return sum(self._node_sizes())
@@ -127,7 +128,7 @@ class AttemptFiles:
 
     def log_of(self, rank: int) -> Path:
         """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
-        has_launcher = self.plan.get("launcher") not in (None, *PER_RANK)
+        has_launcher = self.plan.text("launcher") not in (None, *PER_RANK)
         return self.attempt.rank_log(min(self.ranks_next_to(rank), default=rank) if has_launcher else rank)
 
     def _nodes(self) -> Iterator[tuple[int, range]]:
@@ -139,10 +140,9 @@ class AttemptFiles:
 
     def _node_sizes(self) -> list[int]:
         """The number of ranks of each node; empty when unknown."""
-        plan = self.plan
-        sizes, num_nodes = plan.get("node_sizes"), plan.get("num_nodes")
+        sizes = self.plan.values.get("node_sizes")
         if not isinstance(sizes, list):
-            sizes = [plan.get("workers_per_node")] * (num_nodes if isinstance(num_nodes, int) else 0)
+            sizes = [self.plan.count("workers_per_node")] * (self.plan.count("num_nodes") or 0)
         return sizes if all(isinstance(size, int) for size in sizes) else []
 
     def hosts(self) -> list[str]:
@@ -223,58 +223,49 @@ END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "
 class AttemptEvents:
     """The last events of an attempt, up to its first failure."""
 
-    def __init__(self, attempt: AttemptDir, failed_at: object) -> None:
+    def __init__(self, attempt: AttemptDir, failed_at: str | None) -> None:
         """`failed_at` is the time of the first failure: what happened later is not its cause."""
         self._attempt, self._failed_at = attempt, failed_at
-        self._numbered: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        self._numbered: deque[tuple[int, Event]] = deque(maxlen=MAX_EVENTS)
         """The last events, with the numbers of their lines."""
-        self._slowdowns: list[dict[str, Any]] = []
-        """The events of slow ranks, however long ago."""
-        self._silence: dict[str, Any] | None = None
-        """The event of a silence that lasts."""
+        self._seen = Attempt(attempt.number)
         with contextlib.suppress(OSError):  # missing, or on a disk that fails
             self._read()
 
     def _read(self) -> None:
         with self._attempt.run.events_file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
-                event = _event(line)
-                if event.get("attempt") == self._attempt.number and self._is_before(event):
+                for event in filter(self._is_before, events_of(map(_without_lists, parse_records([line])))):
                     self._numbered.append((number, event))
-                    if event["event"] in SLOWDOWN_EVENTS:
-                        self._slowdowns.append(event)
-                    if event["event"] in SILENCE_EVENTS:
-                        self._silence = event if event["event"] == "silent" else None
+                    self._seen.add(event)
 
-    def _is_before(self, event: Mapping[str, Any]) -> bool:
-        time = event.get("time")
-        if not isinstance(time, str) or event.get("event") in END_EVENTS:
+    def _is_before(self, event: Event) -> bool:
+        if event.attempt != self._attempt.number or event.time is None or event.name in END_EVENTS:
             return False
-        return not isinstance(self._failed_at, str) or time < self._failed_at
+        return self._failed_at is None or event.time < self._failed_at
 
     def texts(self, *, only_silence: bool = False) -> Iterator[Text]:
         """Each event as one line, the last one first; a silence only if it lasts."""
         for number, event in reversed(self._numbered):
-            if event is not self._silence and (only_silence or event["event"] == "silent"):
+            if event is not self._seen.silence and (only_silence or event.name == "silent"):
                 continue
-            rank, host = event.get("rank"), event.get("host")
             yield Text(
                 self._attempt.run.events_file.name,
                 "event",
                 [clean(event_content(event))],
-                rank if isinstance(rank, int) else None,
-                host if isinstance(host, str) else None,
+                event.rank,
+                event.host,
                 first_line=number,
             )
 
     def shown(self) -> list[Evidence]:
         """The last events, each with its time of day; of a completed save, only its end."""
         file, found = self._attempt.run.events_file.name, []
-        saved: set[object] = set()
+        saved: set[int | None] = set()
         for number, event in reversed(self._numbered):
-            if event.get("event") in SAVE_EVENTS:
-                saved.add(event.get("step"))
-            elif event.get("event") == "checkpoint_begin" and event.get("step") in saved:
+            if event.name in SAVE_EVENTS:
+                saved.add(event.step)
+            elif event.name == "checkpoint_begin" and event.step in saved:
                 continue
             text = clean(f"{_clock(event)}  {event_content(event)}")
             found.append(Evidence(file, number, text))
@@ -282,33 +273,23 @@ class AttemptEvents:
 
     def values(self) -> dict[str, str]:
         """The values for advice, by placeholder: the incomplete save, the slow rank, the silence."""
-        names = ("checkpoint_begin", *SAVE_EVENTS)
-        saves = [event for _, event in self._numbered if event["event"] in names]
         values: dict[str, str] = {}
-        if saves and saves[-1]["event"] == "checkpoint_begin" and isinstance(saves[-1].get("step"), int):
-            step = saves[-1]["step"]
-            # A commit is recorded a moment after the checkpoint is published.
-            if not self._attempt.run.checkpoint_dir(step).is_dir():
-                values = {"unsaved_step": str(step), "save_began": f"{_clock(saves[-1])} UTC"}
-        slow = still_slow(self._slowdowns, self._attempt.number)
-        if slow and all(isinstance(slow[0].get(key), float | int) for key in ("own_s", "usual_s")):
+        save, slow, silence = self._seen.open_save, list(self._seen.slow.values()), self._seen.silence
+        # A commit is recorded a moment after the checkpoint is published.
+        if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
+            values = {"unsaved_step": str(save.step), "save_began": f"{_clock(save)} UTC"}
+        if slow and len(numbers(slow[:1], "own_s") + numbers(slow[:1], "usual_s")) == 2:
             values["slowdown"] = clean(slowdown_line(slow[0]).replace(" is slow since", " was slow since"))
-            if slow[0].get("rank") is not None:
-                values["slow_host"] = clean(str(slow[0].get("host") or ""))
-        if self._silence is not None:
-            values["silence"] = clean(str(self._silence.get("reason")))
+            if slow[0].rank is not None:
+                values["slow_host"] = clean(slow[0].host or "")
+        if silence is not None:
+            values["silence"] = clean(str(silence.reason))
         return values
 
 
-def _event(line: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return {}  # cut off by a crash
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return {}
-    return {key: value for key, value in event.items() if not isinstance(value, dict | list)}
+def _without_lists(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if not isinstance(value, list)}
 
 
-def _clock(event: Mapping[str, Any]) -> str:
-    return str(event.get("time"))[11:19]
+def _clock(event: Event) -> str:
+    return str(event.time)[11:19]

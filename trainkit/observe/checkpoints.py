@@ -7,11 +7,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.files import as_utc, read_jsonl
+from trainkit.run.events import read_events
+from trainkit.run.files import Record, as_utc, read_object
 from trainkit.run.manifest import Checkpoint, best_step, find_plain_damage, partials, published, rejects
 from trainkit.run.rundir import RunDir
-
-NO_MANIFEST: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
 
 def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedCheckpoint:
     manifest = _manifest(path)
-    progress: dict[str, Any] = manifest.get("progress", {})
+    progress = manifest.record("progress")
     # A checkpoint may be validated only after a resume: then later ones say that it is the best.
-    is_own = best and progress.get("best_step") == progress.get("step")
-    metric = (progress.get("best_metric") or "").partition(" ")[0] if is_own else None
+    is_own = best and progress.count("best_step") == progress.count("step")
+    metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]
     newest_s = max((item.st_mtime for item in files), default=path.stat().st_mtime)
     digits = path.name.partition("-")[2].partition(".")[0]
@@ -72,29 +71,27 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
         step=int(digits) if digits.isdigit() else None,
         time=as_utc(datetime.fromtimestamp(newest_s, timezone.utc), "seconds"),
         bytes=sum(item.st_size for item in files),
-        layout=manifest.get("layout"),
-        world_size=manifest.get("world_size"),
+        layout=manifest.values.get("layout"),
+        world_size=manifest.count("world_size"),
         best=best,
         reason=reason,
         best_metric=metric or None,
-        best_value=progress.get("best_value") if metric else None,
+        best_value=progress.number("best_value") if metric else None,
     )
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        return Checkpoint(path, 0).manifest()
-    except (OSError, ValueError):
-        return NO_MANIFEST
+def _manifest(path: Path) -> Record:
+    manifest = read_object(Checkpoint(path, 0).manifest_file)
+    return Record(manifest if isinstance(manifest.get("files"), dict) else {})
 
 
 def _reasons(run: RunDir) -> tuple[dict[int, str], dict[str, str]]:
     """Why each step was saved, and why each rejected folder was rejected."""
     saved: dict[int, str] = {}
     rejected: dict[str, str] = {}
-    for event in read_jsonl(run.events_file):
-        if event.get("event") == "checkpoint_commit":
-            saved[event.get("step", -1)] = event.get("reason", "")
-        elif event.get("event") == "checkpoint_rejected":
-            rejected[event.get("set_aside", "")] = event.get("reason", "")
+    for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
+        if event.name == "checkpoint_commit":
+            saved[event.step or 0] = event.reason or ""
+        else:
+            rejected[event.text("set_aside") or ""] = event.reason or ""
     return saved, rejected

@@ -15,14 +15,20 @@ from itertools import islice
 from typing import Any, Literal
 
 from trainkit.job.failure.launcher_report import RankExit, first_exit
-from trainkit.observe.advice import run_values
+from trainkit.observe.advice import collective_values, hang_values, missing_rank_values, run_values
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
-from trainkit.observe.blocking_ranks import collective_values, hang_values, missing_rank_values
-from trainkit.observe.run_text import Evidence, Match, Text, clean, num_lines_of_message, record_text
+from trainkit.observe.run_text import (
+    Evidence,
+    Match,
+    Text,
+    clean,
+    exception_of,
+    num_lines_of_message,
+    record_text,
+)
 from trainkit.observe.signatures import Role, Signature, fill
-from trainkit.observe.torch_output import describe_signal, exception_of
 from trainkit.run.end import read_end
-from trainkit.run.failure import SIGNALLED, RankFailure
+from trainkit.run.failure import SIGNALLED, RankFailure, signal_name
 from trainkit.run.files import read_json, read_record
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -46,17 +52,17 @@ class Diagnosis:
     state: str
     """``failed`` or ``stopped``, ``running`` with a problem, ``nothing failed``, or ``unknown`` when this
     host cannot tell."""
-    name: str | None
+    name: str | None = None
     """The signature; None when no known cause was found."""
-    title: str
-    cause: str
-    confidence: Literal["certain", "likely", "unknown"]
-    rank: int | None
-    host: str | None
-    step: int | None
-    time: str | None
-    evidence: list[Evidence]
-    advice: list[str]
+    title: str = "unknown"
+    cause: str = ""
+    confidence: Literal["certain", "likely", "unknown"] = "unknown"
+    rank: int | None = None
+    host: str | None = None
+    step: int | None = None
+    time: str | None = None
+    evidence: list[Evidence] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
     """For an unknown cause, the last lines of the first failing rank; for a failed start, of its script."""
     events: list[Evidence] = field(default_factory=list)
@@ -101,7 +107,7 @@ class _First:
         return self.failure.type not in ("exit", "RankKilled", None)
 
     @property
-    def was_killed(self) -> bool:
+    def died_silently(self) -> bool:
         """Whether it was killed from outside, so that its own output does not say why."""
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -136,7 +142,7 @@ class _Case:
                 return replace(self._found(silence), state="running")
             if self.alive:
                 return self._nothing("the attempt is still running or pending")
-            return self._plain("unknown", "this host cannot tell whether the run is alive", "unknown")
+            return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
         match = self._best(self.files.start_text()) or self._asked_from_outside() or self._explain()
         if match is not None:
             return self._found(match)
@@ -168,8 +174,7 @@ class _Case:
         if verdict.type == "exit" and verdict.rank is None and verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
         first = self._of_verdict(verdict)
-        is_command = bool(self.files.plan.get("command"))
-        return self._of_launcher(first) if is_command and first.rank is not None else first
+        return self._of_launcher(first) if self.files.plan.is_command and first.rank is not None else first
 
     def _of_launcher(self, first: _First) -> _First:
         """The rank that a launcher reports as the first to fail, if one has started the ranks."""
@@ -189,7 +194,7 @@ class _Case:
             rank = text.rank
         kind, message = first.failure.type, first.failure.message
         if root.code < 0:
-            kind, message = "RankKilled", f"killed by {describe_signal(-root.code)}"
+            kind, message = "RankKilled", f"killed by {signal_name(-root.code)}"
         elif not first.is_exception:
             kind, message = "exit", f"ended with exit code {root.code}"
         if (raised := self._exception_of(root, text)) is not None:
@@ -254,7 +259,7 @@ class _Case:
             if own is None and self.first.is_exception:
                 return None  # the exception is known, and nothing else explains it
         found = self._best(self.files.outside(), ("cause",))
-        if found is None and (self.first is None or not self.first.was_killed):
+        if found is None and (self.first is None or not self.first.died_silently):
             found = self._from_logs(own)
         if self.first is not None or not self.has_ended:
             found = found or self._best(self.events.texts(), ("cause",))
@@ -275,7 +280,7 @@ class _Case:
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            if match is None or match.signature.role == "cause" or (is_exit and not first.was_killed):
+            if match is None or match.signature.role == "cause" or (is_exit and not first.died_silently):
                 self.first = first
                 return match
         return None
@@ -435,21 +440,16 @@ class _Case:
         return [text.evidence(index) for index in range(max(0, end - TAIL_LINES), end)]
 
     def _nothing(self, cause: str) -> Diagnosis:
-        return self._plain("nothing failed", cause, "certain")
-
-    def _plain(self, state: str, cause: str, confidence: Literal["certain", "unknown"]) -> Diagnosis:
-        return self._make(state=state, title=state, cause=cause, confidence=confidence)
+        return self._make(state="nothing failed", title="nothing failed", cause=cause, confidence="certain")
 
     def _make(self, **values: Any) -> Diagnosis:
         state = "stopped" if self.end.state in ("stopped", "cancelled") else "failed"
         time = (None if self.first is None else self.first.failure.time) or self.end.time
-        defaults: dict[str, Any] = {"name": None, "title": "unknown", "confidence": "unknown", "state": state}
-        defaults |= {"rank": None, "host": None, "step": None, "time": time, "evidence": [], "advice": []}
         return Diagnosis(
             run_dir=str(self.run.path),
             attempt=self.attempt.number,
             earlier=earlier_failures(self.run, self.attempt.number),
-            **(defaults | values),
+            **({"state": state, "time": time} | values),
         )
 
     def _is_over(self) -> bool:

@@ -6,12 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from trainkit.run.end import is_over
-from trainkit.run.files import read_jsonl_reversed
 from trainkit.run.rundir import AttemptDir, RunDir
 
 BLOCK_BYTES = 65_536
@@ -68,11 +65,6 @@ def start_of_last(path: Path, count: int) -> int:
     """The position in a file where its last `count` complete lines begin."""
     lines, end = last_lines(path, count)
     return end - sum(len(line) + 1 for line in lines)
-
-
-def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last records of a JSONL file, oldest first."""
-    return list(islice(read_jsonl_reversed(path), count))[::-1]
 
 
 POLL_S = 0.1

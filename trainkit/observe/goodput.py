@@ -6,19 +6,20 @@ import math
 import os
 import signal
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.files import DECODER, parse_record, parse_time
+from trainkit.run.events import StepRecord
+from trainkit.run.files import DECODER, parse_records
+from trainkit.run.history import CURVES, Attempt, timestamp
 
-SERIES = ("loss", "grad_norm", "lr", "tokens_per_s")
 CATEGORIES = {
     "productive": "Steps that count",
     "lost": "Steps computed again or not saved",
@@ -45,37 +46,6 @@ Point = tuple[float, float]
 
 
 @dataclass
-class Attempt:
-    """One attempt as its events describe it; times are seconds since the epoch, None where unknown."""
-
-    number: int
-    submitted: float | None = None
-    started: float | None = None
-    training: float | None = None
-    """When the loop began, after which steps are computed."""
-    first_step: float | None = None
-    ended: float | None = None
-    """When it ended; for one that still runs, the time of the report."""
-    state: str | None = None
-    reason: str | None = None
-    action: str | None = None
-    start_step: int = 0
-    """The step that it resumed from."""
-    kept_step: float = math.inf
-    """The last step that is part of the run's result; a later attempt computed the others again."""
-    evaluations: list[float] = field(default_factory=list)
-    saves: list[float] = field(default_factory=list)
-    signals: list[float] = field(default_factory=list)
-
-    @property
-    def allocated_s(self) -> float:
-        """Seconds from its start to its end; 0 when either is unknown."""
-        if self.started is None or self.ended is None:
-            return 0.0
-        return max(0.0, self.ended - self.started)
-
-
-@dataclass
 class Curves:
     """Downsampled curves, and the time of each category by attempt."""
 
@@ -85,42 +55,6 @@ class Curves:
     """Attempt -> category -> seconds; they add up to its allocated time."""
     num_records: int
     num_steps_lost: int
-    last: dict[str, Any]
-
-
-def read_attempts(events: Sequence[Mapping[str, Any]], now: float | None) -> list[Attempt]:
-    """The attempts in a run's events, oldest first; `now` is the end of an attempt that still runs."""
-    found: dict[int, Attempt] = {}
-    for event in events:
-        number, time = event.get("attempt"), seconds(event.get("time"))
-        if not isinstance(number, int) or time is None:
-            continue
-        attempt, name = found.setdefault(number, Attempt(number)), event.get("event")
-        if name in ("submitted", "started", "training", "first_step"):
-            if getattr(attempt, str(name)) is None:
-                setattr(attempt, str(name), time)
-            if name == "training":
-                attempt.start_step = int(event.get("step") or 0)
-        elif name == "evaluated":
-            attempt.evaluations.append(time)
-        elif name == "checkpoint_begin":
-            attempt.saves.append(time)
-        elif name == "signal":
-            attempt.signals.append(time)
-        elif name == "requeue_decision":
-            attempt.action = str(event.get("action"))
-        elif name in ("stopped", "finished"):
-            attempt.ended, attempt.state = time, str(event.get("state"))
-            attempt.reason = event.get("reason")
-    attempts = [found[number] for number in sorted(found)]
-    kept = math.inf
-    for attempt in reversed(attempts):
-        attempt.kept_step = kept
-        if attempt.training is not None:
-            kept = min(kept, attempt.start_step)
-    if attempts and attempts[-1].ended is None:
-        attempts[-1].ended = now
-    return attempts
 
 
 def read_curves(path: Path, attempts: Sequence[Attempt], part_bytes: int = PART_BYTES) -> Curves:
@@ -185,7 +119,6 @@ def _joined(found: Sequence[tuple[Curves, Clocks]]) -> tuple[Curves, Clocks]:
                 curves.spent[number][category] += spent_s
         curves.num_records += following.num_records
         curves.num_steps_lost += following.num_steps_lost
-        curves.last = following.last or curves.last
         clocks |= later
     return curves, clocks
 
@@ -194,18 +127,16 @@ def _read_part(path: Path, attempts: Sequence[Attempt], part: Part) -> tuple[Cur
     """Read one part of metrics.jsonl; start-up and shutdown of the attempts are not added yet."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
-    series: dict[str, dict[int, list[Point]]] = {name: {} for name in SERIES}
+    series: dict[str, dict[int, list[Point]]] = {name: {} for name in CURVES}
     clocks = _clocks_before(path, part.start)
     count = lost = 0
-    last: dict[str, Any] = {}
     for records in _buckets(path, part):
         count += len(records)
         for number, own in _by_attempt(records).items():
             attempt = by_number.get(number)
             if attempt is None:
                 continue
-            kept = [record for record in own if record["step"] <= attempt.kept_step]
-            last = kept[-1] if kept else last
+            kept = [record for record in own if record.step <= attempt.kept_step]
             for name, points in series.items():
                 points.setdefault(number, []).extend(_extremes(kept, name))
             begin = attempt.training or attempt.started
@@ -214,7 +145,7 @@ def _read_part(path: Path, attempts: Sequence[Attempt], part: Part) -> tuple[Cur
             clock = clocks.get(number, (begin, attempt.start_step))
             clock, num_lost = _add_steps(spent[number], attempt, own, clock)
             clocks[number], lost = clock, lost + num_lost
-    return Curves(series, spent, count, lost, last), clocks
+    return Curves(series, spent, count, lost), clocks
 
 
 def _clocks_before(path: Path, position: int) -> Clocks:
@@ -226,9 +157,9 @@ def _clocks_before(path: Path, position: int) -> Clocks:
         lines = stream.read(min(position, OVERLAP_BYTES)).split(b"\n")
     clocks = {}
     for record in _parsed(lines):  # the first may be cut off
-        time = seconds(record.get("time"))
+        time = timestamp(record.time)
         if time is not None:
-            clocks[int(record.get("attempt") or 0)] = time, record["step"]
+            clocks[record.attempt or 0] = time, record.step
     return clocks
 
 
@@ -243,7 +174,7 @@ def idle_gaps(attempts: Sequence[Attempt]) -> float:
 
 
 def _add_steps(
-    spent: dict[str, float], attempt: Attempt, records: Sequence[Mapping[str, Any]], clock: tuple[float, int]
+    spent: dict[str, float], attempt: Attempt, records: Sequence[StepRecord], clock: tuple[float, int]
 ) -> tuple[tuple[float, int], int]:
     """Divide the time between records into steps and what was between them; returns the new clock."""
     before, step_before = clock
@@ -257,13 +188,13 @@ def _add_steps(
         records = merged
     num_lost = 0
     for record in records:
-        time, step = seconds(record.get("time")), record["step"]
+        time, step = timestamp(record.time), record.step
         num_steps = step - step_before
         if time is None or time < before or num_steps <= 0:
             continue
         wall_s = time - before
-        steps_s = min(wall_s, float(record.get("step_s") or 0.0) * num_steps)
-        wait_s = min(steps_s, float(record.get("data_wait_s") or 0.0) * num_steps)
+        steps_s = min(wall_s, (record.number("step_s") or 0.0) * num_steps)
+        wait_s = min(steps_s, (record.number("data_wait_s") or 0.0) * num_steps)
         num_kept = max(0.0, min(step, attempt.kept_step) - step_before)
         share = num_kept / num_steps
         num_lost += num_steps - round(num_kept)
@@ -277,12 +208,12 @@ def _add_steps(
 
 
 def _merged(
-    attempt: Attempt, records: Sequence[Mapping[str, Any]], begin: float, step_before: int
-) -> list[dict[str, Any]] | None:
+    attempt: Attempt, records: Sequence[StepRecord], begin: float, step_before: int
+) -> list[StepRecord] | None:
     """One record with the mean of many evenly spaced ones without an event; None for any others."""
-    steps = [record["step"] for record in records]
+    steps = [record.step for record in records]
     every = steps[0] - step_before
-    end = seconds(records[-1].get("time"))
+    end = timestamp(records[-1].time)
     is_even = every > 0 and steps == list(range(steps[0], steps[-1] + 1, every))
     if not is_even or end is None or steps[-1] > attempt.kept_step:
         return None
@@ -290,9 +221,9 @@ def _merged(
         return None
     means = {}
     for key in ("step_s", "data_wait_s"):
-        values: list[Any] = [record.get(key) for record in records]
+        values: list[Any] = [record.values.get(key) for record in records]
         means[key] = sum(value or 0.0 for value in values) / len(values)
-    return [{"step": steps[-1], "time": records[-1]["time"], **means}]
+    return [StepRecord({"step": steps[-1], "time": records[-1].time, **means})]
 
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
@@ -330,41 +261,37 @@ def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int
     spent["shutdown"] += max(0.0, attempt.ended - clock[0])
 
 
-def _extremes(records: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+def _extremes(records: Sequence[StepRecord], name: str) -> list[Point]:
     """The points with the lowest and the highest value, in order; all that is finite of a single record."""
-    values: list[Any] = [record.get(name) for record in records]
+    values: list[Any] = [record.values.get(name) for record in records]
     try:
         if math.isfinite(sum(values)):
             ends = sorted({values.index(min(values)), values.index(max(values))}) if values else []
-            return [(records[index]["step"], values[index]) for index in ends]
+            return [(records[index].step, values[index]) for index in ends]
     except TypeError:
         pass  # one is null or missing
-    points = [
-        (record["step"], value)
-        for record in records
-        if isinstance(value := record.get(name), (int, float)) and math.isfinite(value)
+    points: list[Point] = [
+        (record.step, value)
+        for record, value in zip(records, values, strict=True)
+        if isinstance(value, (int, float)) and math.isfinite(value)
     ]
     if len(points) < 2:
         return points
-    low, high = min(points, key=_value), max(points, key=_value)
+    low, high = min(points, key=itemgetter(1)), max(points, key=itemgetter(1))
     return sorted({low, high})
 
 
-def _value(point: Point) -> float:
-    return point[1]
-
-
-def _by_attempt(records: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    first = records[0].get("attempt")
-    if all(record.get("attempt") == first for record in records):
-        return {int(first or 0): list(records)}
-    found: dict[int, list[dict[str, Any]]] = {}
+def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
+    found: dict[int, list[StepRecord]] = {}
+    first = records[0].attempt
+    if all(record.values.get("attempt") == first for record in records):
+        return {first or 0: list(records)}
     for record in records:
-        found.setdefault(int(record.get("attempt") or 0), []).append(record)
+        found.setdefault(record.attempt or 0, []).append(record)
     return found
 
 
-def _buckets(path: Path, part: Part) -> Iterator[list[dict[str, Any]]]:
+def _buckets(path: Path, part: Part) -> Iterator[list[StepRecord]]:
     """The records of a part of a file in about the number of lists that it names."""
     if part.end == part.start:
         return
@@ -386,16 +313,12 @@ def _buckets(path: Path, part: Part) -> Iterator[list[dict[str, Any]]]:
                 yield records
 
 
-def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+def _parsed(lines: Sequence[bytes]) -> list[StepRecord]:
     """The records of some lines; parses them at once, which is faster, unless one was cut off by a crash."""
     try:
         values = DECODER.decode((b"[" + b",".join(lines) + b"]").decode())
     except ValueError:
-        values = [parse_record(line) for line in lines]
-    return [value for value in values if isinstance(value, dict) and isinstance(value.get("step"), int)]
-
-
-def seconds(text: object) -> float | None:
-    """A time from a run's file as seconds since the epoch; None if it is not a time."""
-    time: datetime | None = parse_time(text)
-    return None if time is None else time.timestamp()
+        values = parse_records(lines)
+    return [
+        StepRecord(value) for value in values if isinstance(value, dict) and type(value.get("step")) is int
+    ]

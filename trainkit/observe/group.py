@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
-from trainkit.plan.sweep import shown
-from trainkit.run.end import AttemptEnd, end_of
-from trainkit.run.events import best_result
-from trainkit.run.files import read_jsonl, seconds_between
+from trainkit.plan.sweep import shown, shown_value
+from trainkit.run.end import AttemptEnd, Best, end_of
+from trainkit.run.events import best_result, read_events
+from trainkit.run.files import read_object, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
+from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import other_cluster
@@ -59,10 +59,9 @@ class PointFiles:
     entry: AttemptRecord = NOT_CREATED
     """Its newest attempt in job.json; of number 0 while the point has no folder."""
     end: AttemptEnd | None = None
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """The `STATE_EVENTS` and evaluations of a point that is not over."""
-    best: dict[str, Any] | None = None
-    """The best result so far: ``metric, value, step``."""
+    seen: Attempt | None = None
+    """What the `STATE_EVENTS` of that attempt say, unless it is over."""
+    best: Best | None = None
     has_metrics: bool = False
 
     @property
@@ -81,12 +80,21 @@ class PointStatus:
     """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
     job_id: str | None
-    best: dict[str, Any] | None
-    """The best result so far: ``metric, value, step``."""
+    best: Best | None
+    """The best result so far."""
     run_dir: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**vars(self), "best": self.best and asdict(self.best)}
+
+    @property
+    def problem(self) -> str:
+        """The reason as one line; empty for a run of which it is of no interest."""
+        return "" if self.state in ("running", "finished") else " ".join((self.reason or "").split())
+
+    def texts(self, keys: Sequence[str]) -> list[str]:
+        """Its values of some keys."""
+        return [shown_value(self.values[key]) if key in self.values else "-" for key in keys]
 
     def __str__(self) -> str:
         return f"point {self.index}" + (f" ({shown(self.values)})" if self.values else "")
@@ -123,9 +131,9 @@ class GroupStatus:
     def best(self) -> PointStatus | None:
         """The point with the lowest validation loss, else with the lowest loss; None without either."""
         for metric in ("val_loss", "loss"):
-            found = [point for point in self.points if point.best and point.best.get("metric") == metric]
+            found = [point for point in self.points if point.best and point.best.metric == metric]
             if found:
-                return min(found, key=lambda point: float((point.best or {})["value"]))
+                return min(found, key=lambda point: (point.best or Best()).value)
         return None
 
     def to_dict(self, with_points: bool = True) -> dict[str, Any]:
@@ -168,15 +176,15 @@ class GroupFiles:
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
         """The group's status; `jobs` is None when Slurm cannot be queried."""
-        record, plan = self.group.record, self.group.record["plan"]
+        record, plan = self.group.record, PlanRecord(self.group.record["plan"])
         return GroupStatus(
             name=self.group.name,
             run_dir=str(self.group.path),
             job_id=self.group.job_id,
             array=str(record["array"]),
             keys=list(record["keys"]),
-            num_nodes=plan.get("num_nodes"),
-            workers_per_node=plan.get("workers_per_node"),
+            num_nodes=plan.count("num_nodes"),
+            workers_per_node=plan.count("workers_per_node"),
             age_s=seconds_between(record.get("submitted_at"), now),
             points=[self._point_status(files, jobs) for files in self.points],
         )
@@ -207,8 +215,8 @@ class GroupFiles:
             # Its task has not created the folder yet.
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
-            return attempt_state(AttemptRecord(attempt=1), None, alive, job, [], False)
-        return attempt_state(files.entry, files.end, alive, job, files.events, files.has_metrics)
+            return attempt_state(AttemptRecord(attempt=1), None, alive, job, None, False)
+        return attempt_state(files.entry, files.end, alive, job, files.seen, files.has_metrics)
 
 
 def _read_points(group: RunGroup) -> list[PointFiles]:
@@ -231,48 +239,38 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
     # By text and with no more than the newest attempt: there may be ten thousand points.
     folder = str(group.path)
     for index in indices:
-        attempts = _object(f"{folder}/{index}/job.json").get("attempts")
+        attempts = read_object(f"{folder}/{index}/job.json").get("attempts")
         entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
-        entry, end = entry or NOT_CREATED, end_of(_object(f"{folder}/{index}/{NEWEST_END}"))
+        entry, end = entry or NOT_CREATED, end_of(read_object(f"{folder}/{index}/{NEWEST_END}"))
         job_id = entry.job_id or group.task_id(index)
         files = PointFiles(group.points[index], job_id, entry, end, best=None if end is None else end.best)
         if files.is_over:
             yield files
         elif entry.attempt:
             run = group.run(index)
-            events = list(read_jsonl(run.events_file, (*STATE_EVENTS, "evaluated")))
+            events = list(read_events(run, *STATE_EVENTS, "evaluated"))
+            seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
             has_metrics = run.metrics_file.exists() or _is_printing(group, run, entry)
-            yield replace(files, events=events, best=best_result(run, events), has_metrics=has_metrics)
+            yield replace(files, seen=seen, best=best, has_metrics=has_metrics)
         else:
             yield files
 
 
 def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
     """Whether rank 0 of a COMMAND, which need not write metrics, has started."""
-    is_command = bool(group.record["plan"].get("command"))
-    return is_command and run.attempt(entry.attempt).rank_log(0).exists()
+    return PlanRecord(group.record["plan"]).is_command and run.attempt(entry.attempt).rank_log(0).exists()
 
 
 def read_newest_end(run: RunDir) -> AttemptEnd | None:
     """How a run's newest attempt ended; None while it runs."""
-    return end_of(_object(f"{run.path}/{NEWEST_END}"))
-
-
-def _object(path: str) -> dict[str, Any]:
-    """The JSON object in a file, as `read_object`."""
-    try:
-        with open(path, "rb") as stream:
-            value = json.loads(stream.read())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return end_of(read_object(f"{run.path}/{NEWEST_END}"))
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
     """The `count` most relevant points: by state, failures first, then by best result."""
 
     def key(point: PointStatus) -> tuple[int, float, int]:
-        value = float(point.best["value"]) if point.best else float("inf")
+        value = point.best.value if point.best else float("inf")
         return ORDER.index(point.state) if point.state in ORDER else 0, value, point.index
 
     return sorted(points, key=key)[:count]

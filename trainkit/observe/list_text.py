@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.text import Text
 
-from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
+from trainkit.observe.group import GroupStatus, most_relevant
 from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path, state_counts
 from trainkit.observe.text import duration
 from trainkit.observe.view_text import DIM, number, state_style
-from trainkit.plan.sweep import short_keys, shown_value
+from trainkit.plan.sweep import short_keys
 
 MAX_POINTS = 200
 STATE = 11
@@ -62,16 +62,13 @@ def _run_line(status: RunStatus | GroupStatus, name: int, cwd: Path) -> Text:
     if isinstance(status, GroupStatus):
         counts = state_counts(status.states)
         worst = next(iter(status.states), "unknown")
-        best = (
-            ""
-            if status.best is None or not status.best.best
-            else f"; best {number(status.best.best['value'])}"
-        )
+        best = status.best and status.best.best
+        shown = f"; best {number(best.value)}" if best else ""
         return Text.assemble(
             place,
             "  ",
             (f"{len(status.points):,} runs".ljust(STATE), state_style(worst)),
-            f"  {counts}{best}",
+            f"  {counts}{shown}",
         )
     step = "-" if status.step is None else f"{status.step:,}"
     if status.total_steps is not None and status.step is not None:
@@ -91,7 +88,7 @@ def group_listing(status: GroupStatus, width: int) -> Listing:
     more = f", {hidden:,} not shown" if hidden else ""
     title = f"{status.name}: {len(status.points):,} runs: {state_counts(status.states)}{more}"
     keys = short_keys(status.keys)
-    values = {point.index: _values(point, status.keys) for point in points}
+    values = {point.index: point.texts(status.keys) for point in points}
     sizes = [
         max([len(key), *(len(values[point.index][column]) for point in points)])
         for column, key in enumerate(keys)
@@ -101,16 +98,11 @@ def group_listing(status: GroupStatus, width: int) -> Listing:
     rows = []
     for point in points:
         cells = [cell.ljust(size) for cell, size in zip(values[point.index], sizes, strict=True)]
-        best = number(point.best["value"]) if point.best else "-"
-        reason = "" if point.state in ("running", "finished") else " ".join((point.reason or "").split())
+        best = number(point.best.value) if point.best else "-"
         state = (point.state.ljust(STATE), state_style(point.state))
-        rest = "  ".join([*cells, best.rjust(7), reason])
+        rest = "  ".join([*cells, best.rjust(7), point.problem])
         rows.append(Row(point.run_dir, False, Text.assemble(f"{point.index:>5}  ", state, "  ", rest)))
     return Listing(title, heading, rows)
-
-
-def _values(point: PointStatus, keys: Sequence[str]) -> list[str]:
-    return [shown_value(point.values[key]) if key in point.values else "-" for key in keys]
 
 
 def _end_of(path: str, width: int) -> str:

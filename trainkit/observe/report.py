@@ -6,28 +6,26 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainkit.config.names import flatten
-from trainkit.observe.charts import Chart, Line, line_chart
 from trainkit.observe.checkpoints import ListedCheckpoint, list_checkpoints
-from trainkit.observe.goodput import (
-    CATEGORIES,
-    SERIES,
-    Attempt,
-    Curves,
-    Point,
-    idle_gaps,
-    read_attempts,
-    read_curves,
-    seconds,
-)
-from trainkit.observe.page import duration, read_config, render_page
-from trainkit.observe.run_files import gpus_of
+from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
+from trainkit.observe.page import Chart, Line, duration, line_chart, read_config, render_page
 from trainkit.observe.status import RunStatus
-from trainkit.run.files import read_jsonl, read_object
+from trainkit.run.events import Event
+from trainkit.run.files import mean, numbers, read_jsonl, read_object, read_record
+from trainkit.run.history import (
+    CURVES,
+    Attempt,
+    HealthSample,
+    RunHistory,
+    ended_attempts,
+    read_plan,
+    timestamp,
+)
 from trainkit.run.rundir import RunDir
 
 TEMPLATE = "report.html.j2"
@@ -70,18 +68,18 @@ class Advice:
 class Slowdown:
     """A rank, or with `rank` None the whole run, that was slow for a while."""
 
-    attempt: int | None
-    rank: int | None
-    host: str | None
-    phase: str | None
+    attempt: int | None = None
+    rank: int | None = None
+    host: str | None = None
+    phase: str | None = None
     """``data``, ``compute`` or ``network``: where most of the difference was."""
-    noticed: str | None
-    since_step: int | None
-    until_step: int | None
+    noticed: str | None = None
+    since_step: int | None = None
+    until_step: int | None = None
     """When it was seen to be as fast as usual; None if it was slow until the attempt ended, or still is."""
-    own_s: float | None
+    own_s: float | None = None
     """Its seconds of a step; of a rank, before it first waits for others."""
-    usual_s: float | None
+    usual_s: float | None = None
     """Seconds of a step of the other ranks, or of the run before."""
 
 
@@ -118,18 +116,16 @@ class Report:
         """The report as JSON, without the points of its curves."""
         value = {**asdict(self), "status": self.status.to_dict()}
         value.pop("curves"), value.pop("val_loss")
-        for attempt in value["attempts"]:
-            if math.isinf(attempt["kept_step"]):
-                attempt["kept_step"] = None
+        value["attempts"] = [attempt.to_dict() for attempt in self.attempts]
         return value
 
 
-def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
-    """Read the report of a run; `now` is in seconds since the epoch."""
-    events = list(read_jsonl(run.events_file))
-    attempts = read_attempts(events, now if status.is_active else _last_time(run, events))
+def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
+    """The report of a run of which the events have been read; `now` is in seconds since the epoch."""
+    run, events = history.run, history.events
+    attempts = ended_attempts(events.attempts, now if status.is_active else _last_time(history))
     checkpoints = list_checkpoints(run)
-    if attempts and not status.is_active and status.state != "finished" and not status.command:
+    if attempts and not status.is_active and status.state != "finished" and not status.is_command:
         # Nothing is left of the steps after the newest checkpoint.
         saved = [item.step or 0 for item in checkpoints if item.state == "published"]
         attempts[-1].kept_step = max(saved, default=0)
@@ -139,8 +135,8 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
     spent["idle"] += idle_s
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_s
     spent["unmeasured"] += max(0.0, allocated_s - sum(spent.values()))
-    plan = read_object(run.plan_file)
-    world_size = plan.get("world_size")
+    plan = read_plan(run)
+    world_size = plan.count("world_size")
     nodes = read_nodes(run)
     config = dict(flatten(read_config(run)))
     is_measured = allocated_s > 0 and curves.num_records > 0
@@ -155,34 +151,33 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
         percent=percentages(spent),
         goodput=goodput,
         world_size=world_size,
-        worker_hours=allocated_s * world_size / 3600 if isinstance(world_size, int) else None,
+        worker_hours=allocated_s * world_size / 3600 if world_size is not None else None,
         num_records=curves.num_records,
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
-        val_loss=_val_losses(events),
-        slowdowns=find_slowdowns(events),
+        val_loss=sorted(events.val_losses.items()),
+        slowdowns=find_slowdowns(events.slow),
         nodes=nodes,
         advice=_advice(config, attempts, nodes, status, curves),
         checkpoints=checkpoints,
         config=config,
-        layout=plan.get("layout") or {},
+        layout=dict(plan.record("layout").values),
         provenance=read_object(run.provenance_file),
     )
 
 
-def find_slowdowns(events: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
-    """The slow ranks in a run's events, in the order in which they were noticed."""
-    found: list[dict[str, Any]] = []
+def find_slowdowns(events: Sequence[Event]) -> list[Slowdown]:
+    """The slow ranks in a run's `SLOWDOWN_EVENTS`, in the order in which they were noticed."""
+    found: list[Slowdown] = []
     for event in events:
-        if event.get("event") in ("slow_rank", "slow_run"):
-            found.append({**event, "noticed": event.get("time"), "until_step": None})
-        elif event.get("event") in ("slow_rank_over", "slow_run_over"):
-            same = [
-                item for item in found if all(item.get(key) == event.get(key) for key in ("attempt", "rank"))
-            ]
-            if same:
-                same[-1]["until_step"] = event.get("step")
-    return [Slowdown(**{item.name: record.get(item.name) for item in fields(Slowdown)}) for record in found]
+        if event.name in ("slow_rank", "slow_run"):
+            found.append(read_record(Slowdown, {**event.values, "noticed": event.time}))
+            continue
+        for index in range(len(found) - 1, -1, -1):
+            if (found[index].attempt, found[index].rank) == (event.attempt, event.rank):
+                found[index] = replace(found[index], until_step=event.step)
+                break
+    return found
 
 
 def percentages(spent: Mapping[str, float]) -> dict[str, float]:
@@ -207,18 +202,18 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
     every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
     found = []
     for file in files:
-        samples = list(read_jsonl(file, every=every))
-        gpus = [gpu for sample in samples for gpu in gpus_of(sample)]
+        samples = list(map(HealthSample, read_jsonl(file, every=every)))
+        gpus = [gpu for sample in samples for gpu in sample.gpus]
         found.append(
             NodeUse(
                 host=file.stem,
                 num_samples=len(samples),
-                cpu_mean_percent=_mean(samples, "cpu_percent"),
-                job_mem_peak_gib=_peak(samples, "job_mem_gib"),
-                mem_total_gib=_peak(samples, "mem_total_gib"),
-                gpu_mean_percent=_mean(gpus, "util_percent"),
-                gpu_mem_peak_gib=_peak(gpus, "mem_used_gib"),
-                gpu_mem_total_gib=_peak(gpus, "mem_total_gib"),
+                cpu_mean_percent=mean(samples, "cpu_percent"),
+                job_mem_peak_gib=max(numbers(samples, "job_mem_gib"), default=None),
+                mem_total_gib=max(numbers(samples, "mem_total_gib"), default=None),
+                gpu_mean_percent=mean(gpus, "util_percent"),
+                gpu_mem_peak_gib=max(numbers(gpus, "mem_used_gib"), default=None),
+                gpu_mem_total_gib=max(numbers(gpus, "mem_total_gib"), default=None),
             )
         )
     return found
@@ -251,31 +246,24 @@ def _names(report: Report, other: Report | None) -> tuple[str, str]:
 
 
 def _charts(report: Report, other: Report | None) -> list[Chart]:
-    own_name, other_name = _names(report, other)
+    names = _names(report, other)
     marks = [
-        (float(attempt.start_step), str(attempt.number))
-        for attempt in report.attempts
-        if attempt.training is not None
+        (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
+    shown = [(report, names[0], "c0", "c1", "")]
+    if other is not None:
+        shown.append((other, f"{names[1]} (compared)", "c2", "c3", " (compared)"))
     charts = []
-    for name in SERIES:
+    for curve in CURVES:
         lines = [
-            Line(points, "c0", own_name if index == 0 else "")
-            for index, points in enumerate(report.curves[name].values())
+            Line(points, color, name if index == 0 else "")
+            for one, name, color, _, _ in shown
+            for index, points in enumerate(one.curves[curve].values())
         ]
-        if other is not None:
-            lines += [
-                Line(points, "c2", f"{other_name} (compared)" if index == 0 else "")
-                for index, points in enumerate(other.curves[name].values())
-            ]
-        if name == "loss":
-            lines.append(Line(report.val_loss, "c1", "validation"))
-            if other is not None:
-                lines.append(Line(other.val_loss, "c3", "validation (compared)"))
-        chart = line_chart(TITLES[name], lines, marks)
-        if chart is not None:
-            charts.append(chart)
-    return charts
+        if curve == "loss":
+            lines += [Line(one.val_loss, color, f"validation{end}") for one, _, _, color, end in shown]
+        charts.append(line_chart(TITLES[curve], lines, marks))
+    return [chart for chart in charts if chart is not None]
 
 
 def _timeline(report: Report) -> list[dict[str, Any]]:
@@ -353,45 +341,32 @@ def _advice(
     if longest_s:
         following = "unknown: the run did not finish"
         if status.state == "finished":
-            needed_s = sum(attempt.allocated_s for attempt in attempts) - sum(
-                own["lost"] for own in curves.spent.values()
-            )
+            lost_s = sum(own["lost"] for own in curves.spent.values())
+            needed_s = sum(attempt.allocated_s for attempt in attempts) - lost_s
             minutes = 5 * math.ceil(needed_s * TIME_MARGIN / 300)
             what = "the measured time" if len(attempts) == 1 else "all attempts without repeated steps"
             following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
-        found.append(
-            Advice(
-                "Time",
-                str(config.get("resources.time")),
-                f"{duration(longest_s)} (longest attempt)",
-                following,
-            )
-        )
+        asked, used = str(config.get("resources.time")), f"{duration(longest_s)} (longest attempt)"
+        found.append(Advice("Time", asked, used, following))
     memory = max((node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None), default=None)
-    asked = config.get("resources.mem")
-    next_memory = "unknown: not measured"
+    asked = str(config.get("resources.mem") or "the cluster's default")
+    used, following = "unknown", "unknown: not measured"
     if memory is not None:
-        next_memory = (
-            f"--set resources.mem={max(1, math.ceil(memory * MEMORY_MARGIN))}G (25 % above the peak sampled)"
-        )
-    found.append(
-        Advice(
-            "Memory a node",
-            "the cluster's default" if asked is None else str(asked),
-            "unknown" if memory is None else f"{memory:.1f} GiB (peak sampled)",
-            next_memory,
-        )
-    )
-    gpu = [node.gpu_mean_percent for node in nodes if node.gpu_mean_percent is not None]
-    mean = None if not gpu else sum(gpu) / len(gpu)
-    asked_gpus = f"{config.get('resources.gpus_per_node')} a node"
+        used = f"{memory:.1f} GiB (peak sampled)"
+        ask_for = max(1, math.ceil(memory * MEMORY_MARGIN))
+        following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
+    found.append(Advice("Memory a node", asked, used, following))
     if status.device == "cuda":
-        waits = "the same: they were busy" if mean is not None and mean >= 70 else ""
-        waits = waits or (
-            "unknown: not measured" if mean is None else "find what they wait for before asking for more"
-        )
-        used = "unknown" if mean is None else f"{mean:.0f} % busy on average"
-        found.append(Advice("GPUs", asked_gpus, used, waits))
+        busy = [node.gpu_mean_percent for node in nodes if node.gpu_mean_percent is not None]
+        used, following = "unknown", "unknown: not measured"
+        if busy:
+            share = sum(busy) / len(busy)
+            used = f"{share:.0f} % busy on average"
+            is_busy = share >= 70
+            following = (
+                "the same: they were busy" if is_busy else "find what they wait for before asking for more"
+            )
+        found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
     return found
 
 
@@ -404,30 +379,10 @@ def _queued_s(attempts: list[Attempt]) -> float | None:
     return sum(waits) if waits else None
 
 
-def _val_losses(events: list[dict[str, Any]]) -> list[Point]:
-    by_step = {
-        event["step"]: event["val_loss"]
-        for event in events
-        if event.get("event") == "evaluated"
-        and isinstance(event.get("step"), int)
-        and isinstance(event.get("val_loss"), (int, float))
-        and math.isfinite(event["val_loss"])
-    }
-    return sorted(by_step.items())
-
-
-def _last_time(run: RunDir, events: list[dict[str, Any]]) -> float | None:
+def _last_time(history: RunHistory) -> float | None:
     """When a run that left no end was last seen."""
-    times = [seconds(event.get("time")) for event in events[-1:]]
-    if run.metrics_file.exists():
-        times.append(run.metrics_file.stat().st_mtime)
+    times = [timestamp(event.time) for event in list(history.events.recent)[-1:]]
+    file = history.run.metrics_file
+    if file.exists():
+        times.append(file.stat().st_mtime)
     return max((time for time in times if time is not None), default=None)
-
-
-def _mean(samples: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [sample[key] for sample in samples if isinstance(sample.get(key), (int, float))]
-    return sum(values) / len(values) if values else None
-
-
-def _peak(samples: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return max((s[key] for s in samples if isinstance(s.get(key), (int, float))), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 from trainkit.formats import time_limit_s
 from trainkit.observe.attempt_files import AttemptFiles
 from trainkit.observe.follow import last_lines
-from trainkit.observe.run_files import CURVES, RunFiles, gpus_of, is_number
 from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path
 from trainkit.observe.text import duration, failure_line, slowdown_line
 from trainkit.run.end import read_end
-from trainkit.run.failure import RankFailure
-from trainkit.run.files import parse_time, read_object, read_record, seconds_between
+from trainkit.run.events import Event, StepRecord
+from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between
+from trainkit.run.history import CURVES, Attempt, HealthSample, PlanRecord, RunHistory, read_plan
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 MAX_NOTICES = 50
@@ -162,26 +163,27 @@ class RunView:
 
 
 def read_view(
-    files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
+    history: RunHistory, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
 ) -> RunView:
-    """The view of a run from its files, which the caller has updated, its status and its job in Slurm.
+    """The view of a run from its history, which the caller has updated, its status and its job in Slurm.
 
     Commands in the hint name the run by its folder, relative to `cwd` if it is below.
     """
-    plan = read_object(files.run.plan_file)
-    own = [record for record in files.metrics.recent if record.get("attempt") == status.attempt]
-    last: Mapping[str, Any] = files.metrics.recent[-1] if files.metrics.recent else {}
-    end = None if status.attempt is None else read_end(files.run.attempt(status.attempt))
+    run, metrics = history.run, history.metrics
+    plan = read_plan(run)
+    own = [record for record in metrics.recent if record.attempt == status.attempt]
+    last = metrics.recent[-1] if metrics.recent else StepRecord({})
+    end = None if status.attempt is None else read_end(run.attempt(status.attempt))
     ended = parse_time(end and end.time)
     until = now if ended is None else ended
-    nodes = node_rows(files.health.newest, status, now, plan.get("health_every_s"))
-    world_size = plan.get("world_size")
-    saved = files.events.saved or {}
-    steps, hours_at_risk = _at_risk(files, status, until, world_size)
-    steps_s = sorted(float(record["step_s"]) for record in own if is_number(record.get("step_s")))
+    nodes = node_rows(history.health.newest, status, now, plan.number("health_every_s"))
+    world_size = plan.count("world_size")
+    saved, attempt = history.events.saved, history.events.attempts.get(status.attempt or 0) or Attempt(0)
+    steps, hours_at_risk = _at_risk(history, status, until, world_size)
+    steps_s = sorted(map(float, numbers(own, "step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
-    started = files.events.first(status.attempt, "started").get("time")
-    log = _log(files, status)
+    started = _moment(attempt.started)
+    log = _log(run, status)
     failure = failure_line(status.verdict) if status.verdict and not status.is_active else None
     is_allocated = status.state in ALLOCATED
     return RunView(
@@ -189,29 +191,29 @@ def read_view(
         sentence=sentence(status),
         failure=failure,
         world_size=world_size,
-        elapsed_s=seconds_between(started, until if ended or is_allocated else None),
+        elapsed_s=(until - started).total_seconds() if started and (ended or is_allocated) else None,
         eta_s=eta_s(own, status) if is_allocated else None,
         limit_s=_limit_s(plan, started, job, now) if is_allocated else None,
-        grad_norm=last.get("grad_norm"),
-        lr=last.get("lr"),
-        mfu=last.get("mfu"),
-        median_tokens_per_s=files.metrics.median("tokens_per_s"),
+        grad_norm=last.number("grad_norm"),
+        lr=last.number("lr"),
+        mfu=last.number("mfu"),
+        median_tokens_per_s=metrics.median("tokens_per_s"),
         step_p50_s=percentile(steps_s, 0.50),
         step_p95_s=percentile(steps_s, 0.95),
         data_wait_share=_data_wait_share(own),
-        slowest_rank=_slowest_rank(own[-1] if own and is_allocated else {}),
-        mem_gib_peak=last.get("mem_gib_peak"),
+        slowest_rank=_slowest_rank(own[-1]) if own and is_allocated else None,
+        mem_gib_peak=last.number("mem_gib_peak"),
         mem_gib_total=max(gpu_total, default=None),
-        checkpoint_step=saved.get("step"),
-        checkpoint_age_s=seconds_between(saved.get("time"), now),
+        checkpoint_step=None if saved is None else saved.step,
+        checkpoint_age_s=seconds_between(None if saved is None else saved.time, now),
         steps_at_risk=steps,
         hours_at_risk=hours_at_risk,
         nodes=nodes,
-        notices=[notice for notice in _notices(files, status) if notice.text != failure],
+        notices=[notice for notice in _notices(history, status) if notice.text != failure],
         hint=_hint(status, cwd),
         log=None if log is None else str(log),
         log_tail=[] if log is None else _tail(log),
-        curves={name: files.metrics.curve(name) for name in CURVES},
+        curves={name: metrics.curve(name) for name in CURVES},
     )
 
 
@@ -221,7 +223,7 @@ def sentence(status: RunStatus) -> str:
     if status.state == "unknown" and status.metrics_age_s is not None:
         reason += f"; its newest metrics are {duration(status.metrics_age_s)} old"
     if status.state == "running":
-        if status.command is not None and status.step is None:
+        if status.is_command and status.step is None:
             return "Running; its steps are unknown: `logging.pattern` finds them in its output."
         reason = "" if status.step is None else f" step {status.step + 1:,}"
         if status.total_steps is not None and status.step is not None and status.step >= status.total_steps:
@@ -241,13 +243,13 @@ def sentence(status: RunStatus) -> str:
     return f"{text}{reason}."
 
 
-def eta_s(records: Sequence[Mapping[str, Any]], status: RunStatus) -> float | None:
+def eta_s(records: Sequence[StepRecord], status: RunStatus) -> float | None:
     """Seconds until the last step, at the pace from the first to the last of the records."""
     if status.step is None or status.total_steps is None or not status.is_active or len(records) < 2:
         return None
     first, last = records[0], records[-1]
-    elapsed_s = seconds_between(first.get("time"), parse_time(last.get("time")))
-    num_steps = last["step"] - first["step"]
+    elapsed_s = seconds_between(first.time, parse_time(last.time))
+    num_steps = last.step - first.step
     if elapsed_s is None or num_steps <= 0:
         return None
     return max(0.0, (status.total_steps - status.step) * elapsed_s / float(num_steps))
@@ -260,73 +262,76 @@ def percentile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _slowest_rank(record: Mapping[str, Any]) -> SlowestRank | None:
-    rank, host = record.get("slowest_rank"), record.get("slowest_host")
-    own_s, usual_s = record.get("slowest_rank_s"), record.get("other_ranks_s")
-    if not (is_number(rank) and is_number(own_s) and is_number(usual_s)):
+def _slowest_rank(record: StepRecord) -> SlowestRank | None:
+    rank, host = record.count("slowest_rank"), record.text("slowest_host")
+    own_s, usual_s = record.number("slowest_rank_s"), record.number("other_ranks_s")
+    if rank is None or own_s is None or usual_s is None:
         return None
-    return SlowestRank(int(rank), str(host), own_s, usual_s)
+    return SlowestRank(rank, str(host), own_s, usual_s)
 
 
-def _data_wait_share(records: Sequence[Mapping[str, Any]]) -> float | None:
-    timed = [record for record in records if is_number(record.get("step_s"))]
-    total_s = sum(float(record["step_s"]) for record in timed)
-    waited_s = sum(float(record.get("data_wait_s") or 0.0) for record in timed)
+def _data_wait_share(records: Sequence[StepRecord]) -> float | None:
+    timed = [record for record in records if record.number("step_s") is not None]
+    total_s = sum(map(float, numbers(timed, "step_s")))
+    waited_s = sum(map(float, numbers(timed, "data_wait_s")))
     return waited_s / total_s if total_s > 0 else None
 
 
 def _at_risk(
-    files: RunFiles, status: RunStatus, until: datetime, world_size: object
+    history: RunHistory, status: RunStatus, until: datetime, world_size: int | None
 ) -> tuple[int | None, float | None]:
     """The steps, and the hours of all ranks, that are lost if the run ends without saving."""
-    if status.command is not None or status.step is None or not isinstance(world_size, int):
+    if status.is_command or status.step is None or world_size is None:
         return None, None
-    saved = files.events.saved or {}
-    steps = max(0, status.step - int(saved.get("step") or 0))
+    events = history.events
+    steps = max(0, status.step - ((events.saved and events.saved.step) or 0))
     if steps == 0:
         return 0, 0.0
-    began = files.events.first(status.attempt, "training").get("time")
-    times = [parse_time(text) for text in (began, files.events.save_began)]
+    attempt = events.attempts.get(status.attempt or 0) or Attempt(0)
+    times = (_moment(attempt.training), parse_time(events.save_began))
     known = [time for time in times if time is not None]
     if not known or status.state not in ("running", "stopping", "failed", "died", "cancelled"):
         return steps, None
     return steps, max(0.0, (until - max(known)).total_seconds()) * world_size / 3600
 
 
-def _limit_s(plan: Mapping[str, Any], started: object, job: JobInfo | None, now: datetime) -> float | None:
+def _moment(timestamp: float | None) -> datetime | None:
+    return None if timestamp is None else datetime.fromtimestamp(timestamp, timezone.utc)
+
+
+def _limit_s(plan: PlanRecord, started: datetime | None, job: JobInfo | None, now: datetime) -> float | None:
     """Seconds until the time limit of the job, by Slurm, else by the plan; None for a local run."""
     if job is not None and job.state.is_active and job.end_time is not None:
         return (job.end_time - now).total_seconds()
-    options = (plan.get("slurm") or {}).get("sbatch") or {}
-    began, limit = parse_time(started), options.get("time")
-    if began is None or not isinstance(limit, str):
+    limit = plan.record("slurm").record("sbatch").text("time")
+    if started is None or limit is None:
         return None
     try:
         limit_s = time_limit_s(limit)
     except ValueError:
         return None
-    return None if limit_s is None else (began + timedelta(seconds=limit_s) - now).total_seconds()
+    return None if limit_s is None else (started + timedelta(seconds=limit_s) - now).total_seconds()
 
 
 def node_rows(
-    samples: Mapping[str, Mapping[str, Any]], status: RunStatus, now: datetime, every_s: object
+    samples: Mapping[str, HealthSample], status: RunStatus, now: datetime, every_s: float | None
 ) -> list[NodeRow]:
     """A row per node of the newest attempt, worst first."""
-    own = {host: sample for host, sample in samples.items() if sample.get("attempt") == status.attempt}
+    own = {host: sample for host, sample in samples.items() if sample.attempt == status.attempt}
     shown = own or samples
-    slow: dict[object, list[dict[str, Any]]] = {}
+    slow: dict[str, list[Event]] = {}
     for event in status.slowdowns:
-        if event.get("rank") is not None:
-            slow.setdefault(event.get("host"), []).append(event)
-    busy = [share for share in (_mean(gpus_of(sample), "util_percent") for sample in shown.values()) if share]
+        if event.rank is not None:
+            slow.setdefault(str(event.host), []).append(event)
+    busy = [share for share in (mean(sample.gpus, "util_percent") for sample in shown.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
-    silent_s = SILENT_SAMPLES * float(every_s) if is_number(every_s) else None
+    silent_s = None if every_s is None else SILENT_SAMPLES * float(every_s)
     silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
     rows = [
         _node_row(host, sample, slow.get(host, []), now, usual, silent_s) for host, sample in shown.items()
     ]
     rows += [
-        _node_row(str(host), {}, events, now, None, None)
+        _node_row(host, HealthSample({}), events, now, None, None)
         for host, events in slow.items()
         if host not in shown
     ]
@@ -340,131 +345,114 @@ def _badness(row: NodeRow) -> tuple[float, float, str]:
 
 def _node_row(
     host: str,
-    sample: Mapping[str, Any],
-    slow: Sequence[Mapping[str, Any]],
+    sample: HealthSample,
+    slow: Sequence[Event],
     now: datetime,
     usual_percent: float | None,
     silent_s: float | None,
 ) -> NodeRow:
-    gpus = gpus_of(sample)
-    age_s = seconds_between(sample.get("time"), now)
-    gpu_percent = _mean(gpus, "util_percent")
+    gpus = sample.gpus
+    age_s = seconds_between(sample.text("time"), now)
+    gpu_percent = mean(gpus, "util_percent")
     found = _problems(sample, gpus, slow)
     if silent_s is not None and age_s is not None and age_s > silent_s:
         found.append((SILENT, f"no sample for {age_s:.0f} s"))
     if usual_percent is not None and gpu_percent is not None and gpu_percent < IDLE_SHARE * usual_percent:
         found.append((UNUSUAL, f"GPUs {gpu_percent:.0f} % busy, usual {usual_percent:.0f} %"))
     found.sort(key=lambda item: -item[0])
-    slowest = max(slow, key=lambda event: float(event.get("ratio") or 0.0), default=None)
-    fullest = max(gpus, key=lambda gpu: _number(gpu, "mem_used_gib") or 0.0, default={})
+    slowest = max(slow, key=_ratio, default=None)
+    fullest = max(gpus, key=lambda gpu: gpu.number("mem_used_gib") or 0.0, default=Record({}))
     return NodeRow(
         host=host,
         age_s=age_s,
-        cpu_percent=_number(sample, "cpu_percent"),
-        mem_used_gib=_number(sample, "mem_used_gib"),
-        mem_total_gib=_number(sample, "mem_total_gib"),
-        job_mem_gib=_number(sample, "job_mem_gib"),
+        cpu_percent=sample.number("cpu_percent"),
+        mem_used_gib=sample.number("mem_used_gib"),
+        mem_total_gib=sample.number("mem_total_gib"),
+        job_mem_gib=sample.number("job_mem_gib"),
         num_gpus=len(gpus),
         gpu_percent=gpu_percent,
-        gpu_mem_used_gib=_number(fullest, "mem_used_gib"),
-        gpu_mem_total_gib=_number(fullest, "mem_total_gib"),
-        temperature_c=max(_values(gpus, "temperature_c"), default=None),
-        power_w=sum(_values(gpus, "power_w")) if _values(gpus, "power_w") else None,
+        gpu_mem_used_gib=fullest.number("mem_used_gib"),
+        gpu_mem_total_gib=fullest.number("mem_total_gib"),
+        temperature_c=max(map(float, numbers(gpus, "temperature_c")), default=None),
+        power_w=sum(map(float, powers)) if (powers := numbers(gpus, "power_w")) else None,
         net_mib_s=_sum(sample, "net_rx_mib_s", "net_tx_mib_s"),
         disk_mib_s=_sum(sample, "disk_read_mib_s", "disk_write_mib_s"),
         severity=found[0][0] if found else 0,
         problems=[text for _, text in found],
-        slowest_rank=None if slowest is None else slowest.get("rank"),
+        slowest_rank=None if slowest is None else slowest.rank,
     )
 
 
-def _problems(
-    sample: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], slow: Sequence[Mapping[str, Any]]
-) -> list[tuple[int, str]]:
+def _ratio(event: Event) -> float:
+    return event.number("ratio") or 0.0
+
+
+def _problems(sample: HealthSample, gpus: Sequence[Record], slow: Sequence[Event]) -> list[tuple[int, str]]:
     """What is wrong with a node, by its sample and its slow ranks, each with its severity."""
     found = [
-        (
-            SLOW,
-            f"rank {event.get('rank')} {float(event.get('ratio') or 0.0):.1f}x slower ({event.get('phase')})",
-        )
-        for event in sorted(slow, key=lambda event: -float(event.get("ratio") or 0.0))
+        (SLOW, f"rank {event.rank} {_ratio(event):.1f}x slower ({event.text('phase')})")
+        for event in sorted(slow, key=lambda event: -_ratio(event))
     ]
-    by_problem: dict[tuple[int, str], list[object]] = {}
+    by_problem: dict[tuple[int, str], list[int | None]] = {}
     for gpu in gpus:
         for problem in _gpu_problems(gpu):
-            by_problem.setdefault(problem, []).append(gpu.get("index"))
+            by_problem.setdefault(problem, []).append(gpu.count("index"))
     for (severity, text), indices in by_problem.items():
         name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
         found.append((severity, f"{name}: {text}"))
-    used, total = _number(sample, "mem_used_gib"), _number(sample, "mem_total_gib")
+    used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
     if used is not None and total and used > FULL * total:
         found.append((LIMITED, f"memory {used / total:.0%} full"))
     return found
 
 
-def _gpu_problems(gpu: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    if gpu.get("ecc_errors"):
+def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
+    if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
     # Reaching the power limit is usual for a GPU that works hard.
-    limits = [reason for reason in gpu.get("throttle") or [] if reason != "power"]
+    limits = [reason for reason in gpu.values.get("throttle") or [] if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
-    elif (_number(gpu, "temperature_c") or 0.0) >= HOTTEST_C:
+    elif (gpu.number("temperature_c") or 0.0) >= HOTTEST_C:
         yield LIMITED, f"{HOTTEST_C} °C or more"
 
 
-def _number(sample: Mapping[str, Any], key: str) -> float | None:
-    value = sample.get(key)
-    return value if is_number(value) else None
-
-
-def _values(gpus: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [float(gpu[key]) for gpu in gpus if is_number(gpu.get(key))]
-
-
-def _mean(gpus: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = _values(gpus, key)
-    return sum(values) / len(values) if values else None
-
-
-def _sum(sample: Mapping[str, Any], *keys: str) -> float | None:
-    values = [sample[key] for key in keys if is_number(sample.get(key))]
+def _sum(sample: HealthSample, *keys: str) -> float | None:
+    values = [value for value in map(sample.number, keys) if value is not None]
     return sum(values) if values else None
 
 
-def _notices(files: RunFiles, status: RunStatus) -> list[Notice]:
-    slow = {id(event) for event in status.slowdowns}
+def _notices(history: RunHistory, status: RunStatus) -> list[Notice]:
     slow_lines = {slowdown_line(event) for event in status.slowdowns}
     current = [Notice(None, text) for text in status.warnings if text not in slow_lines]
     current += [
-        Notice(event.get("time"), slowdown_line(event), event.get("host"), event.get("rank"))
-        for event in status.slowdowns
+        Notice(event.time, slowdown_line(event), event.host, event.rank) for event in status.slowdowns
     ]
     past = []
-    for event in reversed(files.events.notable):
-        text = None if id(event) in slow else event_text(event)
+    for event in reversed(history.events.notable):
+        text = None if event in status.slowdowns else event_text(event)
         if text is not None:
-            past.append(Notice(event.get("time"), text, event.get("host"), event.get("rank")))
+            past.append(Notice(event.time, text, event.host, event.rank))
     return [*current, *past][:MAX_NOTICES]
 
 
-def event_text(event: Mapping[str, Any]) -> str | None:
+def event_text(event: Event) -> str | None:
     """A past event as a sentence of the warnings; None for one that is none."""
-    name, reason = event.get("event"), event.get("reason")
+    name, reason = event.name, event.reason
     if name == "rank_failed":
-        return failure_line(read_record(RankFailure, event))
+        return failure_line(event.failure)
     if name in ("slow_rank", "slow_run"):
         return slowdown_line(event).replace("is slow since", "was slow from")
     if name == "hang":
-        return f"hang: {event.get('message') or 'no rank made progress'}"
+        return f"hang: {event.text('message') or 'no rank made progress'}"
     if name == "signal":
-        return f"received {event.get('signal')}"
+        return f"received {event.text('signal')}"
     if name == "checkpoint_rejected":
-        return f"rejected {str(event.get('set_aside')).removesuffix('.rejected')}: {reason}"
+        return f"rejected {str(event.text('set_aside')).removesuffix('.rejected')}: {reason}"
     if name == "checkpoint_failed":
-        return f"checkpoint of step {event.get('step')} failed: {event.get('error')}"
+        return f"checkpoint of step {event.step} failed: {event.text('error')}"
     if name == "stopped":
-        return f"attempt {event.get('attempt')} {event.get('state')}: {reason}"
+        return f"attempt {event.attempt} {event.text('state')}: {reason}"
     return None
 
 
@@ -486,9 +474,9 @@ def _tail(log: Path) -> list[str]:
     return [clean(line.decode(errors="replace")) for line in lines]
 
 
-def _log(files: RunFiles, status: RunStatus) -> Path | None:
+def _log(run: RunDir, status: RunStatus) -> Path | None:
     if status.attempt is None:
         return None
     rank = None if status.verdict is None else status.verdict.rank
-    attempt = AttemptFiles(files.run.attempt(status.attempt), None)
+    attempt = AttemptFiles(run.attempt(status.attempt), None)
     return attempt.log_of(rank if isinstance(rank, int) else 0)

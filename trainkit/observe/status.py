@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -15,17 +15,14 @@ from typing import Any, TypeVar
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.follow import last_records
-from trainkit.observe.restarts import Restart
-from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
 from trainkit.observe.run_text import read_log
 from trainkit.observe.text import failed_saves_line, slowdown_line
-from trainkit.observe.torch_output import describe_signal
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.events import FAILED_SAVES
-from trainkit.run.failure import RankFailure
-from trainkit.run.files import parse_time, read_object, seconds_between
+from trainkit.run.end import RESUME_ACTIONS, AttemptEnd, read_end
+from trainkit.run.events import FAILED_SAVES, Event, StepRecord
+from trainkit.run.failure import SIGNALLED, RankFailure, signal_name
+from trainkit.run.files import Record, parse_time, read_object, seconds_between
+from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -44,10 +41,68 @@ STATE_EVENTS = ("signal", "first_step")
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
 BATCH_LOG_LINES = 10
-FROM_SIGNAL = 128
-"""The exit code of a shell whose child was killed by signal n is FROM_SIGNAL + n."""
 CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One restart, from the end of an attempt to the next; durations are None where an event is missing."""
+
+    attempt: int
+    """The attempt that ended."""
+    action: str
+    """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
+    cause: str
+    """``preempted timeout node_fail crash hang``, ``slow_host`` to continue without one, or ``asked`` for
+    `trainkit requeue`."""
+    verdict: Event | None
+    """The first failure, where there was one."""
+    save_s: float | None
+    """From the signal to the published checkpoint."""
+    end_s: float | None
+    """From the published checkpoint, else from the signal or failure, to the end of the attempt."""
+    queue_s: float | None
+    """From the end of the attempt to the start of the next one."""
+    start_s: float | None
+    """From the start of the next attempt to its first step."""
+    total_s: float | None
+    """From the signal or failure to that first step."""
+
+
+def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:
+    """The restarts of a run, oldest first."""
+    found = sorted(attempts.items())
+    return [
+        _restart(attempt, attempts.get(number + 1, Attempt(number + 1)))
+        for number, attempt in found
+        if attempt.action in RESUME_ACTIONS
+    ]
+
+
+def _restart(attempt: Attempt, following: Attempt) -> Restart:
+    failure, failed = attempt.failure, attempt.cause in ("crash", "hang", "node_fail")
+    began = attempt.signals[0] if attempt.signals else None
+    if failed and failure is not None:
+        began = timestamp(failure.text("failed_at"))
+    saved = None if failed else attempt.saved
+    if saved is not None and began is not None and saved < began:
+        saved = None  # there was nothing new to save
+    return Restart(
+        attempt=attempt.number,
+        action=str(attempt.action),
+        cause=str(attempt.cause),
+        verdict=failure,
+        save_s=_between(began, saved),
+        end_s=_between(saved or began, attempt.ended),
+        queue_s=_between(attempt.ended, following.started),
+        start_s=_between(following.started, following.first_step),
+        total_s=_between(began, following.first_step),
+    )
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else round(end - begin, 3)
 
 
 @dataclass(frozen=True)
@@ -81,19 +136,24 @@ class RunStatus:
     """Seconds since the last record in metrics.jsonl."""
     age_s: float | None
     """Seconds since the newest attempt was submitted."""
-    last_event: dict[str, Any] | None
+    last_event: Event | None
     verdict: RankFailure | None
     restarts: list[Restart]
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
-    slowdowns: list[dict[str, Any]] = field(default_factory=list)
+    slowdowns: list[Event] = field(default_factory=list)
     """The ranks that hold the others up: ``rank, host, phase, ratio, since_step, own_s, usual_s``;
     without ``rank`` the whole run is slower than before."""
-    trackers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trackers: dict[str, Record] = field(default_factory=dict)
     """How far each tracker has the metrics: ``step, place, time, problem``."""
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script, when it ended before the supervisor began."""
+
+    @property
+    def is_command(self) -> bool:
+        """Whether a COMMAND runs, which need not write steps and saves nothing that trainkit knows of."""
+        return self.command is not None
 
     @property
     def is_active(self) -> bool:
@@ -101,7 +161,17 @@ class RunStatus:
         return self.state in ACTIVE_STATES
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.to_dict()}
+        return {
+            **vars(self),
+            "last_event": self.last_event and self.last_event.values,
+            "verdict": self.verdict and self.verdict.to_dict(),
+            "restarts": [
+                {**vars(restart), "verdict": restart.verdict and restart.verdict.values}
+                for restart in self.restarts
+            ],
+            "slowdowns": [event.values for event in self.slowdowns],
+            "trackers": {name: position.values for name, position in self.trackers.items()},
+        }
 
 
 def read_status(
@@ -109,37 +179,44 @@ def read_status(
     alive: bool | None,
     now: datetime,
     slurm_job: JobInfo | None = None,
-    history: EventHistory | None = None,
+    history: RunHistory | None = None,
 ) -> RunStatus:
     """The status of a run; `alive` is the liveness of its newest job, None when unknown.
 
-    `slurm_job` is Slurm's information about that job; None for a local run. `history` are the run's events
-    as far as they were read before, for callers that read the status repeatedly.
+    `slurm_job` is Slurm's information about that job; None for a local run. `history` is the run's as far as
+    it was read before, for callers that read the status repeatedly; its events are read on.
     """
-    history = history or EventHistory(run.events_file)
-    history.update()
+    history = history or RunHistory(run)
+    events = history.events
+    events.update()
     job = read_job(run)
     entry = job.newest or AttemptRecord()
     attempt = entry.attempt or None
-    plan = read_object(run.plan_file)
+    plan = read_plan(run)
     end = None if attempt is None else read_end(run.attempt(attempt))
-    events = list(history.recent)
-    metrics = last_records(run.metrics_file, RECENT_RECORDS)
-    last: Mapping[str, Any] = metrics[-1] if metrics else {}
-    printed = None
-    if plan.get("command") and isinstance(attempt, int) and not metrics:
+    metrics = history.newest_steps()
+    last = metrics[-1] if metrics else StepRecord({})
+    step, loss, printed = last.count("step"), last.number("loss"), None
+    if plan.is_command and attempt is not None and not metrics:
         printed = _printed_metrics(run, run.attempt(attempt))
-        last = printed or {}
-    own_metrics = [record for record in metrics if record.get("attempt") == attempt]
+        step, loss = printed or (None, None)
+    own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     state, reason = attempt_state(
-        entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None, starts
+        entry,
+        end,
+        alive,
+        slurm_job,
+        events.attempts.get(entry.attempt),
+        bool(own_metrics) or printed is not None,
+        starts,
     )
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
-    is_known = isinstance(attempt, int) and state in ("starting", "running", "stopping")
-    slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
-    metrics_age_s = seconds_between(last.get("time"), now)
+    is_known = attempt is not None and state in ("starting", "running", "stopping")
+    seen = events.attempts.get(entry.attempt) or Attempt(entry.attempt)
+    slowdowns = list(seen.slow.values()) if is_known else []
+    metrics_age_s = seconds_between(last.text("time"), now)
     return RunStatus(
         name=job.name,
         run_dir=str(run.path),
@@ -148,31 +225,31 @@ def read_status(
         attempt=attempt,
         job_id=entry.job_id or None,
         host=entry.host if dead is None else dead.host,
-        num_nodes=plan.get("num_nodes"),
-        workers_per_node=plan.get("workers_per_node"),
-        device=plan.get("device"),
-        command=plan.get("command"),
-        step=last.get("step"),
-        total_steps=_total_steps(run, history, plan),
-        loss=last.get("loss"),
-        val_loss=history.val_loss,
-        first_val_loss=history.first_val_loss,
-        tokens_per_s=last.get("tokens_per_s"),
+        num_nodes=plan.count("num_nodes"),
+        workers_per_node=plan.count("workers_per_node"),
+        device=plan.text("device"),
+        command=plan.command,
+        step=step,
+        total_steps=_total_steps(run, events.total_steps, plan),
+        loss=loss,
+        val_loss=events.val_loss,
+        first_val_loss=events.first_val_loss,
+        tokens_per_s=last.number("tokens_per_s"),
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.submitted_at, now),
-        last_event=events[-1] if events else None,
+        last_event=events.recent[-1] if events.recent else None,
         verdict=None if end is None else end.verdict,
-        restarts=history.restarts,
+        restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run),
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
             *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(slowdown_line(event) for event in slowdowns),
-            *(_event_warnings(run, history, attempt) if is_known and isinstance(attempt, int) else ()),
+            *(_event_warnings(run, seen) if is_known else ()),
         ],
         slowdowns=slowdowns,
-        trackers={file.stem: read_object(file) for file in sorted(run.trackers_dir.glob("*.json"))},
+        trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
     )
 
@@ -187,15 +264,16 @@ def attempt_state(
     end: AttemptEnd | None,
     alive: bool | None,
     slurm_job: JobInfo | None,
-    events: list[dict[str, Any]],
+    seen: Attempt | None,
     has_metrics: bool,
     starts: Sequence[FailedStart] = (),
 ) -> tuple[str, str | None]:
     """State and reason of an attempt, from its job.json entry, its end.json and its state in Slurm.
 
+    `seen` is what its events say of it, of which `STATE_EVENTS` are enough.
     `starts` are those of its job that failed, as far as they are known.
     """
-    state = _state(entry.attempt, end, alive, events, has_metrics)
+    state = _state(entry.attempt, end, alive, seen or Attempt(entry.attempt), has_metrics)
     reason = None if end is None else end.reason
     if slurm_job is not None and (end is None or end.resumes):
         return _slurm_state(state, end, slurm_job, entry, starts)
@@ -203,11 +281,7 @@ def attempt_state(
 
 
 def _state(
-    attempt: object,
-    end: AttemptEnd | None,
-    alive: bool | None,
-    events: list[dict[str, Any]],
-    has_metrics: bool,
+    attempt: object, end: AttemptEnd | None, alive: bool | None, seen: Attempt, has_metrics: bool
 ) -> str:
     if not attempt:
         return "incomplete"
@@ -220,10 +294,9 @@ def _state(
         return "unknown"
     if not alive:
         return "died"
-    names = {event.get("event") for event in events if event.get("attempt") == attempt}
-    if "signal" in names:
+    if seen.signals:
         return "stopping"
-    return "running" if has_metrics or "first_step" in names else "starting"
+    return "running" if has_metrics or seen.first_step is not None else "starting"
 
 
 def _slurm_state(
@@ -266,10 +339,10 @@ def _slurm_end(job: JobInfo) -> str:
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
         return f"{words[0]}; it could not open the log of the job and did not start it"
-    killed_by = job.exit_signal or max(0, (job.exit_code or 0) - FROM_SIGNAL)
+    killed_by = job.exit_signal or max(0, (job.exit_code or 0) - SIGNALLED)
     if job.state is JobState.FAILED and killed_by:
         # Slurm's reason is then RaisedSignal:9(Killed), but JobLaunchFailure in 22.05.
-        return f"{words[0]}; the job was killed by {describe_signal(killed_by)}"
+        return f"{words[0]}; the job was killed by {signal_name(killed_by)}"
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")
@@ -278,8 +351,8 @@ def _slurm_end(job: JobInfo) -> str:
     return "; ".join(words)
 
 
-def _printed_metrics(run: RunDir, attempt: AttemptDir) -> dict[str, Any] | None:
-    """What a COMMAND has printed about its progress; None before its rank 0 has started.
+def _printed_metrics(run: RunDir, attempt: AttemptDir) -> tuple[int | None, float | None] | None:
+    """The step and loss that a COMMAND has printed last; None before its rank 0 has started.
 
     ``logging.pattern`` of the config finds the step and the loss in the end of the log.
     """
@@ -297,7 +370,7 @@ def _printed_metrics(run: RunDir, attempt: AttemptDir) -> dict[str, Any] | None:
         lines = re.split(r"[\r\n]", _end_of(log))[:-1]
         found = next((match for match in map(matcher.search, reversed(lines)) if match is not None), None)
     values = {} if found is None else found.groupdict()
-    return {"step": _number(values.get("step"), int), "loss": _number(values.get("loss"), float)}
+    return _number(values.get("step"), int), _number(values.get("loss"), float)
 
 
 def _end_of(log: Path) -> str:
@@ -314,14 +387,14 @@ def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
         return None  # the pattern matches other text too
 
 
-def _total_steps(run: RunDir, history: EventHistory, plan: Mapping[str, Any]) -> int | None:
-    """The total number of steps: as logged by the trainer, else `train.steps` of the config.
+def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | None:
+    """The total number of steps: as `logged` by the trainer, else `train.steps` of the config.
 
     None for a COMMAND, which ignores the config's steps.
     """
-    if history.total_steps is not None:
-        return history.total_steps
-    if plan.get("command"):
+    if logged is not None:
+        return logged
+    if plan.is_command:
         return None
     try:
         return read_effective(run.config_file).train.steps
@@ -330,7 +403,7 @@ def _total_steps(run: RunDir, history: EventHistory, plan: Mapping[str, Any]) ->
 
 
 def _warnings(
-    state: str, own_metrics: list[dict[str, Any]], metrics_age_s: float | None, entry: AttemptRecord
+    state: str, own_metrics: list[StepRecord], metrics_age_s: float | None, entry: AttemptRecord
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:
@@ -348,20 +421,19 @@ def _warnings(
     return warnings
 
 
-def _event_warnings(run: RunDir, history: EventHistory, attempt: int) -> list[str]:
+def _event_warnings(run: RunDir, attempt: Attempt) -> list[str]:
     """What the events say of a running attempt: it prints nothing, or cannot save."""
     warnings, folder = [], quote(str(run.path))
-    if (silent := history.silence(attempt)) is not None:
-        warnings.append(f"{silent.get('reason')}; `trainkit diagnose {folder}` says what to do")
-    failed = history.failed_saves(attempt)
-    if len(failed) >= FAILED_SAVES:
-        warnings.append(failed_saves_line(failed))
+    if attempt.silence is not None:
+        warnings.append(f"{attempt.silence.reason}; `trainkit diagnose {folder}` says what to do")
+    if len(attempt.failed_saves) >= FAILED_SAVES:
+        warnings.append(failed_saves_line(attempt.failed_saves))
     return warnings
 
 
-def _log_warning(run: RunDir, attempt: object, job: JobInfo | None) -> list[str]:
+def _log_warning(run: RunDir, attempt: int | None, job: JobInfo | None) -> list[str]:
     """What is wrong with the log of a job that Slurm could not open, and how to start the run again."""
-    if job is None or not job.log_not_opened or not isinstance(attempt, int):
+    if job is None or not job.log_not_opened or attempt is None:
         return []
     log = run.attempt(attempt).supervisor_log
     problem = f"a node could not open {log}"
@@ -370,9 +442,9 @@ def _log_warning(run: RunDir, attempt: object, job: JobInfo | None) -> list[str]
     return [f"{problem}: `trainkit resume {quote(str(run.path))}` starts the run again with a new log folder"]
 
 
-def _usual_interval_s(metrics: list[dict[str, Any]]) -> float:
+def _usual_interval_s(metrics: list[StepRecord]) -> float:
     """Median seconds between metrics records; 0 with fewer than two."""
-    times = [time for time in (parse_time(record.get("time")) for record in metrics) if time is not None]
+    times = [time for time in (parse_time(record.time) for record in metrics) if time is not None]
     intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
     return intervals[len(intervals) // 2] if intervals else 0.0
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
-from typing import Any
 
-from trainkit.formats import table
+from trainkit.formats import cell, table
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
-from trainkit.observe.restarts import restarts_line
-from trainkit.observe.status import RunStatus
+from trainkit.observe.status import Restart, RunStatus
 from trainkit.observe.text import duration, event_line, failure_line
-from trainkit.plan.sweep import short_keys, shown_value
+from trainkit.plan.sweep import short_keys
+from trainkit.run.end import Best
+from trainkit.run.files import Record
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
@@ -34,13 +35,13 @@ def runs_table(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> str:
 
 def _row(status: RunStatus | GroupStatus, cwd: Path) -> tuple[str, ...]:
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
-    workers = f"{_text(status.num_nodes)} x {_text(status.workers_per_node)}"
+    workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
     if isinstance(status, GroupStatus):
         best = "-" if status.best is None else _best(status.best)
         return place, state_counts(status.states), "-", workers, "-", best, "-", age
     return (
-        *(place, status.state, _text(status.attempt), workers, _steps(status)),
-        *(_number(status.loss, ".4f"), _number(status.tokens_per_s, ",.0f"), age),
+        *(place, status.state, cell(status.attempt), workers, _steps(status)),
+        *(cell(status.loss, ".4f"), cell(status.tokens_per_s, ",.0f"), age),
     )
 
 
@@ -49,10 +50,10 @@ def state_counts(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in states.items())
 
 
-def _tracker(position: Mapping[str, Any]) -> str:
+def _tracker(position: Record) -> str:
     """``up to step 40: PLACE``, or the problem that keeps it there."""
-    end = position.get("problem") or position.get("place") or "not sent yet"
-    return f"up to step {_text(position.get('step'))}: {end}"
+    end = position.text("problem") or position.text("place") or "not sent yet"
+    return f"up to step {cell(position.count('step'))}: {end}"
 
 
 def run_details(status: RunStatus) -> str:
@@ -63,19 +64,19 @@ def run_details(status: RunStatus) -> str:
         "folder": status.run_dir,
         "command": "" if status.command is None else join(status.command),
         "state": f"{status.state}{reason}",
-        "attempt": f"{_text(status.attempt)} as {_text(status.job_id)}, started {duration(status.age_s)} ago",
-        "workers": f"{_text(status.num_nodes)} x {_text(status.workers_per_node)} on {_text(status.device)}",
+        "attempt": f"{cell(status.attempt)} as {cell(status.job_id)}, started {duration(status.age_s)} ago",
+        "workers": f"{cell(status.num_nodes)} x {cell(status.workers_per_node)} on {cell(status.device)}",
     }
-    if status.command is None or status.step is not None:
+    if not status.is_command or status.step is not None:
         first = f" (first: {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""
         lines |= {
             "step": f"{_steps(status)}, last metrics {duration(status.metrics_age_s)} ago",
-            "loss": _number(status.loss, ".4f"),
-            "val loss": _number(status.val_loss, ".4f") + first,
-            "tokens/s": _number(status.tokens_per_s, ",.0f"),
+            "loss": cell(status.loss, ".4f"),
+            "val loss": cell(status.val_loss, ".4f") + first,
+            "tokens/s": cell(status.tokens_per_s, ",.0f"),
         }
-    if status.command is None or status.checkpoint is not None:
-        lines["checkpoint"] = _text(status.checkpoint)
+    if not status.is_command or status.checkpoint is not None:
+        lines["checkpoint"] = cell(status.checkpoint)
     is_failed = status.state in ("failed", "died")
     lines |= {name: _tracker(position) for name, position in status.trackers.items()}
     lines |= {
@@ -92,15 +93,37 @@ def run_details(status: RunStatus) -> str:
     return "\n".join(text)
 
 
+def restarts_line(restarts: Sequence[Restart]) -> str:
+    """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
+    counts = Counter(restart.cause for restart in restarts)
+    shown = {"asked": "requested", "slow_host": "slow host"}
+    causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
+    last = restarts[-1]
+    parts = [
+        f"{word} {seconds:.1f}"
+        for word, seconds in (
+            ("save", last.save_s),
+            ("end", last.end_s),
+            ("queue", last.queue_s),
+            ("start", last.start_s),
+        )
+        if seconds is not None
+    ]
+    took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
+    split = f" ({', '.join(parts)})" if parts else ""
+    failure = f"; {failure_line(last.verdict.failure)}" if last.verdict is not None else ""
+    return f"{len(restarts)} ({causes}); last: {last.action}{took}{split}{failure}"
+
+
 def group_details(status: GroupStatus, show_all: bool) -> str:
     """A group in detail, with all of its runs or the `MAX_POINTS` most relevant ones."""
     best = status.best
     lines = {
         "group": status.name,
         "folder": status.run_dir,
-        "job": f"{_text(status.job_id)} [{status.array}], submitted {duration(status.age_s)} ago",
+        "job": f"{cell(status.job_id)} [{status.array}], submitted {duration(status.age_s)} ago",
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-        "best": "-" if best is None else f"{best}: {_metric(best)} {_best(best)} at step {_step(best)}",
+        "best": "-" if best is None else f"{best}: {_result(best)}",
     }
     text = [f"{key:<10}  {value}" for key, value in lines.items()]
     return "\n".join([*text, "", points_table(status.points, status.keys, status.run_dir, show_all)])
@@ -121,36 +144,22 @@ def not_shown(count: int) -> str:
 
 
 def _point_row(point: PointStatus, keys: Sequence[str], folder: str) -> list[str]:
-    # The reason of a running or finished run is of no interest.
-    reason = "" if point.state in ("running", "finished") else " ".join((point.reason or "").split())
-    short = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"
-    values = (shown_value(point.values[key]) if key in point.values else "-" for key in keys)
+    short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
     name = os.path.relpath(point.run_dir, folder)
-    return [name, point.state, *values, _best(point), short]
+    return [name, point.state, *point.texts(keys), _best(point), short]
 
 
 def _steps(status: RunStatus) -> str:
     """``12/200``, or ``12`` when the total is unknown, as for a COMMAND."""
     if status.total_steps is None:
-        return _text(status.step)
-    return f"{_text(status.step)}/{status.total_steps}"
-
-
-def _text(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def _number(value: float | None, spec: str) -> str:
-    return format(value, spec) if isinstance(value, (int, float)) else "-"
+        return cell(status.step)
+    return f"{cell(status.step)}/{status.total_steps}"
 
 
 def _best(point: PointStatus) -> str:
-    return f"{point.best['value']:.4f}" if point.best else "-"
+    return cell(point.best and point.best.value, ".4f")
 
 
-def _metric(point: PointStatus) -> str:
-    return str((point.best or {}).get("metric"))
-
-
-def _step(point: PointStatus) -> str:
-    return _text((point.best or {}).get("step"))
+def _result(point: PointStatus) -> str:
+    best = point.best or Best()
+    return f"{best.metric} {best.value:.4f} at step {cell(best.step)}"

@@ -16,15 +16,25 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
-from trainkit.observe.charts import Chart, Line, Strip, are_numbers, dot_chart, line_chart, strip_chart
-from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
+from trainkit.observe.goodput import Point, idle_gaps
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
-from trainkit.observe.page import render_page
+from trainkit.observe.page import (
+    Chart,
+    Line,
+    Strip,
+    are_numbers,
+    dot_chart,
+    line_chart,
+    render_page,
+    strip_chart,
+)
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.observe.status_text import state_counts
 from trainkit.plan.sweep import shown, shown_value
-from trainkit.run.files import parse_record, parse_time, read_jsonl, read_object
+from trainkit.run.events import StepRecord, read_events, steps_of
+from trainkit.run.files import numbers, parse_records, read_object
 from trainkit.run.group import RunGroup
+from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
@@ -137,9 +147,9 @@ class Sweep:
 
 def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
     """The runs of a group."""
-    plan = group.record["plan"]
+    plan = PlanRecord(group.record["plan"])
     sizes = {
-        index: point.plan.get("world_size", plan.get("world_size")) for index, point in group.points.items()
+        index: point.plan.get("world_size", plan.count("world_size")) for index, point in group.points.items()
     }
     return Sweep(
         name=status.name,
@@ -147,10 +157,10 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
         keys=status.keys,
         points=status.points,
         world_sizes={index: size for index, size in sizes.items() if isinstance(size, int)},
-        is_cuda=plan.get("device") == "cuda",
+        is_cuda=plan.text("device") == "cuda",
         config=group.record["config"],
         provenance=read_object(group.provenance_file),
-        has_command=bool(plan.get("command")),
+        has_command=plan.is_command,
     )
 
 
@@ -184,7 +194,7 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
 def _objective(sweep: Sweep) -> Objective:
     if sweep.speeds is not None:
         return OBJECTIVES["tokens_per_s"]
-    metrics = {point.best.get("metric") for point in sweep.points if point.best}
+    metrics = {point.best.metric for point in sweep.points if point.best}
     return OBJECTIVES["val_loss" if "val_loss" in metrics else "loss"]
 
 
@@ -214,26 +224,25 @@ def _count_states(points: Iterable[PointReport]) -> dict[str, int]:
 def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: float) -> PointReport:
     run = RunDir(status.run_dir)
     records = sample_records(run.metrics_file)
-    attempts = read_attempts(list(read_jsonl(run.events_file, EVENTS)), None)
-    if attempts and attempts[-1].ended is None:
-        attempts[-1].ended = now if status.state in ACTIVE_STATES else _time(records[-1]) if records else None
+    end = now if status.state in ACTIVE_STATES else timestamp(records[-1].time) if records else None
+    attempts = ended_attempts(attempts_of(read_events(run, *EVENTS)), end)
     if attempts and sweep.saves and status.state not in (*ACTIVE_STATES, "finished"):
         # Nothing is left of the steps after the newest checkpoint.
         attempts[-1].kept_step = max((item.step for item in published(run.checkpoints_dir)), default=0)
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_gaps(attempts)
     world_size = sweep.world_sizes.get(status.index)
-    tokens_per_s = _median(records, "tokens_per_s") if sweep.speeds is None else sweep.speeds[status.index]
+    speeds, best = numbers(records, "tokens_per_s"), status.best
+    tokens_per_s = sweep.speeds[status.index] if sweep.speeds else median(speeds) if speeds else None
     result = tokens_per_s
     if objective.name != "tokens_per_s":
-        is_known = status.best is not None and status.best.get("metric") == objective.name
-        result = float(status.best["value"]) if is_known and status.best is not None else None
+        result = float(best.value) if best is not None and best.metric == objective.name else None
     return PointReport(
         index=status.index,
         values=status.values,
         state=status.state,
         reason=status.reason,
         run_dir=status.run_dir,
-        step=records[-1]["step"] if records else None,
+        step=records[-1].step if records else None,
         result=result,
         tokens_per_s=tokens_per_s,
         allocated_s=allocated_s,
@@ -243,13 +252,13 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
     )
 
 
-def sample_records(path: Path) -> list[dict[str, Any]]:
+def sample_records(path: Path) -> list[StepRecord]:
     """The records of a short metrics file; of a long one about `NUM_SAMPLES`, from the first to the last."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size <= WHOLE_BYTES:
-                return _records(stream.read().split(b"\n"))
+                return list(steps_of(parse_records(stream.read().split(b"\n"))))
             lines = [stream.readline()]
             for index in range(1, NUM_SAMPLES):
                 stream.seek(max(0, size * index // (NUM_SAMPLES - 1) - SAMPLE_BYTES))
@@ -257,55 +266,34 @@ def sample_records(path: Path) -> list[dict[str, Any]]:
                 lines += stream.read(SAMPLE_BYTES).split(b"\n")[1:-1][-1:]
     except FileNotFoundError:
         return []
-    return _records(lines)
+    return list(steps_of(parse_records(lines)))
 
 
-def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    found = []
-    for line in lines:
-        record = parse_record(line)
-        if record is not None and isinstance(record.get("step"), int):
-            found.append(record)
-    return found
-
-
-def _productive_s(attempts: Sequence[Attempt], records: Sequence[Mapping[str, Any]]) -> float | None:
+def _productive_s(attempts: Sequence[Attempt], records: Sequence[StepRecord]) -> float | None:
     """The steps that count of each attempt times the mean duration of its records; None without records."""
     total, is_known = 0.0, False
     for attempt in attempts:
         own = [
-            item
-            for item in records
-            if item.get("attempt") == attempt.number and item.get("step_s") is not None
+            item for item in records if item.attempt == attempt.number and item.number("step_s") is not None
         ]
         if not own or attempt.training is None:
             continue
         is_known = True
-        num_steps = max(0.0, min(attempt.kept_step, own[-1]["step"]) - attempt.start_step)
-        total += num_steps * fmean(item["step_s"] - (item.get("data_wait_s") or 0.0) for item in own)
+        num_steps = max(0.0, min(attempt.kept_step, own[-1].step) - attempt.start_step)
+        times = ((item.number("step_s"), item.number("data_wait_s")) for item in own)
+        total += num_steps * fmean((step_s or 0.0) - (wait_s or 0.0) for step_s, wait_s in times)
     return total if is_known else None
 
 
-def _curve(attempts: Sequence[Attempt], records: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+def _curve(attempts: Sequence[Attempt], records: Sequence[StepRecord], name: str) -> list[Point]:
     """The points of a curve by step; a step that was computed twice has the value that counts."""
     kept = {attempt.number: attempt.kept_step for attempt in attempts}
-    points = {
-        item["step"]: float(item[name])
+    points: dict[float, float] = {
+        item.step: float(value)
         for item in records
-        if isinstance(item.get(name), (int, float))
-        and item["step"] <= kept.get(item.get("attempt", 0), float("inf"))
+        if (value := item.number(name)) is not None and item.step <= kept.get(item.attempt or 0, float("inf"))
     }
     return sorted(points.items())[:: max(1, len(points) // (2 * NUM_SAMPLES))]
-
-
-def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [item[name] for item in records if isinstance(item.get(name), (int, float))]
-    return median(values) if values else None
-
-
-def _time(record: Mapping[str, Any]) -> float | None:
-    time = parse_time(record.get("time"))
-    return None if time is None else time.timestamp()
 
 
 @dataclass(frozen=True)

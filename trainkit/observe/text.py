@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from trainkit.run.events import Event
 from trainkit.run.failure import RankFailure
 
 
-def event_line(event: Mapping[str, Any]) -> str:
+def event_line(event: Event) -> str:
     """One event as one line: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
-    clock = str(event.get("time") or "")[11:19]
-    parts = [clock, f"attempt {event.get('attempt')}", event_content(event)]
+    clock = (event.time or "")[11:19]
+    parts = [clock, f"attempt {event.attempt}", event_content(event)]
     return "  ".join(part for part in parts if part)
 
 
-def event_content(event: Mapping[str, Any]) -> str:
+def event_content(event: Event) -> str:
     """The name and the values of an event: ``checkpoint_commit  step=100``."""
     fields = [
         f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
-        for key, value in event.items()
+        for key, value in event.values.items()
         if key not in ("time", "attempt", "event", "reason", "failed_at")
         and value is not None
         and value is not False
         and not isinstance(value, dict)
     ]
-    parts = [str(event.get("event")), " ".join(fields)]
-    if event.get("reason"):
-        parts.append(f"({event['reason']})")
+    parts = [event.name, " ".join(fields)]
+    if event.reason:
+        parts.append(f"({event.reason})")
     return "  ".join(part for part in parts if part)
 
 
@@ -56,16 +56,17 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
 
 
-def slowdown_line(event: Mapping[str, Any]) -> str:
+def slowdown_line(event: Event) -> str:
     """Say which rank is slow since when, of an event ``slow_rank`` or ``slow_run``."""
-    is_rank = event.get("rank") is not None
-    who = f"rank {event.get('rank')} on {event.get('host')}" if is_rank else "the run"
-    own, usual = (f"{1e3 * float(event.get(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
+    is_rank = event.rank is not None
+    who = f"rank {event.rank} on {event.host}" if is_rank else "the run"
+    own, usual = (f"{1e3 * (event.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
     than = f"the other ranks {usual}" if is_rank else f"{usual} before"
-    return f"{who} is slow since step {event.get('since_step')} ({event.get('phase')}): {own} a step, {than}"
+    phase, since = event.text("phase"), event.count("since_step")
+    return f"{who} is slow since step {since} ({phase}): {own} a step, {than}"
 
 
-def failed_saves_line(failed: Sequence[Mapping[str, Any]]) -> str:
+def failed_saves_line(failed: Sequence[Event]) -> str:
     """Say since when no checkpoint could be saved, of the events ``checkpoint_failed`` since then."""
-    since, error = failed[0].get("step"), failed[-1].get("error")
+    since, error = failed[0].step, failed[-1].text("error")
     return f"no checkpoint could be saved since step {since} ({len(failed)} saves in a row failed): {error}"

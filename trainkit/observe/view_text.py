@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from trainkit.formats import cell
 from trainkit.observe.run_view import NodeRow, Notice, RunView
 from trainkit.observe.text import duration
 
@@ -178,7 +179,7 @@ def _curve_value(view: RunView, name: str) -> Text:
 
 def _numbers(view: RunView, size: Size, has_charts: bool) -> list[Text]:
     """A line per number; those of the curves only where they are not in charts."""
-    is_command = view.status.command is not None
+    is_command = view.status.is_command
     lines = []
     for name, label in CURVE_NAMES.items():
         is_known = bool(view.curves[name]) or (name == "loss" and view.status.loss is not None)
@@ -289,12 +290,12 @@ def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]]) -> 
     cells = {
         "GPU": _percent(node.gpu_percent),
         "GPU mem": _used(node.gpu_mem_used_gib, node.gpu_mem_total_gib),
-        "°C": _whole(node.temperature_c),
-        "W": _whole(node.power_w),
+        "°C": cell(node.temperature_c, ".0f"),
+        "W": cell(node.power_w, ".0f"),
         "CPU": _percent(node.cpu_percent),
         "memory": _used(node.mem_used_gib, node.mem_total_gib),
-        "net MiB/s": _tenths(node.net_mib_s),
-        "disk MiB/s": _tenths(node.disk_mib_s),
+        "net MiB/s": cell(node.net_mib_s, ",.1f"),
+        "disk MiB/s": cell(node.disk_mib_s, ",.1f"),
         "sampled": "-" if node.age_s is None else duration(node.age_s),
     }
     style = BAD if node.severity >= 4 else WATCH if node.severity else ""
@@ -427,14 +428,6 @@ def _seconds(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}%"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-def _tenths(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
 
 
 def _used(used: float | None, total: float | None) -> str:

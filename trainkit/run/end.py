@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from trainkit.run.failure import RankFailure
@@ -25,6 +26,16 @@ WITHOUT_RECORD = "ended without a record"
 
 
 @dataclass(frozen=True)
+class Best:
+    """The best result of a run so far."""
+
+    metric: str = ""
+    """``val_loss``, or ``loss`` without a validation."""
+    value: float = math.nan
+    step: int | None = None
+
+
+@dataclass(frozen=True)
 class AttemptEnd:
     """The content of end.json; None where a value is missing."""
 
@@ -41,8 +52,8 @@ class AttemptEnd:
     """The run's progress: the step of its newest checkpoint, else the number of long attempts."""
     step: int | None = None
     """The step at which the attempt ended."""
-    best: dict[str, Any] | None = None
-    """The best result of the run: ``metric, value, step``."""
+    best: Best | None = None
+    """The best result of the run."""
     guessed: bool = False
     """Whether a later start of the job wrote it, since the attempt left no record of its end."""
     time: str | None = None
@@ -61,7 +72,8 @@ class AttemptEnd:
         if not self.guessed:
             del values["guessed"]
         verdict = None if self.verdict is None else self.verdict.to_dict()
-        write_json(attempt.end_file, {**values, "verdict": verdict, **more})
+        best = None if self.best is None else asdict(self.best)
+        write_json(attempt.end_file, {**values, "verdict": verdict, "best": best, **more})
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
@@ -74,6 +86,8 @@ def end_of(content: dict[str, Any]) -> AttemptEnd | None:
     if not content:
         return None
     end = read_record(AttemptEnd, content)
+    if end.best is not None and math.isnan(end.best.value):
+        end = replace(end, best=None)
     # Versions before the key said so in the reason alone.
     is_guessed = end.reason is not None and end.reason.startswith(WITHOUT_RECORD)
     return replace(end, guessed=True) if is_guessed and "guessed" not in content else end

@@ -2,24 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainkit.run.files import append_jsonl, read_jsonl, read_jsonl_reversed, utc_now
+from trainkit.run.end import Best
+from trainkit.run.failure import RankFailure
+from trainkit.run.files import (
+    Record,
+    append_jsonl,
+    read_jsonl,
+    read_jsonl_reversed,
+    read_record,
+    utc_now,
+)
 from trainkit.run.rundir import RunDir
 
 SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
-
-
 SILENCE_EVENTS = ("silent", "silent_over")
 """What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
-
-
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
-
-
 FAILED_SAVES = 2
 """So many saves that fail in a row are reported: one may fail for a moment."""
+
+
+class Entry(Record):
+    """A line of a growing file of a run."""
+
+    __slots__ = ()
+
+    @property
+    def time(self) -> str | None:
+        return self.text("time")
+
+    @property
+    def attempt(self) -> int | None:
+        """None for a COMMAND that does not record it."""
+        return self.count("attempt")
+
+
+class Event(Entry):
+    """Something that happened in a run."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        name: str = self.values["event"]
+        return name
+
+    @property
+    def step(self) -> int | None:
+        return self.count("step")
+
+    @property
+    def rank(self) -> int | None:
+        """None for what happened to the whole run."""
+        return self.count("rank")
+
+    @property
+    def host(self) -> str | None:
+        return self.text("host")
+
+    @property
+    def reason(self) -> str | None:
+        """A sentence for people."""
+        return self.text("reason")
+
+    @property
+    def failure(self) -> RankFailure:
+        """What failed, of an event ``rank_failed``."""
+        return read_record(RankFailure, self.values)
 
 
 def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
@@ -27,52 +79,68 @@ def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
     append_jsonl(run.events_file, {"time": utc_now(), "attempt": attempt, "event": event, **fields})
 
 
-def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """The training curve: one record per step, the last one written if a step was computed twice."""
-    by_step: dict[int, dict[str, Any]] = {}
-    for record in read_jsonl(run.metrics_file):
-        if isinstance(record.get("step"), int):
-            by_step[record["step"]] = record
+def read_events(run: RunDir, *names: str, attempt: int | None = None) -> Iterator[Event]:
+    """The events of a run, oldest first; with `names` or `attempt`, only those."""
+    for event in events_of(read_jsonl(run.events_file, names)):
+        if (not names or event.name in names) and attempt in (None, event.attempt):
+            yield event
+
+
+def events_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """The events among some records of `events.jsonl`; skips damaged ones."""
+    for record in records:
+        attempt, step = record.get("attempt"), record.get("step")
+        has_counts = (attempt is None or type(attempt) is int) and (step is None or type(step) is int)
+        if has_counts and isinstance(record.get("event"), str):
+            yield Event(record)
+
+
+class StepRecord(Entry):
+    """What was logged of one step."""
+
+    __slots__ = ()
+
+    @property
+    def step(self) -> int:
+        step: int = self.values["step"]
+        return step
+
+
+def read_steps(run: RunDir) -> Iterator[StepRecord]:
+    """Every logged step of a run, in order of computation; a step computed twice appears twice."""
+    return steps_of(read_jsonl(run.metrics_file))
+
+
+def steps_of(records: Iterable[Mapping[str, Any]]) -> Iterator[StepRecord]:
+    """The steps among some records of `metrics.jsonl`; skips damaged ones."""
+    return (StepRecord(record) for record in records if type(record.get("step")) is int)
+
+
+def training_curve(run: RunDir) -> list[StepRecord]:
+    """The steps of a run in their order, the last record of one that was computed twice."""
+    by_step = {record.step: record for record in read_steps(run)}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> dict[str, Any] | None:
-    """The lowest validation loss of a run, else its newest loss, as ``metric, value, step``; None without.
+def read_metrics(run: RunDir) -> list[dict[str, Any]]:
+    """The records of the `training_curve` as they are in the file."""
+    return [dict(record.values) for record in training_curve(run)]
+
+
+def best_result(run: RunDir, events: Iterable[Event] | None = None) -> Best | None:
+    """The lowest validation loss of a run, else its newest loss; None without.
 
     `events` are all ``evaluated`` events of the run, for callers that have already read them.
     """
+    events = read_events(run, "evaluated") if events is None else events
     evaluated = [
-        record
-        for record in (read_jsonl(run.events_file, ["evaluated"]) if events is None else events)
-        if record.get("event") == "evaluated" and isinstance(record.get("val_loss"), (int, float))
+        Best("val_loss", value, event.step)
+        for event in events
+        if event.name == "evaluated" and (value := event.number("val_loss")) is not None
     ]
     if evaluated:
-        best = min(evaluated, key=lambda record: record["val_loss"])
-        return {"metric": "val_loss", "value": best["val_loss"], "step": best.get("step")}
-    for record in read_jsonl_reversed(run.metrics_file, ["loss"]):
-        if isinstance(record.get("loss"), (int, float)):
-            return {"metric": "loss", "value": record["loss"], "step": record.get("step")}
+        return min(evaluated, key=lambda best: best.value)
+    for record in map(Record, read_jsonl_reversed(run.metrics_file, ["loss"])):
+        if (loss := record.number("loss")) is not None:
+            return Best("loss", loss, record.count("step"))
     return None
-
-
-def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
-    """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
-    return still_slow(read_jsonl(run.events_file, SLOWDOWN_EVENTS), attempt)
-
-
-def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
-    """As `open_slowdowns`, from the `SLOWDOWN_EVENTS` of a run."""
-    found: dict[object, dict[str, Any]] = {}
-    for event in events:
-        if event.get("attempt") == attempt and event.get("event") in SLOWDOWN_EVENTS:
-            found.pop(event.get("rank"), None)
-            if event.get("event") in ("slow_rank", "slow_run"):
-                found[event.get("rank")] = event
-    return list(found.values())
-
-
-def failed_in_a_row(failed: list[dict[str, Any]], event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The newest saves of one attempt, as far as all of them failed, after one more of `SAVE_EVENTS`."""
-    if event.get("event") != "checkpoint_failed":
-        return []
-    return [*(one for one in failed if one.get("attempt") == event.get("attempt")), event]

@@ -32,7 +32,7 @@ class RankFailure:
     """What else was recorded, such as the traceback."""
 
     @property
-    def was_killed(self) -> bool:
+    def was_signalled(self) -> bool:
         """Whether a signal from outside killed a process; a process raises SIGABRT itself."""
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
@@ -43,3 +43,11 @@ class RankFailure:
         del values["more"]
         optional = ("hint", "final", "node")
         return {key: value for key, value in values.items() if key not in optional or value is not None}
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, also of one that this machine does not know."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -42,7 +42,7 @@ class RankExit:
     time: str = ""
 
     @property
-    def was_killed(self) -> bool:
+    def killed_outside_launcher(self) -> bool:
         """Whether a signal from outside ended it: launchers send SIGTERM, a rank raises SIGABRT itself."""
         return self.code < 0 and self.code not in (-signal.SIGTERM, -signal.SIGABRT)
 
@@ -62,7 +62,7 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     if not roots:
         return None
     # Of the ranks that ended since it last looked, torchrun calls the one with the lowest number the first.
-    killed = (item for item in exits if item.was_killed and _is_at_once(roots[0], item))
+    killed = (item for item in exits if item.killed_outside_launcher and _is_at_once(roots[0], item))
     first = next(killed, roots[0])
     return None if first.code == -signal.SIGTERM else first
 

@@ -214,7 +214,7 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 def _first_record(attempt: AttemptDir) -> RankFailure | None:
     records = rank_failures(attempt)
-    killed = (item for item in records if item.was_killed and _later_s(records[0], item) < PEER_EXIT_S / 2)
+    killed = (item for item in records if item.was_signalled and _later_s(records[0], item) < PEER_EXIT_S / 2)
     return next(killed, records[0] if records else None)
 
 
@@ -321,5 +321,5 @@ def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
         return failure.host, "died"
     message = str(failure.message)
     is_hardware = _HARDWARE.search(message) and not _NOT_HARDWARE.search(message)
-    is_culprit = failure.type == "Hang" or (failure.was_killed and failure.type == "exit") or is_hardware
+    is_culprit = failure.type == "Hang" or (failure.was_signalled and failure.type == "exit") or is_hardware
     return (failure.host, "culprit") if is_culprit else None

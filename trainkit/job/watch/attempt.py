@@ -6,10 +6,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -31,8 +30,8 @@ from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_c
 from trainkit.job.watch.progress import ProgressWatch, SlowHostWatch
 from trainkit.job.watch.silence import SilenceWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import log_event
-from trainkit.run.files import read_json, read_jsonl, seconds_between
+from trainkit.run.events import Event, log_event, read_events
+from trainkit.run.files import read_json, seconds_between
 from trainkit.run.record import AttemptRecord, read_job, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_step
@@ -360,18 +359,14 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _signal_of_ranks(self) -> str | None:
         """The notice that the tasks received, as recorded by the first agent; None without one."""
-        names = [event.get("signal") for event in self._signal_events()]
+        names = [event.text("signal") for event in self._signal_events()]
         overriding = [name for name in names if name != RESTART_SIGNAL] or names
         return str(overriding[0]) if overriding else None
 
     def _exceeded_grace(self, end: datetime) -> bool:
         """Whether the ranks had received a notice longer ago than the grace time."""
-        since_s = (seconds_between(event["time"], end) or 0.0 for event in self._signal_events())
+        since_s = (seconds_between(event.time, end) or 0.0 for event in self._signal_events())
         return any(seconds >= self.plan.grace_s for seconds in since_s)
 
-    def _signal_events(self) -> list[dict[str, Any]]:
-        return [
-            event
-            for event in read_jsonl(self.attempt.run.events_file)
-            if event.get("event") == "signal" and event.get("attempt") == self.attempt.number
-        ]
+    def _signal_events(self) -> Iterator[Event]:
+        return read_events(self.attempt.run, "signal", attempt=self.attempt.number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from trainkit.errors import TrainkitError
 from trainkit.job.attempt_end import last_step, previous_attempts
@@ -25,10 +24,12 @@ from trainkit.run.events import (
     SAVE_EVENTS,
     SILENCE_EVENTS,
     SLOWDOWN_EVENTS,
-    failed_in_a_row,
-    open_slowdowns,
+    Event,
+    events_of,
+    read_events,
 )
 from trainkit.run.files import JsonlTail
+from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.rundir import AttemptDir
 
 SLOW_POLL_S = 2.0
@@ -39,10 +40,12 @@ def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> d
     if plan.requeue.slow_hosts == "ignore":
         return {}
     found = {}
-    for event in open_slowdowns(attempt.run, attempt.number):
-        if event.get("host") in hosts:
-            log_line(f"excluding {event['host']}: rank {event['rank']} is {event['ratio']} times slower")
-            found[str(event["host"])] = "slow"
+    events = read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number)
+    seen = attempts_of(events).get(attempt.number) or Attempt(attempt.number)
+    for event in seen.slow.values():
+        if event.host is not None and event.host in hosts:
+            log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
+            found[event.host] = "slow"
     return found
 
 
@@ -53,7 +56,7 @@ class SlowHostWatch:
         """`hosts` are the good hosts of the allocation, as Slurm names them."""
         self._attempt, self._plan, self._hosts = attempt, plan, hosts
         self._events = JsonlTail(attempt.run.events_file, SLOWDOWN_EVENTS)
-        self._slow: dict[int, tuple[dict[str, Any], float]] = {}
+        self._slow: dict[int, tuple[Event, float]] = {}
         """Ranks that are slow: their event, and when it was read."""
         self._kept: set[str] = set()
         """Hosts that the run cannot do without."""
@@ -65,21 +68,21 @@ class SlowHostWatch:
         if now_s < self._next_s:
             return None
         self._next_s = now_s + SLOW_POLL_S
-        for event in self._events.read():
-            rank = event.get("rank")
-            if event.get("attempt") != self._attempt.number or not isinstance(rank, int):
+        for event in events_of(self._events.read()):
+            rank = event.rank
+            if event.attempt != self._attempt.number or rank is None:
                 continue  # a slow run has no rank
-            if event.get("event") == "slow_rank":
+            if event.name == "slow_rank":
                 self._slow.setdefault(rank, (event, now_s))
             else:
                 self._slow.pop(rank, None)
         for rank, (event, since_s) in self._slow.items():
-            host = str(event.get("host"))
+            host = str(event.host)
             is_due = now_s - since_s >= self._plan.requeue.slow_after_s
             if not is_due or host in self._kept or host not in self._hosts:
                 continue
             refusal = self._refusal(host)
-            why = f"rank {rank} slow since step {event.get('since_step')} ({event.get('phase')})"
+            why = f"rank {rank} slow since step {event.count('since_step')} ({event.text('phase')})"
             if refusal is None:
                 return SlowHost(host, why)
             log_line(f"not restarting without {host} ({why}): {refusal}")
@@ -114,7 +117,7 @@ class ProgressWatch:
         # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
         self._output = OutputWatch(attempt, self._limit_s, with_logs=not plan.workload.knows_run)
         self._events = JsonlTail(attempt.run.events_file, WATCHED_EVENTS)
-        self._failed_saves: list[dict[str, Any]] = []
+        self._seen = Attempt(attempt.number)
         self._silent_s = self._longest_s = 0.0
         self._is_stalled = False
 
@@ -132,17 +135,17 @@ class ProgressWatch:
             self._is_stalled = True
             step = last_step(self._attempt, None)
             self._notifier.send(self._attempt, stall_notification(self._attempt, silent_s, step))
-        for event in self._events.read():
-            if event.get("attempt") == self._attempt.number:
+        for event in events_of(self._events.read()):
+            if event.attempt == self._attempt.number:
                 self._report(event)
 
-    def _report(self, event: dict[str, Any]) -> None:
-        name, attempt = event.get("event"), self._attempt
+    def _report(self, event: Event) -> None:
+        name, attempt = event.name, self._attempt
         if name in ("slow_rank", "slow_run"):
             self._notifier.send(attempt, slowdown_notification(attempt, event))
         elif name == "silent":
             self._notifier.send(attempt, silence_notification(attempt, event))
         elif name in SAVE_EVENTS:
-            self._failed_saves = failed_in_a_row(self._failed_saves, event)
-            if len(self._failed_saves) == FAILED_SAVES:
-                self._notifier.send(attempt, unsaved_notification(attempt, self._failed_saves))
+            self._seen.add(event)
+            if len(self._seen.failed_saves) == FAILED_SAVES:
+                self._notifier.send(attempt, unsaved_notification(attempt, self._seen.failed_saves))

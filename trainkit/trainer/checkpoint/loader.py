@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.config.training import ModelConfig
 from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.run.files import read_jsonl, refresh_listing
+from trainkit.run.events import read_events
+from trainkit.run.files import refresh_listing
 from trainkit.run.manifest import (
     BASE_FINGERPRINT,
     BEST_LINK,
@@ -115,12 +116,11 @@ def list_published(run: RunDir) -> list[Checkpoint]:
 def _newest_committed_step(run: RunDir) -> int | None:
     """The step of the newest checkpoint that events.jsonl records as published, not rejected; or None."""
     newest: list[int] = []
-    for event in read_jsonl(run.events_file):
-        step = event.get("step")
-        if event.get("event") == "checkpoint_commit" and isinstance(step, int):
-            newest.append(step)
-        elif event.get("event") == "checkpoint_rejected":
-            newest = [other for other in newest if other != step]
+    for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
+        if event.name == "checkpoint_rejected":
+            newest = [other for other in newest if other != event.step]
+        elif event.step is not None:
+            newest.append(event.step)
     return newest[-1] if newest else None
 
 
@@ -141,7 +141,7 @@ def _describe_lost(run: RunDir) -> str:
     num_damaged = len(rejects(run.checkpoints_dir))
     if num_damaged:
         return f"{num_damaged} set aside as damaged"
-    if any(event.get("event") == "checkpoint_commit" for event in read_jsonl(run.events_file)):
+    if any(read_events(run, "checkpoint_commit")):
         return "those recorded in events.jsonl are gone"
     return ""
 

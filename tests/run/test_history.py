@@ -11,11 +11,12 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago
-from trainkit.observe import run_files
-from trainkit.observe.run_files import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunFiles
 from trainkit.observe.run_view import read_view
 from trainkit.observe.status import read_status
+from trainkit.run import history as history_module
 from trainkit.run.files import append_jsonl
+from trainkit.run.history import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunHistory, timestamp
+from trainkit.run.rundir import RunDir
 
 
 def write_metrics(file: Path, first: int, last: int, attempt: int = 1) -> None:
@@ -43,6 +44,13 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
     assert len(history.recent) == 4
 
 
+def test_the_newest_steps_pass_over_what_a_crash_cut_off(tmp_path: Path) -> None:
+    history = RunHistory(RunDir(tmp_path))
+    assert history.newest_steps() == []
+    history.run.metrics_file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [record.step for record in history.newest_steps()] == [1, 2]
+
+
 def test_steps_that_are_computed_again_replace_the_others(tmp_path: Path) -> None:
     history = MetricsHistory(tmp_path / "metrics.jsonl")
     write_metrics(tmp_path / "metrics.jsonl", 1, 10)
@@ -64,7 +72,7 @@ def test_another_file_starts_anew(tmp_path: Path) -> None:
 
 
 def test_of_a_large_file_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "SAMPLED_BYTES", 50_000)
+    monkeypatch.setattr(history_module, "SAMPLED_BYTES", 50_000)
     file = tmp_path / "metrics.jsonl"
     write_metrics(file, 1, 20_000)
     history = MetricsHistory(file)
@@ -90,7 +98,7 @@ def test_the_points_of_a_curve_are_bounded(tmp_path: Path) -> None:
     curve = history.curve("loss")
     assert MAX_POINTS / 2 <= len(curve) <= 2 * MAX_POINTS
     assert curve[-1][0] == 5000
-    assert len(history.recent) == run_files.RECENT_RECORDS
+    assert len(history.recent) == history_module.RECENT_RECORDS
 
 
 def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
@@ -103,8 +111,8 @@ def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
     history.update()
     assert (history.first_val_loss, history.val_loss) == (3.0, 2.25)
     assert history.saved is not None
-    assert (history.saved["step"], history.save_began) == (2, ago(74))
-    assert history.first(1, "started")["time"] == ago(1400)
+    assert (history.saved.step, history.save_began) == (2, ago(74))
+    assert history.attempts[1].started == timestamp(ago(1400))
 
 
 @pytest.mark.parametrize(
@@ -117,19 +125,19 @@ def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) 
         stream.write(json.dumps(damaged) + "\n")
     history = EventHistory(made.run.events_file)
     history.update()
-    assert history.recent[-1]["event"] == "evaluated"
+    assert history.recent[-1].name == "evaluated"
 
 
 def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Watched(tmp_path / "run").job().health(20)
     files, opened = HealthFiles(made.run.path / "health"), []
-    newest_sample = run_files.newest_sample
+    newest_sample = history_module.newest_sample
 
     def counted(file: Path) -> object:
         opened.append(file.stem)
         return newest_sample(file)
 
-    monkeypatch.setattr(run_files, "newest_sample", counted)
+    monkeypatch.setattr(history_module, "newest_sample", counted)
     files.update()
     files.update()
     assert sorted(opened) == ["node001", "node002"]
@@ -138,13 +146,13 @@ def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch:
         stream.write('{"cut off')
     files.update()
     assert opened[2:] == ["node002"]
-    assert files.newest["node002"]["cpu_percent"] == 50.0
+    assert files.newest["node002"].number("cpu_percent") == 50.0
 
 
 def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
     """At one refresh every 2 s, 5 % of a core are 100 ms; most of it is for the terminal."""
     run = watched_runs.large(tmp_path / "large")
-    files = RunFiles(run)
+    history = RunHistory(run)
     spent = []
     for step in range(641, 661):
         append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": 2.0, "time": ago(1)})
@@ -152,8 +160,8 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
             sample = json.loads(run.health_file(f"node{node + 1:03d}").read_text().splitlines()[-1])
             append_jsonl(run.health_file(f"node{node + 1:03d}"), sample)
         began_s = time.process_time()
-        files.update()
-        view = read_view(files, read_status(run, True, NOW, None, files.events), NOW)
+        history.update()
+        view = read_view(history, read_status(run, True, NOW, None, history), NOW)
         spent.append(time.process_time() - began_s)
     assert view.status.step == 660
     assert len(view.nodes) == 128

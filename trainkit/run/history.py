@@ -1,0 +1,372 @@
+"""The growing files of a run, read incrementally: a refresh costs as much as what was appended since."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trainkit.run.events import (
+    SILENCE_EVENTS,
+    SLOWDOWN_EVENTS,
+    Entry,
+    Event,
+    StepRecord,
+    events_of,
+    steps_of,
+)
+from trainkit.run.files import JsonlTail, Record, parse_records, parse_time, read_jsonl_reversed, read_object
+from trainkit.run.rundir import AttemptDir, RunDir
+
+RECENT_RECORDS = 200
+NOTABLE_EVENTS = frozenset(
+    {
+        *("signal", "rank_failed", "hang", "slow_rank", "slow_run", "requeue_decision", "restart"),
+        *("checkpoint_rejected", "checkpoint_failed", "stopped"),
+    }
+)
+"""Events that the last warnings are made of."""
+MAX_NOTABLE = 100
+MAX_POINTS = 600
+"""Points of a curve that are kept; with twice as many, every second one is dropped."""
+SAMPLED_BYTES = 2 * 2**20
+"""Up to this many new bytes are read; of more, `MAX_POINTS` evenly spaced lines and the newest ones."""
+CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
+SAMPLE_BYTES = 16_384
+"""The end of a health file that contains its newest sample."""
+
+
+@dataclass
+class Attempt:
+    """One attempt as its events describe it; times are seconds since the epoch, None where unknown."""
+
+    number: int
+    submitted: float | None = None
+    started: float | None = None
+    training: float | None = None
+    """When the loop began, after which steps are computed."""
+    first_step: float | None = None
+    ended: float | None = None
+    """When it ended; for one that still runs, the time of the report."""
+    state: str | None = None
+    reason: str | None = None
+    action: str | None = None
+    """The last decision counts: an earlier one may have turned out to be impossible."""
+    start_step: int = 0
+    """The step that it resumed from."""
+    kept_step: float = math.inf
+    """The last step that is part of the run's result; a later attempt computed the others again."""
+    evaluations: list[float] = field(default_factory=list)
+    saves: list[float] = field(default_factory=list)
+    signals: list[float] = field(default_factory=list)
+    cause: str | None = None
+    """Why it was restarted."""
+    saved: float | None = None
+    """When its last checkpoint was published."""
+    failure: Event | None = None
+    """Its first ``rank_failed``."""
+    silence: Event | None = None
+    """The ``silent`` of a COMMAND that still prints nothing."""
+    open_save: Event | None = None
+    """The ``checkpoint_begin`` of a save without an end."""
+    failed_saves: list[Event] = field(default_factory=list)
+    """Its newest saves, as far as all of them failed."""
+    slow: dict[int | None, Event] = field(default_factory=dict)
+    """The ranks that became slow and still are; None is the whole run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the report's JSON."""
+        names = [item.name for item in fields(self)]
+        own = {name: getattr(self, name) for name in names[: names.index("cause")]}
+        return {**own, "kept_step": None if math.isinf(self.kept_step) else self.kept_step}
+
+    @property
+    def allocated_s(self) -> float:
+        """Seconds from its start to its end; 0 when either is unknown."""
+        if self.started is None or self.ended is None:
+            return 0.0
+        return max(0.0, self.ended - self.started)
+
+    def add(self, event: Event) -> None:
+        """Take in one of its events."""
+        name, time = event.name, timestamp(event.time)
+        if name in ("submitted", "started", "training", "first_step"):
+            if getattr(self, name) is None:
+                setattr(self, name, time)
+            if name == "training":
+                self.start_step = event.step or 0
+        elif name == "evaluated" and time is not None:
+            self.evaluations.append(time)
+        elif name == "checkpoint_begin":
+            self.saves += [] if time is None else [time]
+            self.open_save = event
+        elif name == "checkpoint_commit":
+            self.saved, self.open_save, self.failed_saves = time, None, []
+        elif name == "checkpoint_failed":
+            self.open_save, self.failed_saves = None, [*self.failed_saves, event]
+        elif name == "signal" and time is not None:
+            self.signals.append(time)
+        elif name == "rank_failed":
+            self.failure = self.failure or event
+        elif name == "requeue_decision":
+            self.action, self.cause = str(event.values.get("action")), str(event.values.get("cause"))
+        elif name in ("stopped", "finished"):
+            self.ended, self.state, self.reason = time, str(event.values.get("state")), event.reason
+        elif name in SILENCE_EVENTS:
+            self.silence = event if name == "silent" else None
+        elif name in SLOWDOWN_EVENTS:
+            self.slow.pop(event.rank, None)
+            if name in ("slow_rank", "slow_run"):
+                self.slow[event.rank] = event
+
+
+def attempts_of(events: Iterable[Event]) -> dict[int, Attempt]:
+    """The attempts in a run's events, by number."""
+    found: dict[int, Attempt] = {}
+    for event in events:
+        _add_to_attempt(found, event)
+    return found
+
+
+def _add_to_attempt(found: dict[int, Attempt], event: Event) -> None:
+    if event.attempt is not None:
+        found.setdefault(event.attempt, Attempt(event.attempt)).add(event)
+
+
+def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[Attempt]:
+    """The attempts, oldest first, with what each kept; `now` is the end of one that still runs."""
+    kept, found = math.inf, list[Attempt]()
+    for number in sorted(attempts, reverse=True):
+        attempt = attempts[number]
+        ended = now if attempt.ended is None and not found else attempt.ended
+        found.append(replace(attempt, kept_step=kept, ended=ended))
+        if attempt.training is not None:
+            kept = min(kept, attempt.start_step)
+    return found[::-1]
+
+
+def timestamp(text: object) -> float | None:
+    """A time from a run's file as seconds since the epoch; None if it is not a time."""
+    time = parse_time(text)
+    return None if time is None else time.timestamp()
+
+
+class EventHistory:
+    """What all events of a run say of it, read as they are appended."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonlTail(path, from_start=True)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tail.position = 0
+        self.recent: deque[Event] = deque(maxlen=RECENT_RECORDS)
+        self.notable: deque[Event] = deque(maxlen=MAX_NOTABLE)
+        self.attempts: dict[int, Attempt] = {}
+        self.val_losses: dict[int, float] = {}
+        """Step -> its validation loss."""
+        self.first_val_loss: float | None = None
+        self.val_loss: float | None = None
+        self.total_steps: int | None = None
+        """As the trainer logged it last."""
+        self.saved: Event | None = None
+        """The newest ``checkpoint_commit``."""
+        self.save_began: str | None = None
+        """The time of its ``checkpoint_begin``: the state is that of this moment."""
+        self.slow: list[Event] = []
+        """All `SLOWDOWN_EVENTS`."""
+        self._begun: dict[int | None, str | None] = {}
+
+    def update(self) -> None:
+        """Read the events that were appended since the last call."""
+        if self._tail.size() < self._tail.position:
+            self._clear()  # another file
+        for event in events_of(self._tail.read()):
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        name = event.name
+        self.recent.append(event)
+        _add_to_attempt(self.attempts, event)
+        if "total_steps" in event.values:
+            self.total_steps = event.count("total_steps")
+        if name in NOTABLE_EVENTS:
+            self.notable.append(event)
+        if name in SLOWDOWN_EVENTS:
+            self.slow.append(event)
+        if name == "evaluated":
+            self.val_loss = event.number("val_loss")
+            if self.first_val_loss is None:
+                self.first_val_loss = self.val_loss
+            if event.step is not None and self.val_loss is not None:
+                self.val_losses[event.step] = self.val_loss
+        elif name == "checkpoint_begin":
+            self._begun[event.step] = event.time
+        elif name == "checkpoint_commit":
+            self.saved = event
+            self.save_began = self._begun.pop(event.step, event.time)
+
+
+class MetricsHistory:
+    """The newest records of metrics.jsonl, and evenly spaced ones of the whole run."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonlTail(path, from_start=True)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tail.position = 0
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT_RECORDS)
+        self.points: list[StepRecord] = []
+        """`CURVES` of some records, by step."""
+        self._every = 1
+        """Of new records, every how many become a point."""
+        self._count = 0
+
+    def update(self) -> None:
+        """Read what was appended since the last call, or a sample of it if that is much."""
+        size = self._tail.size()
+        if size < self._tail.position:
+            self._clear()
+        if size - self._tail.position > SAMPLED_BYTES:
+            self._sample(size)
+        for record in steps_of(self._tail.read()):
+            self._count += 1
+            self._add(record, self._count % self._every == 0)
+
+    def _sample(self, size: int) -> None:
+        begin, end = self._tail.position, size - SAMPLED_BYTES // 8
+        lines = 0
+        with self._tail.path.open("rb") as stream:
+            for index in range(MAX_POINTS):
+                stream.seek(begin + (end - begin) * index // MAX_POINTS)
+                if stream.tell():
+                    stream.readline()
+                line = stream.readline()
+                lines += len(line)
+                for record in steps_of(parse_records([line])):
+                    self._add(record, True)
+            stream.seek(end)
+            stream.readline()
+            self._tail.position = stream.tell()
+        between = (end - begin) / MAX_POINTS
+        self._every = max(self._every, round(between / max(1.0, lines / MAX_POINTS)))
+
+    def _add(self, record: StepRecord, is_point: bool) -> None:
+        step = record.step
+        self.recent.append(record)
+        while self.points and self.points[-1].step >= step:
+            self.points.pop()  # computed again by a later attempt
+        if is_point:
+            self.points.append(StepRecord({name: record.values.get(name) for name in ("step", *CURVES)}))
+        if len(self.points) >= 2 * MAX_POINTS:
+            self.points = self.points[1::2]
+            self._every *= 2
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """The finite points of a curve, with the newest record as the last one."""
+        points = [*self.points, *list(self.recent)[-1:]]
+        found = {point.step: point.number(name) for point in points}
+        return [(step, float(value)) for step, value in found.items() if value is not None]
+
+    def median(self, name: str) -> float | None:
+        """The median of a curve over the run."""
+        values = [value for _, value in self.curve(name)]
+        return statistics.median(values) if values else None
+
+
+class HealthSample(Entry):
+    """What a node measured at one moment."""
+
+    __slots__ = ()
+
+    @property
+    def gpus(self) -> list[Record]:
+        """Its GPUs, each with ``index util_percent mem_used_gib mem_total_gib temperature_c power_w``."""
+        gpus = self.values.get("gpus")
+        return [Record(gpu) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+
+
+class HealthFiles:
+    """The newest sample of each node; reads the end of the files that have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[int, int]] = {}
+        self.newest: dict[str, HealthSample] = {}
+        """Host -> its newest sample."""
+
+    def update(self) -> None:
+        """Read the samples that were written since the last call."""
+        try:
+            entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(".jsonl")]
+        except FileNotFoundError:
+            entries = []
+        names = {entry.name for entry in entries}
+        for name in self._seen.keys() - names:
+            del self._seen[name]
+            self.newest.pop(Path(name).stem, None)
+        for entry in entries:
+            state = entry.stat()
+            key = (state.st_mtime_ns, state.st_size)
+            if self._seen.get(entry.name) != key:
+                self._seen[entry.name] = key
+                sample = newest_sample(Path(entry.path))
+                if sample is not None:
+                    self.newest[entry.name.removesuffix(".jsonl")] = sample
+
+
+def newest_sample(file: Path) -> HealthSample | None:
+    """The last complete record of a file; None without one in its last `SAMPLE_BYTES` bytes."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - SAMPLE_BYTES))
+        lines = stream.read().split(b"\n")[:-1]
+    return next(map(HealthSample, parse_records(reversed(lines))), None)
+
+
+class PlanRecord(Record):
+    """A plan.json, or what there is of it; `LaunchPlan` is for those who need all of it."""
+
+    __slots__ = ()
+
+    @property
+    def command(self) -> list[str] | None:
+        """The COMMAND that runs instead of the built-in trainer."""
+        command = self.values.get("command")
+        return command if isinstance(command, list) else None
+
+    @property
+    def is_command(self) -> bool:
+        return bool(self.command)
+
+
+def read_plan(folder: RunDir | AttemptDir) -> PlanRecord:
+    """The plan of a run or an attempt; empty if it cannot be read."""
+    return PlanRecord(read_object(folder.plan_file))
+
+
+class RunHistory:
+    """What a run has written while it runs: all that looks at a run reads it here."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.events = EventHistory(run.events_file)
+        self.metrics = MetricsHistory(run.metrics_file)
+        self.health = HealthFiles(run.path / "health")
+
+    def update(self) -> None:
+        """Read what was written since the last call; raises OSError for files that cannot be read."""
+        self.events.update()
+        self.metrics.update()
+        self.health.update()
+
+    def newest_steps(self) -> list[StepRecord]:
+        """The last `RECENT_RECORDS` steps, oldest first, from the end of their file alone."""
+        records = read_jsonl_reversed(self.run.metrics_file)
+        return list(islice(steps_of(records), RECENT_RECORDS))[::-1]
