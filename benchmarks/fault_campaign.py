@@ -191,7 +191,7 @@ def reference(login: Login) -> Curve:
     run = login.submit("--backend", "local", "--run-dir", str(login.folder / "reference"), config=config)
     end = survival.wait_until_over(login, run, 600)
     if end["state"] != "finished":
-        raise SystemExit(login.told_by(run))
+        raise SystemExit(login.logs_and_attempts(run))
     return survival.curve(run)
 
 

@@ -33,7 +33,7 @@ from tests.support.runs import environs, make_attempt
 from trainkit.config import read_effective
 from trainkit.job.node.health import HealthSampler
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
 
 NUM_RANKS = 2
@@ -210,7 +210,7 @@ def sampler_s(path: str, rounds: int = 50) -> float:
     sampler.file.parent.mkdir()
     for _ in range(rounds):
         began_s = time.process_time()
-        append_jsonl(sampler.file, sampler.sample())
+        sampler.append()
         times.append(time.process_time() - began_s)
     return median(times)
 

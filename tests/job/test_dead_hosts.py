@@ -186,15 +186,12 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     set_follow_ups(run, ["7"])
     before = run.job_file.read_bytes()
-    real = Path.read_text
 
     def stale(*args: object) -> None:
-        def read_text(path: Path, *args: str, **kwargs: str) -> str:
-            if path == run.job_file:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return real(path, *args, **kwargs)
+        def read_json(path: Path) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
 
-        monkeypatch.setattr(Path, "read_text", read_text)
+        monkeypatch.setattr("trainkit.run.record.read_json", read_json)
 
     monkeypatch.setattr("trainkit.backends.slurm.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):

@@ -20,7 +20,7 @@ from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import await_plan, await_port, publish_port
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.step_run import Announcement, announce, await_announcement
+from trainkit.job.step_run import announce, await_announcement
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
@@ -88,9 +88,9 @@ def test_the_announcement_of_an_interactive_step(hosts: tuple[Path, Path]) -> No
     first, other = hosts
     found, waited_s = waiting(
         lambda: await_announcement(other / "runs", TASK),
-        lambda: announce(first / "runs", TASK, Announcement(RunDir(first), 1)),
+        lambda: announce(first / "runs", TASK, RunDir(first).attempt(1)),
     )
-    assert isinstance(found, Announcement)
+    assert isinstance(found, AttemptDir)
     assert waited_s < FAST_S
 
 

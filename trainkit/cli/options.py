@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
-    from trainkit.job.node.static_rendezvous import HostPlace
+    from trainkit.job.node.rendezvous import HostPlace
     from trainkit.plan.workload import Workload
     from trainkit.submit.submission import ArraySpec, LoadedPoint
 
@@ -142,7 +142,7 @@ class HostOptions:
 
         Raises UsageError when some are missing or the node rank is not one of the nodes.
         """
-        from trainkit.job.node.static_rendezvous import HostPlace
+        from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace
 
         given = {
             "--nodes": nodes,
@@ -168,7 +168,8 @@ class HostOptions:
                 f"--node-rank {self.node_rank} is not one of {nodes} nodes",
                 hint=f"node ranks are numbered from 0 to {nodes - 1}; --nodes sets how many there are",
             )
-        return HostPlace(self.node_rank, nodes, self.master_addr, self.master_port)
+        addr = LOCAL_ADDR if self.master_addr == "localhost" else self.master_addr
+        return HostPlace(self.node_rank, nodes, addr, self.master_port)
 
 
 config_argument = click.argument(

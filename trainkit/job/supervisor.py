@@ -10,7 +10,6 @@ fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
-from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
+from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import Action, AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
@@ -179,7 +178,7 @@ class Supervisor:
         outcome = Outcome()
         try:
             plan = self.plan(attempt)
-            _enter_work_folder(attempt.run, plan)
+            enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             if self.notifier.is_for(plan.notify, "stalled", "slow"):
                 watch.progress = ProgressWatch(attempt, plan, self.notifier)
@@ -276,14 +275,6 @@ class Supervisor:
         notification = end_notification(attempt, end)
         if notification is not None:
             self.notifier.send(attempt, notification)
-
-
-def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
-    """Tell the agents the folder in which they start a command. Raises OSError."""
-    os.environ.pop(WORK_DIR_VARIABLE, None)  # of a job in which this one was submitted
-    folder = retry_on_disk_error(lambda: prepare_work_folder(run)) if plan.workload.is_command else None
-    if folder is not None:
-        os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
 @dataclass(frozen=True)

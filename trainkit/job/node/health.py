@@ -65,16 +65,20 @@ class HealthSampler:
         while not self._ends.wait(self._interval_s):
             try:
                 ensure_folder(self.file.parent)
-                record = {"time": utc_now(), "attempt": self._number, "host": self._host}
-                record |= asdict(self._counters.sample())
-                gpus, problem = self._gpus.sample()
-                if problem:
-                    self._report(f"cannot query the GPUs: {problem}")
-                append_jsonl(self.file, {**record, "gpus": list(map(asdict, gpus))})
+                self.append()
                 if self.file.stat().st_size > MAX_BYTES:
                     thin_out(self.file)
             except OSError as error:
                 self._report(f"cannot write {self.file}: {error.strerror or error}")
+
+    def append(self) -> None:
+        """Append a sample of this moment to the file."""
+        gpus, problem = self._gpus.sample()
+        if problem:
+            self._report(f"cannot query the GPUs: {problem}")
+        record = {"time": utc_now(), "attempt": self._number, "host": self._host}
+        record |= asdict(self._counters.sample())
+        append_jsonl(self.file, {**record, "gpus": list(map(asdict, gpus))})
 
     def _report(self, problem: str) -> None:
         """Say once what is wrong: the run continues without samples."""
