@@ -181,7 +181,7 @@ def write_bench(
         "length": asdict(bench.length),
         "repeats": bench.repeats,
         "keys": list(bench.keys),
-        "changes": [change.to_dict() for change in changes],
+        "changes": list(map(asdict, changes)),
         "runs": [asdict(item) for item in bench.runs],
         "impossible": dict(impossible or {}),
         "left_out": list(left_out),

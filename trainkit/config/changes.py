@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,9 +31,6 @@ class Change:
     def sentence(self) -> str:
         return f"{self.key}: {_shown(self.value)} instead of {_shown(self.before)}: {self.why}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def _shown(value: Any) -> str:
     """A value as it is written in YAML."""
@@ -56,7 +53,7 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Cha
         )
 
 
-def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) -> LoadedConfig:
+def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:
     """A copy of the config with `values`, by keys such as ``train.steps``; `origin` is their origin.
 
     Raises ConfigError listing every value that is invalid or contradicts another.
