@@ -26,7 +26,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.config.changes import Change
+    from trainkit.config.load import Change
     from trainkit.drill.result import Result
     from trainkit.drill.scenarios import Scenario
     from trainkit.plan.launch import LaunchPlan

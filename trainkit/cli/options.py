@@ -462,7 +462,7 @@ def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[
 
 
 def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:
-    from trainkit.config.changes import with_values
+    from trainkit.config.load import with_values
 
     try:
         return with_values(loaded, {"seed": seed}, origin)

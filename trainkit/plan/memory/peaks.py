@@ -52,7 +52,7 @@ class Simulation:
     num_params: int
     """On this rank."""
     seconds: float
-    """That the simulation took."""
+    """Duration of the simulation."""
 
 
 @dataclass(frozen=True)
