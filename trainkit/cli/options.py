@@ -416,7 +416,7 @@ class GroupRequest:
                     f"--array {self.array}: --sweep numbers its points itself",
                     hint="with --sweep, --array only sets a limit, as in --array %4",
                 )
-            found = combinations(parse_axes(self.sweeps, workload.argv or ()))
+            found = combinations(parse_axes(self.sweeps, workload.argv))
             limit = None if spec is None else spec.limit
             return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
         loaded = request.load_to_plan(workload)

@@ -1,4 +1,4 @@
-"""Loads a config from all its layers, with the origin of every value; reports all problems together."""
+"""Loads a config from all its layers, each value with its origin, and replaces values for a command."""
 
 from __future__ import annotations
 
