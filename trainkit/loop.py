@@ -28,12 +28,13 @@ from contextlib import contextmanager
 from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not in `__all__`
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -142,6 +143,14 @@ def _own_attempt(run: RunDir, world: World) -> AttemptDir:
     return run.attempt(int(number))
 
 
+class Stateful(Protocol):
+    """What can be in a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
 class Attached:
     """A rank of a run whose loop is the user's own; made by `attach`.
 
@@ -169,8 +178,8 @@ class Attached:
         self._attempt = attempt
         self._stop = stop
         self._progress = Progress()
-        self._tracked: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}
+        self._tracked: dict[str, Stateful] = {}
+        self._values: dict[str, float | Tensor] = {}
         self._control = _Control()
         self._saver = CheckpointSaver(attempt.run, attempt.number, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
@@ -345,8 +354,9 @@ class Attached:
         if chosen is None:
             return 0
         checkpoint, manifest = chosen
-        saved = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
-        values: dict[str, Any] = manifest["state"]
+        found = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+        saved = cast(Mapping[str, TensorStorageMetadata], found)  # the rest is in the manifest
+        values = manifest["state"]
         tensors: dict[str, Tensor] = {}
         for name, item in self._tracked.items():
             if name not in values:
@@ -366,7 +376,9 @@ class Attached:
             record_event(self._attempt.run, self.attempt, "resumed", step=step)
         return step
 
-    def _wanted(self, name: str, item: Any, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _wanted(
+        self, name: str, item: Stateful, saved: Mapping[str, TensorStorageMetadata]
+    ) -> dict[str, Tensor]:
         """The tensors of an object to load, in place if they exist."""
         if not isinstance(item, nn.Module | Optimizer):
             # Its state may have grown since it was created.
@@ -380,7 +392,7 @@ class Attached:
                 tensors.pop(path).zero_()
         return tensors
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """The tensors of all tracked objects by their paths, and the rest of their states by name."""
         tensors: dict[str, Tensor] = {}
         values = {}
@@ -396,15 +408,14 @@ class Attached:
             else:
                 encode(name, self._state_of(name, item), {})
 
-    def _state_of(self, name: str, item: Any) -> Mapping[str, Any]:
+    def _state_of(self, name: str, item: Stateful) -> Any:
         if isinstance(item, nn.Module):
             return get_model_state_dict(item)
         if isinstance(item, Optimizer):
             return get_optimizer_state_dict(self._model_of(name, item), item, options=FLAT)
-        state: Mapping[str, Any] = item.state_dict()
-        return state
+        return item.state_dict()
 
-    def _load(self, item: Any, name: str, state: Any) -> None:
+    def _load(self, item: Stateful, name: str, state: Any) -> None:
         if isinstance(item, nn.Module):
             set_model_state_dict(item, state)
         elif isinstance(item, Optimizer):

@@ -17,7 +17,7 @@ from trainkit.bench.plan_bench import (
 )
 from trainkit.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
 from trainkit.config import LoadedConfig, RunConfig, load_config
-from trainkit.config.changes import Change, with_values
+from trainkit.config.load import Change, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan

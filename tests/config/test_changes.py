@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config import LoadedConfig, load_config
-from trainkit.config.changes import with_values
+from trainkit.config.load import with_values
 from trainkit.errors import ConfigError
 
 

@@ -10,8 +10,7 @@ from dataset_content import content_of, documents_of, rows
 
 from trainkit.data.checks import inspect_data
 from trainkit.data.prepare import prepare
-from trainkit.data.sources import DatasetSpec, find_inputs
-from trainkit.data.tables import read_column
+from trainkit.data.sources import DatasetSpec, find_inputs, read_column
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.units import plan_units
 from trainkit.data.validate import LONG_ROW_BYTES, validate_texts

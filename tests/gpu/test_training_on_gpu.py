@@ -145,7 +145,7 @@ def test_memory_is_what_the_simulation_and_the_plan_say(tmp_path: Path) -> None:
     assert measured > 0
     config, plan = read_effective(attempt.config_file), LaunchPlan.from_dict(read_json(attempt.plan_file))
     work = work_of(config, resolve_model_shape(config.model, 1), plan.layout, plan.batch, device=KIND)
-    planned, simulated = memory_of(work).peak, simulate(config, plan, 0)["peak_bytes"]["total"]
+    planned, simulated = memory_of(work).peak, simulate(config, plan, 0).peak_bytes["total"]
     if KIND == "cuda":
         assert measured == pytest.approx(planned, rel=0.1)
         # The simulation has the kernels of a CPU, which keep the inputs of norms in float32.

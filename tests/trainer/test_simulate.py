@@ -18,7 +18,7 @@ from tests.support.parity import Case, close, make_trainer, run_cases
 from tests.support.runs import make_attempt
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory.peaks import rank_memory
+from trainkit.plan.memory.peaks import Simulation, rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.files import read_json
@@ -36,7 +36,7 @@ WIDE = (
 """Sizes at which what is small does not matter; tensors without values take no longer for it."""
 
 
-def simulate(attempt: AttemptDir, rank: int = 0) -> dict[str, Any]:
+def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     if plan.layout.tp == 1:
         return simulate_rank(read_effective(attempt.config_file), plan, rank)
@@ -45,11 +45,10 @@ def simulate(attempt: AttemptDir, rank: int = 0) -> dict[str, Any]:
     module = [sys.executable, "-m", "trainkit.trainer.simulate"]
     done = subprocess.run([*module, *argv], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return Simulation(**json.loads(done.stdout))
 
 
-def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> dict[str, Any]:
+def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> Simulation:
     batch = ("train.global_batch_size=null", "data.num_workers=0", "model.num_layers=8")
     return simulate(make_attempt(tmp_path / "run", [*batch, *options], num_procs), rank)
 
@@ -66,46 +65,46 @@ def foretold(tmp_path: Path, rank: int) -> int:
 def test_a_shard_of_32(tmp_path: Path) -> None:
     whole = found_for(tmp_path, 1, "train.device_batch_size=1")
     shard = found_for(tmp_path, 32, "train.device_batch_size=1")
-    assert whole["num_params"] == pytest.approx(32 * shard["num_params"], rel=0.2)
-    assert shard["collectives"] == {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1}
+    assert whole.num_params == pytest.approx(32 * shard.num_params, rel=0.2)
+    assert shard.collectives == {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1}
 
 
 @pytest.mark.parametrize("options", [["parallel.dp_shard=2"], ["parallel.tp=2"]])
 def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
     found = found_for(tmp_path, 2, *WIDE, *options, "optimizer.name=adamw_8bit")
-    assert found["peak_bytes"]["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
     in_float32 = found_for(tmp_path, 2, *WIDE, *options)
     # Rows of 1,024 elements have a scale for each 128, those of 2,816 for each 176.
-    saved = in_float32["peak_bytes"]["total"] - found["peak_bytes"]["total"]
-    assert saved == pytest.approx(found["num_params"] * (8 - 2 - 8 / 128), rel=0.01)
+    saved = in_float32.peak_bytes["total"] - found.peak_bytes["total"]
+    assert saved == pytest.approx(found.num_params * (8 - 2 - 8 / 128), rel=0.01)
 
 
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:
     options = ("parallel.pp=2", "parallel.dp_shard=2", "train.device_batch_size=4")
     found = [found_for(tmp_path, 4, *options, rank=rank) for rank in (0, 2)]
     # Both ends have as many layers; the last one has a norm more, of which this is one half.
-    assert found[1]["num_params"] == found[0]["num_params"] + 32
-    assert found[0]["peak_bytes"]["total"] > found[1]["peak_bytes"]["act"] > 0
+    assert found[1].num_params == found[0].num_params + 32
+    assert found[0].peak_bytes["total"] > found[1].peak_bytes["act"] > 0
 
 
 def test_recomputing_holds_less(tmp_path: Path) -> None:
     kept = found_for(tmp_path, 2, "data.seq_len=256")
     recomputed = found_for(tmp_path, 2, "data.seq_len=256", "parallel.activation_checkpointing=full")
-    assert recomputed["peak_bytes"]["total"] < 0.7 * kept["peak_bytes"]["total"]
+    assert recomputed.peak_bytes["total"] < 0.7 * kept.peak_bytes["total"]
 
 
 def test_shards_of_gradients_wait_for_the_next_pass(tmp_path: Path) -> None:
     once, twice = (
         found_for(tmp_path, 4, *WIDE, f"train.global_batch_size={size}", rank=3) for size in (32, 64)
     )
-    more = twice["peak_bytes"]["total"] - once["peak_bytes"]["total"]
-    assert more == pytest.approx(4 * once["num_params"], rel=0.02)
+    more = twice.peak_bytes["total"] - once.peak_bytes["total"]
+    assert more == pytest.approx(4 * once.num_params, rel=0.02)
 
 
 def test_logits_that_are_split_are_nowhere_whole(tmp_path: Path) -> None:
     options = ("parallel.pp=2", "parallel.tp=4", "model.num_kv_heads=4", "parallel.pp_microbatches=4")
     found = found_for(tmp_path, 8, *WIDE, *options, rank=4)
-    assert found["peak_bytes"]["total"] == pytest.approx(foretold(tmp_path, 4), rel=0.03)
+    assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 4), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,8 @@ def test_schedules(tmp_path: Path, schedule: str, ranks: tuple[int, ...]) -> Non
     )
     for rank in ranks:
         found = found_for(tmp_path, 4, *WIDE, *options, rank=rank)
-        assert found["collectives"] == {"all_reduce": 1}
-        assert found["peak_bytes"]["total"] == pytest.approx(foretold(tmp_path, rank), rel=0.1)
+        assert found.collectives == {"all_reduce": 1}
+        assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, rank), rel=0.1)
 
 
 def hold(rank: int, attempt: AttemptDir) -> None:
@@ -181,5 +180,5 @@ def test_real_ranks_hold_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             keep_what_is_sent(monkeypatch)
         attempt = RunDir(tmp_path / case.name).attempt(1)
         real = json.loads((attempt.path / "peak-1.json").read_text())
-        found = simulate(attempt, 1)["peak_bytes"]["total"]
+        found = simulate(attempt, 1).peak_bytes["total"]
         assert found == pytest.approx(real - read_ahead, rel=0.001), case.name

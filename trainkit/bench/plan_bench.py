@@ -19,7 +19,7 @@ from trainkit.bench.run_bench import (
     write_bench,
 )
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.changes import Change, short_training, with_values
+from trainkit.config.load import Change, short_training, with_values
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan

@@ -19,7 +19,7 @@ from trainkit.backends.jobs import (
     recover_group_job_id,
 )
 from trainkit.backends.slurm import print_note
-from trainkit.config.changes import Change
+from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.observe.follow import run_is_over
@@ -181,7 +181,7 @@ def write_bench(
         "length": asdict(bench.length),
         "repeats": bench.repeats,
         "keys": list(bench.keys),
-        "changes": [change.to_dict() for change in changes],
+        "changes": list(map(asdict, changes)),
         "runs": [asdict(item) for item in bench.runs],
         "impossible": dict(impossible or {}),
         "left_out": list(left_out),

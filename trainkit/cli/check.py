@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -
     plan = simulated_plan(loaded, world_size)
     found = simulate(loaded, plan, rank)
     if as_json:
-        click.echo(json.dumps({"plan": plan.to_dict(), "simulation": found}, ensure_ascii=False))
+        click.echo(json.dumps({"plan": plan.to_dict(), "simulation": asdict(found)}, ensure_ascii=False))
     else:
         click.echo(f"layout: {plan.reasons['layout']}")
         click.echo("\n".join(simulation_lines(found)))

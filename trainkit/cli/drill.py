@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.config.changes import Change
+    from trainkit.config.load import Change
     from trainkit.drill.result import Result
     from trainkit.drill.scenarios import Scenario
     from trainkit.plan.launch import LaunchPlan
@@ -173,7 +174,7 @@ def _drill(
         "folder": str(folder),
         "seed": seed,
         "passed": all_passed(results),
-        "changes": [change.to_dict() for change in changes],
+        "changes": list(map(asdict, changes)),
         "scenarios": [result.to_dict() for result in results],
     }
     write_json(folder / "drill.json", value)

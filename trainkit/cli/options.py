@@ -417,7 +417,7 @@ class GroupRequest:
                     f"--array {self.array}: --sweep numbers its points itself",
                     hint="with --sweep, --array only sets a limit, as in --array %4",
                 )
-            found = combinations(parse_axes(self.sweeps, workload.argv or ()))
+            found = combinations(parse_axes(self.sweeps, workload.argv))
             limit = None if spec is None else spec.limit
             return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
         loaded = request.load_to_plan(workload)
@@ -463,7 +463,7 @@ def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[
 
 
 def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:
-    from trainkit.config.changes import with_values
+    from trainkit.config.load import with_values
 
     try:
         return with_values(loaded, {"seed": seed}, origin)

@@ -141,7 +141,7 @@ def _warnings(plan: LaunchPlan, folder: Path | None, workload: Workload) -> Iter
     problem = None if plan.slurm is None else local_locks(folder or Path(RUNS_FOLDER))
     if problem is not None:
         yield f"warning: {problem}"
-    found = secret_options(workload.argv or ())
+    found = secret_options(workload.argv)
     if found:
         yield (
             f"warning: {', '.join(found)} of the command looks secret: it is stored in plan.json, and "

@@ -197,7 +197,7 @@ def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _check_first_rows(source: Input, text_key: str) -> None:
-    from trainkit.data.tables import TableError, read_column
+    from trainkit.data.sources import TableError, read_column
     from trainkit.data.units import RowError, cell_text, row_error, row_text, table_error
 
     is_table = source.form in TABLES

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import BOTH, ROWS, TABLES, TEXT, Input
-from trainkit.data.tables import TableError, read_column
+from trainkit.data.sources import BOTH, ROWS, TABLES, TEXT, Input, TableError, read_column
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
-from trainkit.data.sources import ROWS, TABLES, Input
-from trainkit.data.tables import TableError, read_column
+from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.units import RowError, cell_text, open_input, row_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.changes import Change, short_training, with_values
+from trainkit.config.load import Change, short_training, with_values
 from trainkit.drill.inject import injector_for, kill_job
 from trainkit.drill.loss_curve import Point, compare, read_points
 from trainkit.drill.result import Result, RunOutcome, evaluate

@@ -102,7 +102,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
     num_nodes = config.resources.nodes if sizes is None else len(sizes)
     world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
     given = LauncherInput()
-    if workload.argv is None:
+    if not workload.is_command:
         layout = draft.layout(world_size)
         batch = draft.batch(layout)
         lr = draft.lr(layout)
@@ -142,7 +142,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         threads_per_worker=threads,
         grace_s=min(config.requeue.grace_s, lead_s),
         reasons=draft.reasons,
-        command=workload.argv,
+        command=workload.argv or None,
         command_signal=config.requeue.signal,
         launcher=workload.launcher,
         trackers=tuple(config.logging.trackers),
@@ -158,7 +158,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
 
 def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> LauncherInput:
     try:
-        given = launcher_input(job, workload.argv or (), workload.launcher)
+        given = launcher_input(job, workload.argv, workload.launcher)
     except ConfigError as error:
         draft.collect(error)
         return LauncherInput()

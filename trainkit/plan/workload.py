@@ -15,8 +15,8 @@ SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 class Workload:
     """The built-in trainer, with its own task or one of the user's: `TRAINER`; or a `Command`."""
 
-    argv: tuple[str, ...] | None = None
-    """The command; None for the trainer."""
+    argv: tuple[str, ...] = ()
+    """The command; empty for the trainer."""
     launcher: str = "python"
     signal: str = "auto"
     """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
@@ -52,7 +52,6 @@ TRAINER = Workload()
 class Command(Workload):
     """A command that each rank runs, or of which a launcher starts the ranks of a node."""
 
-    argv: tuple[str, ...] = ()
     is_command: ClassVar[bool] = True
     knows_run: ClassVar[bool] = False
     # It may not expect SIGUSR2: only its agents hear SIGURG, and send it the signal that it handles.
@@ -78,4 +77,4 @@ class Command(Workload):
 
 def workload_of(argv: tuple[str, ...] | None, launcher: str = "python", signal: str = "auto") -> Workload:
     """The workload of a command line or a plan, which has no `argv` for the trainer."""
-    return TRAINER if argv is None else Command(argv, launcher, signal)
+    return Command(argv, launcher, signal) if argv else TRAINER

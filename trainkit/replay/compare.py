@@ -11,7 +11,7 @@ from trainkit.config import read_effective
 from trainkit.plan.layouts.axis import DEGREES, layout_name
 from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
-from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data
+from trainkit.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -99,11 +99,11 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     """
     starts = attempt_starts(copy)
     start = starts[max(starts)]
-    start_step = min(event["step"] for event in starts.values())
+    start_step = min(began.step for began in starts.values())
     recorded = _recorded(what, start_step + 1)
     attempts = sorted({number for by_attempt in recorded.values() for number in by_attempt})
     for number in attempts:
-        refuse_other_data(number, attempt_starts(what.run).get(number, {}).get("data"), start.get("data"))
+        refuse_other_data(number, attempt_starts(what.run).get(number, Start()).data, start.data)
     # A later attempt began with what the earlier ones had rounded.
     reasons = {number: list(_rounding(what, number, start)) for number in attempts}
     inexact = next((number for number in attempts if reasons[number]), math.inf)
@@ -153,7 +153,7 @@ def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, flo
     return found
 
 
-def _rounding(what: ReplayPlan, attempt: int, start: Mapping[str, Any]) -> Iterator[str]:
+def _rounding(what: ReplayPlan, attempt: int, start: Start) -> Iterator[str]:
     """What differs from an attempt and changes the rounding."""
     plan, now = read_plan(what.run.attempt(attempt)), what.plan
     if plan.layout != now.layout:
@@ -165,9 +165,9 @@ def _rounding(what: ReplayPlan, attempt: int, start: Mapping[str, Any]) -> Itera
         was = getattr(config.parallel, key)
         if key not in (*DEGREES, "pp_microbatches") and was != value:
             yield f"parallel.{key} {value} instead of {was}"
-    before = attempt_starts(what.run).get(attempt, {})
+    before = attempt_starts(what.run).get(attempt, Start())
     for name, text in FACTS.items():
-        was, is_now = before.get(name), start.get(name)
+        was, is_now = getattr(before, name), getattr(start, name)
         if was is not None and is_now is not None and was != is_now:
             yield f"{text.format(is_now)} instead of {text.format(was)}"
 

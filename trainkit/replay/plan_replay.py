@@ -71,7 +71,7 @@ class ReplayPlan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Reasons to doubt the result, one sentence each."""
-        started = parse_time(self.at.facts.get("time"))
+        started = parse_time(self.at.began.time)
         if started is None or read_job(self.run).code:
             return ()  # a copy of the code does not change
         named = (self.at.config.task, self.at.config.model.architecture)
@@ -123,9 +123,10 @@ def plan_replay(
         config, plan = _as_recorded(at)
     else:
         config, plan = _planned(at, layout, flags, submits)
-    threads = at.facts.get("threads")
-    if isinstance(threads, int) and plan.layout == at.plan.layout:
-        plan = replace(plan, threads_per_worker=threads)  # on CPUs, another number rounds differently
+    if at.began.threads is not None and plan.layout == at.plan.layout:
+        plan = replace(
+            plan, threads_per_worker=at.began.threads
+        )  # on CPUs, another number rounds differently
     plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), trackers=())
     if plan.slurm is None:
         plan = replace(
@@ -157,7 +158,7 @@ def _start_step(run: RunDir, first: int) -> int:
         for checkpoint in published(run.checkpoints_dir)
         if checkpoint.step < first and not find_plain_damage(checkpoint)
     ]
-    begin = min(event["step"] for event in attempt_starts(run).values())
+    begin = min(start.step for start in attempt_starts(run).values())
     if not intact and begin > 0:
         raise UsageError(
             f"{run.path} has no checkpoint before step {first}, and it began with step {begin + 1}",
@@ -168,7 +169,7 @@ def _start_step(run: RunDir, first: int) -> int:
 
 def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
     """Raise UsageError if the steps since the checkpoint were not all computed with the same values."""
-    begins = {start_step, *(event["step"] for event in attempt_starts(run).values())}
+    begins = {start_step, *(start.step for start in attempt_starts(run).values())}
     for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
         attempt = find_step(run, step).attempt
         found = changed_values(attempt, at.attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,8 +28,26 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_metrics
-from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.files import read_json, read_jsonl, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
+
+
+@dataclass(frozen=True)
+class Start:
+    """The event ``training`` of an attempt: where it began, and on what; None where it does not say."""
+
+    time: str | None = None
+    step: int = 0
+    total_steps: int = 0
+    samples_seen: int = 0
+    num_samples: int | None = None
+    """None for a stream."""
+    data: str | None = None
+    """The fingerprint of the data."""
+    trainkit: str | None = None
+    torch: str | None = None
+    processor: str | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,7 @@ class RunStep:
     stop: int
     is_stream: bool
     """Whether the samples come from a stream and have no position."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the attempt recorded about its hosts and data; incomplete for older versions."""
+    began: Start = field(default_factory=Start)
 
 
 @dataclass(frozen=True)
@@ -73,10 +90,10 @@ class StepSample:
         return self.documents[0].where + (f" and {more:,} more" if more else "")
 
 
-def attempt_starts(run: RunDir) -> dict[int, dict[str, Any]]:
-    """The ``training`` event of each attempt: where it began, and on what."""
+def attempt_starts(run: RunDir) -> dict[int, Start]:
+    """Where each attempt began."""
     return {
-        event["attempt"]: event
+        event["attempt"]: read_record(Start, event)
         for event in read_jsonl(run.events_file, ["training"])
         if event.get("event") == "training" and "samples_seen" in event
     }
@@ -95,13 +112,13 @@ def find_step(run: RunDir, step: int) -> RunStep:
             hint="steps are known once the first attempt of the built-in trainer has loaded its data",
         )
     newest = started[max(started)]
-    if not 1 <= step <= newest["total_steps"]:
-        raise UsageError(f"{run.path} has no step {step}", hint=f"its steps are 1 to {newest['total_steps']}")
+    if not 1 <= step <= newest.total_steps:
+        raise UsageError(f"{run.path} has no step {step}", hint=f"its steps are 1 to {newest.total_steps}")
     records = read_metrics(run)
     last = dict.fromkeys(started, 0)
     for record in records:
         last[record["attempt"]] = record["step"]
-    able = [number for number in sorted(started) if started[number]["step"] < step]
+    able = [number for number in sorted(started) if started[number].step < step]
     number = next((number for number in reversed(able) if last[number] >= step), able[-1] if able else None)
     if number is None:
         raise UsageError(
@@ -110,16 +127,15 @@ def find_step(run: RunDir, step: int) -> RunStep:
         )
     attempt = run.attempt(number)
     plan = LaunchPlan.read(attempt.plan_file)
-    known = [(started[number]["step"], started[number]["samples_seen"])]
+    known = [(started[number].step, started[number].samples_seen)]
     known += [(r["step"], r["samples_seen"]) for r in records if r["attempt"] == number and r["step"] < step]
     at, samples_seen = max(known)
     size = plan.batch.global_batch_size
     start = samples_seen + (step - 1 - at) * size
     config, stop = read_effective(attempt.config_file), start + size
-    num_samples = newest.get("num_samples")
-    if config.train.epochs is not None and num_samples is not None:
-        stop = min(stop, round(config.train.epochs * num_samples))
-    return RunStep(step, attempt, config, plan, start, stop, num_samples is None, started[number])
+    if config.train.epochs is not None and newest.num_samples is not None:
+        stop = min(stop, round(config.train.epochs * newest.num_samples))
+    return RunStep(step, attempt, config, plan, start, stop, newest.num_samples is None, started[number])
 
 
 def _refuse_other_runs(run: RunDir) -> None:
@@ -151,10 +167,9 @@ def step_samples(at: RunStep) -> list[StepSample]:
         import numpy as np
 
         from trainkit.data.shards import open_dataset
-        from trainkit.replay.steps import SampleSources
 
         data = open_dataset(config.data, config.data.seq_len, "train")
-        refuse_other_data(at.attempt.number, at.facts.get("data"), data.fingerprint)
+        refuse_other_data(at.attempt.number, at.began.data, data.fingerprint)
         sources = SampleSources(config.data, data)
         positions = np.arange(at.start, at.stop, dtype=np.int64)
         indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
@@ -193,7 +208,7 @@ def _items(at: RunStep) -> Iterator[StepSample]:
             hint="`trainkit data validate CONFIG` reads every sample",
         )
     found = json.loads(done.stdout.splitlines()[-1])
-    refuse_other_data(at.attempt.number, at.facts.get("data"), found["data"])
+    refuse_other_data(at.attempt.number, at.began.data, found["data"])
     for position, (index, text) in zip(range(at.start, at.stop), found["items"], strict=True):
         yield StepSample(position, index, *_reader(at, position), text=text)
 

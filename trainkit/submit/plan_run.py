@@ -145,11 +145,11 @@ def plan_run(
     if note is not None:
         plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
     plan = with_notifications(plan, config.notify, os.environ)
-    if workload.argv is None and (found := find_code_problems(loaded)):
+    if not workload.is_command and (found := find_code_problems(loaded)):
         raise ConfigError(found)
     if launch.container is not None and cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, cluster.containers))
-    if workload.argv is not None:
+    if workload.is_command:
         refuse_missing(workload.argv, launch, workload.launcher, code_dir or cwd)
         refuse_secrets(workload.argv, config.secrets)
         plan = dataclasses.replace(plan, python=command_python(launch, workload.argv, cwd))

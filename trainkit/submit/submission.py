@@ -272,7 +272,7 @@ def plan_submission(
         if isinstance(loaded, ConfigError):
             refused.append(point)
             continue
-        own = replace(workload, argv=workload.argv and filled_in(workload.argv, point.values))
+        own = replace(workload, argv=filled_in(workload.argv, point.values))
         key = (key_without_seed(point.values), own.argv)
         if key not in plans:
             try:

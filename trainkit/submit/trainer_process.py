@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
@@ -19,6 +18,7 @@ from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts, KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
+from trainkit.plan.memory.peaks import Simulation
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
@@ -135,8 +135,8 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
 
 
-def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """Simulate a step of one rank: its peak memory in bytes, its collectives and its parameters.
+def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
+    """Simulate a step of one rank.
 
     Raises UsageError for a rank that does not exist, TrainkitError when the simulation fails.
     """
@@ -160,8 +160,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any
             f"the simulation of rank {rank} of {plan.world_size} failed: {' '.join(last) or 'killed'}",
             hint="`trainkit --debug check …` shows its full output",
         ) from RuntimeError(done.stderr)
-    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return value
+    return Simulation(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def _without_kernels(config: RunConfig) -> RunConfig:
@@ -171,14 +170,14 @@ def _without_kernels(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": parallel, "precision": precision})
 
 
-def simulation_lines(found: dict[str, Any]) -> list[str]:
+def simulation_lines(found: Simulation) -> list[str]:
     """The result of a simulation as text."""
-    peak = dict(found["peak_bytes"])
+    peak = dict(found.peak_bytes)
     total = peak.pop("total")
     kinds = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in peak.items() if size)
-    collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
+    collectives = ", ".join(f"{count} {kind}" for kind, count in found.collectives.items())
     return [
-        f"rank {found['rank']} of {found['world_size']}: {found['num_params']:,} parameters on this rank",
+        f"rank {found.rank} of {found.world_size}: {found.num_params:,} parameters on this rank",
         f"peak memory {total / 2**30:.2f} GiB ({kinds})",
         f"collectives per step: {collectives or 'none'}",
     ]

@@ -29,9 +29,9 @@ def main() -> int:
     """Measure as one rank; rank 0 prints the result as one line of JSON."""
     layout = Layout.from_json(os.environ[LAYOUT_VARIABLE])
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
+    on_gpu = torch.cuda.is_available()
+    backend, device = ("nccl", torch.device("cuda", local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
+    if on_gpu:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=START_TIMEOUT_S)
     store = TCPStore(layout.addr, layout.port, layout.world_size, is_master=rank == 0, timeout=timeout)
@@ -50,7 +50,7 @@ def main() -> int:
         for repeat in range(NUM_WARMUPS + NUM_REPEATS):
             started_s = time.perf_counter()
             action()
-            if backend == "nccl":
+            if on_gpu:
                 torch.cuda.synchronize()
             if repeat >= NUM_WARMUPS:
                 times_s.append(time.perf_counter() - started_s)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.memory.peaks import Simulation
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts
 from trainkit.trainer.distributed import World, build_mesh, context_group
@@ -71,8 +73,8 @@ def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -
         dist.destroy_process_group()
 
 
-def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """Simulate two steps of a rank; returns the peak memory, in bytes, and the collectives of the second."""
+def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
+    """Simulate two steps of a rank."""
     began_s = time.monotonic()
     task = build_task(config)
     assert isinstance(task, CausalLM)
@@ -88,7 +90,7 @@ def _measure(
     world: World,
     model_parts: list[Model],
     began_s: float,
-) -> dict[str, Any]:
+) -> Simulation:
     with FakeTensors(allow_non_fake_inputs=True), shapes_untracked():
         for model in model_parts:
             model.to_empty(device=world.device)
@@ -105,14 +107,14 @@ def _measure(
         with tracker, collectives:
             step()
         peak = tracker.get_tracker_snapshot("peak")[world.device]
-    return {
-        "rank": world.rank,
-        "world_size": plan.world_size,
-        "peak_bytes": {str(getattr(kind, "name", kind)).lower(): size for kind, size in peak.items()},
-        "collectives": dict(sorted(collectives.counts.items())),
-        "num_params": sum(local_tensor(weight.param).numel() for weight in built.weights),
-        "seconds": round(time.monotonic() - began_s, 2),
-    }
+    return Simulation(
+        world.rank,
+        plan.world_size,
+        {str(getattr(kind, "name", kind)).lower(): size for kind, size in peak.items()},
+        dict(sorted(collectives.counts.items())),
+        sum(local_tensor(weight.param).numel() for weight in built.weights),
+        round(time.monotonic() - began_s, 2),
+    )
 
 
 def _step(
@@ -155,7 +157,7 @@ def main() -> int:
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file))
     plan = LaunchPlan.read(Path(plan_file))
-    print(json.dumps(simulate(config, plan, int(rank))))
+    print(json.dumps(asdict(simulate(config, plan, int(rank)))))
     return 0
 
 

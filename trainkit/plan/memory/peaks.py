@@ -40,6 +40,22 @@ for each weight and frees none. Measured: 5.5 to 6.4 copies."""
 
 
 @dataclass(frozen=True)
+class Simulation:
+    """The second step of one rank, as the simulation in the trainer counts it."""
+
+    rank: int
+    world_size: int
+    peak_bytes: dict[str, int]
+    """By kind, and ``total``."""
+    collectives: dict[str, int]
+    """Kind -> how many."""
+    num_params: int
+    """On this rank."""
+    seconds: float
+    """Duration of the simulation."""
+
+
+@dataclass(frozen=True)
 class Parts:
     """Memory by category, in bytes."""
 
