@@ -120,6 +120,10 @@ def test_what_this_version_does_not_understand_is_written_back(tmp_path):
     assert {**entry, "cancelled_at": written["cancelled_at"]} == written
     assert read_json(run.job_file)["code"] == ["x"]
     assert read_json(run.job_file)["shape"] == 3
+    code = {"code": "/c", "colour": "red", "links": 3}
+    write_json(run.job_file, {**content, "code": code})
+    mark_cancelled(run)
+    assert code.items() <= read_json(run.job_file)["code"].items()
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

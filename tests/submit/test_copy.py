@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  
     """A run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
     code = copy_code(run, plan, project)
-    write_json(run.job_file, {"cwd": str(project), "code": asdict(code), "attempts": []})
+    write_json(run.job_file, {"cwd": str(project), "code": code.to_dict(), "attempts": []})
     run.attempt(1).create()
     (project / "train.py").write_text("new\n")
     return run
@@ -134,7 +134,7 @@ def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: L
     for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b"\xfe.pem"):
         with open(os.fsencode(project) + b"/" + name, "w"):
             pass
-    write_json(run.provenance_file, asdict(copy_code(run, plan, project)))
+    write_json(run.provenance_file, copy_code(run, plan, project).to_dict())
     assert names(run.code_dir) == ["two\nlines.py", "ü.py", "\udcff.py"]
     read = json.loads(run.provenance_file.read_text())
     assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]

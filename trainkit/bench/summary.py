@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -233,7 +233,7 @@ def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _is_shown(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _is_shown(name: str, rows: Sequence[Row]) -> bool:
     return name not in _OPTIONAL or any(row[name] is not None for row in rows)
 
 

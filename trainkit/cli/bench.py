@@ -256,7 +256,6 @@ class BenchOptions:
 
 
 def _bench(planned: PlannedBench, typed: BenchOptions) -> int:
-
     if not typed.dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)

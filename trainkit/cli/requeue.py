@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import click
 
@@ -27,11 +27,10 @@ def command(run_name: str, as_json: bool) -> int:
     run = find_run(run_name, to_change=True)
     entry, is_started = requeue_run(run)
     job = read_job(run)
-    if is_started:
-        print_started(run, job.name, entry, str(job.backend), as_json)
-        return EXIT_OK
-    click.echo(f"{entry.job_id} is saving and will be requeued", err=True)
-    if as_json:
-        facts = {"job_id": entry.job_id, "attempt": entry.attempt + 1, "backend": job.backend}
-        click.echo(json.dumps({"run_dir": str(run.path), "name": job.name, **facts}, ensure_ascii=False))
+    if not is_started:
+        click.echo(f"{entry.job_id} is saving and will be requeued", err=True)
+        if not as_json:
+            return EXIT_OK
+        entry = replace(entry, attempt=entry.attempt + 1)
+    print_started(run, job.name, entry, str(job.backend), as_json)
     return EXIT_OK

@@ -131,6 +131,13 @@ class CodeCopy:
     workdir: str = ""
     """The working directory in the copy."""
     num_left_out: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+    """What another version recorded."""
+
+    def to_dict(self) -> dict[str, Any]:
+        own = asdict(self)
+        more: dict[str, Any] = own.pop("more")
+        return own | more
 
 
 @dataclass
@@ -183,7 +190,7 @@ class JobRecord:
     def to_dict(self) -> dict[str, Any]:
         attempts = [entry.to_dict() for entry in self.attempts]
         follow_ups = {} if self.follow_ups is None else {"follow_ups": self.follow_ups}
-        code = None if self.code is None else asdict(self.code)
+        code = None if self.code is None else self.code.to_dict()
         own: dict[str, Any] = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": code}
         own |= {"attempts": attempts, **follow_ups}
         return {**own, **{key: value for key, value in self.more.items() if own.get(key) is None}}

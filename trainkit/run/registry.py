@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -47,9 +47,9 @@ class KnownRun:
         return RunGroup(self.run.path)
 
 
-def index_file(environ: Mapping[str, str] = os.environ) -> Path:
+def index_file() -> Path:
     """The file that lists started runs."""
-    return state_folder(environ) / "runs.jsonl"
+    return state_folder() / "runs.jsonl"
 
 
 def register(run: RunDir, name: str) -> None:
@@ -81,7 +81,7 @@ class Start:
         return _known(self.folder, self.name, self.time)
 
 
-def starts(cwd: Path | None = None) -> list[Start]:
+def starts() -> list[Start]:
     """Every start in the index or ./runs, the newest first, without access to the folders in the index."""
     found: dict[str, Start] = {}
     parents: dict[str, str] = {}
@@ -93,7 +93,7 @@ def starts(cwd: Path | None = None) -> list[Start]:
         # The run may have been started again while a command found that it was over.
         if not is_over or (key in found and found[key].time == time):
             found[key] = Start(Path(path), name, time, is_over)
-    for folder in sorted(((cwd or Path.cwd()) / RUNS_FOLDER).glob("*/")):
+    for folder in sorted((Path.cwd() / RUNS_FOLDER).glob("*/")):
         key = _key(str(folder), parents)
         known = None if key in found else _known(folder)
         if known is not None:
@@ -135,9 +135,9 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[KnownRun]:
             yield known
 
 
-def known_runs(cwd: Path | None = None) -> list[KnownRun]:
+def known_runs() -> list[KnownRun]:
     """Every known run and group that still exists, most recently started first."""
-    return list(iter_known_runs(starts(cwd)))
+    return list(iter_known_runs())
 
 
 def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:

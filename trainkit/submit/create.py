@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -83,7 +83,7 @@ def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequenc
         provenance = thread.submit(collect_provenance, cwd)
         code = copy_code(run, plan, cwd) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
-        value["code"] = None if code is None else asdict(code)
+        value["code"] = None if code is None else code.to_dict()
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code

@@ -158,9 +158,7 @@ def plan_run(
     return with_local_environment(plan, launch, facts.environment.interpreter)
 
 
-def planning_error(
-    invalid: InvalidConfig, workload: Workload = TRAINER, *, target: Target | None = None
-) -> ConfigError:
+def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
     """All problems of an invalid config: those of loading it, and those of planning with its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
@@ -262,13 +260,7 @@ _BATCH_ONLY = ("modules", "conda", "container", "setup")
 """What only a batch script uses."""
 
 
-def find_environment(
-    config: RunConfig,
-    on_slurm: bool,
-    workload: Workload,
-    cwd: Path,
-    environ: Mapping[str, str] = os.environ,
-) -> Environment:
+def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
     """The environment of the ranks, and what would fail in it, as far as that is known here.
 
     Where a package is not known, the ranks check it, or the job warns and trains.
@@ -277,14 +269,14 @@ def find_environment(
     key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
     if not on_slurm and (launch.container is not None or key in (None, "conda")):
         key, launch = None, LaunchConfig(env=launch.env)
-    interpreter, found = find_interpreter(launch, sys.executable, environ, cwd)
+    interpreter, found = find_interpreter(launch, sys.executable, os.environ, cwd)
     program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
     # On another host, PATH may lead to another program of this name.
     is_known = not found and "/" in program and launch.container is None
     is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
     trains_here = not workload.is_command and (key is None or not on_slurm)
     may_use_gpus = not workload.is_command and config.device != "cpu"
-    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch, environ))
+    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
     if "PYTHONPATH" in launch.env:
         trackers = ()
     packages, gpu_problem = None, None
@@ -308,7 +300,7 @@ def find_environment(
         if may_use_gpus and not is_of_host and (version := packages.cpu_only_torch) is not None:
             message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
             gpu_problem = named, message, cuda_torch_hint(program)
-    found += webhook_problem(config.notify, environ)
+    found += webhook_problem(config.notify, os.environ)
     return Environment(interpreter, tuple(found), gpu_problem)
 
 
@@ -327,10 +319,10 @@ def _packages_of(
     return find_packages((*interpreter.argv, *interpreter.options), names, env, cwd)
 
 
-def _is_cluster_of_host(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
+def _is_cluster_of_host(launch: LaunchConfig) -> bool:
     """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
-    has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
-    return has_sbatch and (launch.cluster is None or conf_file(environ) is not None)
+    has_sbatch = shutil.which("sbatch", path=os.environ.get("PATH", os.defpath)) is not None
+    return has_sbatch and (launch.cluster is None or conf_file(os.environ) is not None)
 
 
 def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, interpreter: Interpreter) -> LaunchPlan:

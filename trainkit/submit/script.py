@@ -137,7 +137,7 @@ def _data_paths(config: RunConfig) -> list[str]:
     return [str(path) for path in paths if path.is_absolute() and path.exists()]
 
 
-def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None = None) -> Options:
+def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
     """The options of the `#SBATCH` lines by name; True for an option without a value."""
     comment = " ".join(
         filter(None, (submission_token(run, attempt), str(request.sbatch.get("comment") or "")))

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -434,7 +434,7 @@ def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCop
         "job_id": None,
         "array": array,
         "keys": _keys(points),
-        "code": None if code is None else asdict(code),
+        "code": None if code is None else code.to_dict(),
         "config": _config_dict(first.config),
         "plan": plan,
         "points": [_compact(entry) for entry in entries],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from trainkit.config.names import near
@@ -12,8 +11,8 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import Layout
-from trainkit.plan.layout_rules import divisors, layout_problems, make_layout
-from trainkit.plan.layouts.choices import LONG_SEQUENCE
+from trainkit.plan.layout_rules import divisors, divisors_of, layout_problems, make_layout
+from trainkit.plan.layouts.choices import LONG_SEQUENCE, enumerate_layouts
 from trainkit.plan.model_shape import ModelShape
 
 
@@ -74,8 +73,7 @@ def _sizes(constraints: LayoutConstraints, layout: Layout) -> str:
 
 def _nearest(share: int, wanted: int) -> list[int]:
     """The divisors of `share`, nearest to `wanted` first; smaller ones first, to save memory."""
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    return sorted(sizes, key=lambda size: (size > wanted, abs(size - wanted)))
+    return sorted(divisors_of(share), key=lambda size: (size > wanted, abs(size - wanted)))
 
 
 def _microbatches(layout: Layout, size: int, wanted: int, fixed: int | None) -> Iterator[int]:
@@ -83,8 +81,7 @@ def _microbatches(layout: Layout, size: int, wanted: int, fixed: int | None) -> 
     if fixed is not None or layout.pp == 1:
         yield wanted if fixed is None else fixed
         return
-    cuts = [number for number in range(1, size + 1) if size % number == 0]
-    yield from sorted(cuts, key=lambda number: (abs(number - wanted), number))
+    yield from sorted(divisors_of(size), key=lambda number: (abs(number - wanted), number))
 
 
 def _notes(
@@ -187,16 +184,6 @@ def all_layouts(
         except ConfigError as error:
             impossible[layout_name(layout, {})] = error.problems[0].sentence
     return found, impossible
-
-
-def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """All layouts of `world_size` processes with tensor parallelism within a node."""
-    factors = [number for number in range(1, world_size + 1) if world_size % number == 0]
-    tps = [number for number in factors if number <= node_size]
-    cps = factors if splits_sequence else [1]
-    for tp, pp, cp, dp_shard in product(tps, factors, cps, factors):
-        if world_size % (tp * pp * cp * dp_shard) == 0:
-            yield Layout(world_size // (tp * pp * cp * dp_shard), dp_shard, tp, pp, cp)
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:

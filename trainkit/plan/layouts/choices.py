@@ -77,17 +77,21 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """The layouts of all GPUs, with tp within a node and at most one pipeline rank per layer."""
-    gpus, shape = hardware.num_gpus, base.shape
-    splits_sequence = base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
-    tps = [tp for tp in divisors_of(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
-    pps = [pp for pp in divisors_of(gpus) if pp <= shape.num_layers]
-    cps = [cp for cp in divisors_of(gpus) if cp == 1 or splits_sequence]
-    if base.document_mask:
-        pps = cps = [1]
-    for tp, pp, cp in product(tps, pps, cps):
-        if gpus % (tp * pp * cp) == 0:
-            dp = gpus // (tp * pp * cp)
+    """The layouts of all GPUs that divide the heads, with at most one pipeline rank per layer."""
+    shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
+    for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
+        fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
+        if fits and not (base.document_mask and layout.pp * layout.cp > 1):
+            yield layout
+
+
+def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
+    """All layouts of `world_size` processes with tensor parallelism within a node."""
+    factors = divisors_of(world_size)
+    tps = [tp for tp in factors if tp <= node_size]
+    for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
+        if world_size % (tp * pp * cp) == 0:
+            dp = world_size // (tp * pp * cp)
             yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in divisors_of(dp))
 
 
