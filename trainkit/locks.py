@@ -108,6 +108,18 @@ def _let_go_in_fork() -> None:
 os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; several can ask at once. Raises OSError."""
+    try:
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
     """Hold the lock of a file; parameters and errors are those of `acquire_lock`."""

@@ -8,7 +8,6 @@ import sys
 
 def run():
     from trainkit.cli.main import main
-    from trainkit.job import hosts_run
     from trainkit.submit import plan_run as module
 
     real_plan_run = module.plan_run
@@ -19,8 +18,12 @@ def run():
         )
 
     module.plan_run = plan_run
-    if "VISIBLE_TIMEOUT_S" in os.environ:
-        hosts_run.VISIBLE_TIMEOUT_S = float(os.environ["VISIBLE_TIMEOUT_S"])
+    if "RENDEZVOUS_TIMEOUT_S" in os.environ:
+        from trainkit.job import step_run
+        from trainkit.job.node import host_rendezvous
+
+        for waiting in (step_run, host_rendezvous):
+            waiting.RENDEZVOUS_TIMEOUT_S = float(os.environ["RENDEZVOUS_TIMEOUT_S"])
     return main(sys.argv[2:])
 
 

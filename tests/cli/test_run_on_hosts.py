@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from steering import LIMIT_S, Desk, is_running, wait_for
 
-from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.node.rendezvous import HostPlace, choose_port
+from trainkit.job.step_run import announce
+from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
@@ -43,7 +47,10 @@ class Hosts:
         self, node_rank: int, *args: str, nodes: int = 2, command: tuple[str, ...] = ()
     ) -> subprocess.Popen[str]:
         typed = command or ("run", str(self.desk.config), "--set", "train.global_batch_size=12")
-        argv = self.desk.argv(*typed, *self.options(node_rank, nodes), *args)
+        return self.started_as(node_rank, self.desk.argv(*typed, *self.options(node_rank, nodes), *args))
+
+    def started_as(self, node_rank: int, argv: list[str]) -> subprocess.Popen[str]:
+        """A process on the host of a node rank."""
         process = subprocess.Popen(
             [*(self.prefixes[node_rank] if self.prefixes else ()), *argv],
             cwd=self.desk.folder,
@@ -81,6 +88,11 @@ class Hosts:
         except OSError:
             return False
         return {f"RANK={rank}".encode(), f"TRAINKIT_JOB_RUN_DIR={self.run.path}".encode()} <= set(variables)
+
+    def wait_for_host(self, node_rank: int) -> None:
+        """Wait until a host has joined."""
+        file = self.run.attempt(1).host_file(node_rank)
+        wait_for(lambda: file.exists() and file.read_text())
 
     def tidy(self) -> None:
         for process in self.started:
@@ -149,7 +161,7 @@ def test_an_address_of_another_host_or_of_none_is_refused(hosts: Hosts) -> None:
     place = ["--nodes", "2", "--node-rank", "0", "--master-port", str(hosts.port), "--master-addr"]
     done = hosts.desk.trainkit("run", str(hosts.desk.config), *place, "192.0.2.1")
     assert done.returncode == 2
-    assert "error: --master-addr 192.0.2.1 is 192.0.2.1, which is not an address of this host" in done.stderr
+    assert "error: --master-addr 192.0.2.1 is not an address of this host, " in done.stderr
     done = hosts.desk.trainkit("run", str(hosts.desk.config), *place, "no-such-host.invalid")
     assert done.returncode == 2
     assert "error: --master-addr no-such-host.invalid does not resolve on " in done.stderr
@@ -157,50 +169,76 @@ def test_an_address_of_another_host_or_of_none_is_refused(hosts: Hosts) -> None:
 
 def test_a_node_rank_that_is_taken_is_refused(hosts: Hosts) -> None:
     hosts.desk.works("")
-    first = hosts.start(0, nodes=3)
-    second = hosts.start(1, nodes=3)
-    wait_for(lambda: "joined" in second.stderr.readline())
-    code, words = end_of(hosts.start(1, nodes=3))
+    first, second = hosts.start(0, nodes=3), hosts.start(1, nodes=3)
+    hosts.wait_for_host(1)
+    code, words = end_of(hosts.start(1, "--set", "train.steps=11", nodes=3))
     assert code == 2
-    assert "error: node rank 1 has already joined, from " in words
-    code, words = end_of(hosts.start(0, nodes=3))
-    assert code == 2
-    assert f"error: node 0 cannot listen at 127.0.0.1:{hosts.port}: Address already in use" in words
+    assert "error: node rank 1 is taken: " in words
+    assert f"held by process {second.pid} on " in words
     third = hosts.start(2, nodes=3)
     assert [end_of(process)[0] for process in (first, second, third)] == [0, 0, 0]
 
 
-def test_hosts_with_different_configs_are_refused(hosts: Hosts) -> None:
-    hosts.desk.works("")
-    first = hosts.start(0)
-    code, words = end_of(hosts.start(1, "--set", "train.steps=11"))
+def test_a_port_in_use_is_refused(hosts: Hosts) -> None:
+    with socket.create_server(("127.0.0.1", hosts.port)):
+        code, words = end_of(hosts.start(0))
     assert code == 2
-    assert "error: node 1 differs from node 0: train.steps is 11 there and 10 on node 0" in words
-    code, words = end_of(hosts.start(1, "--gpus-per-node", "2"))
-    assert (code, "workers per node is 2 there and 1 on node 0" in words) == (2, True)
-    other = hosts.start(1)
-    assert [end_of(process)[0] for process in (first, other)] == [0, 0]
-
-
-def test_a_host_that_leaves_before_the_start_can_join_again(hosts: Hosts) -> None:
-    hosts.desk.works("")
-    first, second = hosts.start(0, nodes=3), hosts.start(1, nodes=3)
-    wait_for(lambda: "joined" in second.stderr.readline())
-    second.send_signal(signal.SIGINT)
-    assert end_of(second)[0] == 130
-    wait_for(lambda: "has left before the start" in first.stderr.readline())
-    again = [hosts.start(node_rank, nodes=3) for node_rank in (1, 2)]
-    assert [end_of(process)[0] for process in (first, *again)] == [0, 0, 0]
-
-
-def test_a_stop_before_the_start_ends_all_hosts(hosts: Hosts) -> None:
-    first, second = hosts.start(0, nodes=3), hosts.start(1, nodes=3)
-    wait_for(lambda: "joined" in second.stderr.readline())
-    first.send_signal(signal.SIGTERM)
-    assert end_of(first)[0] == 143
-    code, words = end_of(second)
-    assert (code, "was stopped by SIGTERM before the start" in words) == (143, True)
+    assert f"error: rank 0 cannot listen at 127.0.0.1:{hosts.port}: Address already in use" in words
     assert not hosts.run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "different"),
+    [
+        (["--set", "train.steps=11"], "train.steps is 11 there and 10 on node 0"),
+        (["--gpus-per-node", "2"], "workers per node is 2 there and 1 on node 0"),
+    ],
+)
+def test_hosts_with_different_configs_are_refused(hosts: Hosts, options: list[str], different: str) -> None:
+    first = hosts.start(0)
+    code, words = end_of(hosts.start(1, *options))
+    assert code == 2
+    assert "error: node 1 differs from node 0: " in words
+    assert different in words
+    code, words = end_of(first)
+    assert code == 1
+    assert different in words
+    assert not hosts.run.attempt(1).rank_log(0).exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_stop_before_the_start_ends_all_hosts(
+    hosts: Hosts, node_rank: int, number: signal.Signals, code: int
+) -> None:
+    both = [hosts.start(node_rank, nodes=3) for node_rank in (0, 1)]
+    for joined in (0, 1):
+        hosts.wait_for_host(joined)
+    both[node_rank].send_signal(number)
+    assert [end_of(process)[0] for process in both] == [code, code]
+    assert read_json(hosts.run.attempt(1).end_file)["state"] == "stopped"
+    assert not hosts.run.attempt(1).rank_log(0).exists()
+
+
+def test_two_runs_that_start_at_once_in_one_folder(hosts: Hosts) -> None:
+    """And of each the other host first, which finds what an earlier start has announced."""
+    hosts.desk.works("")
+    assert [end_of(hosts.start(0, nodes=1))[0]] == [0]
+    ports = [choose_port(str(hosts.desk.folder), attempt) for attempt in (2, 3)]
+    for port in ports:
+        announce(hosts.run.path.parent, HostPlace(0, 2, hosts.address, port), hosts.run.attempt(1))
+    started = []
+    for node_rank in (1, 0):
+        for port in ports:
+            hosts.port = port
+            started.append(hosts.start(node_rank, "--set", f"seed={port}"))
+    assert [end_of(process)[0] for process in started] == [0, 0, 0, 0]
+    runs = [RunDir(hosts.run.path.with_name(f"small-{number}")) for number in (2, 3)]
+    assert {read_json(run.attempt(1).rendezvous_file)["port"] for run in runs} == {*ports}
+    for run in runs:
+        seed = read_json(run.attempt(1).rendezvous_file)["port"]
+        assert f"seed: {seed}" in run.config_file.read_text()
+        assert "attempt 1 rank 1" in run.attempt(1).rank_log(1).read_text()
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
@@ -268,7 +306,7 @@ def test_the_loss_of_node_0_ends_the_other_hosts(hosts: Hosts) -> None:
     first.kill()
     code, words = end_of(other)
     assert code == 1
-    assert f"error: node 0 at 127.0.0.1:{hosts.port} has ended or lost its connection" in words
+    assert f"error: node 0 at 127.0.0.1:{hosts.port} is lost, so the attempt has ended here too" in words
     assert not is_running(rank)
 
 
@@ -277,7 +315,7 @@ def test_a_run_resumes_on_another_number_of_hosts(hosts: Hosts) -> None:
     both[0].send_signal(signal.SIGTERM)
     assert [end_of(process)[0] for process in both] == [0, 0]
     hosts.desk.works("")
-    command = ("resume", str(hosts.run.path))
+    command = ("resume", "runs/small")
     three = [hosts.start(node_rank, nodes=3, command=command) for node_rank in (0, 1, 2)]
     assert [end_of(process)[0] for process in three] == [0, 0, 0]
     assert read_json(hosts.run.attempt(2).plan_file)["world_size"] == 3
@@ -293,28 +331,20 @@ WITHOUT_RUNS = ("sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
     subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True).returncode != 0,
     reason="this user cannot mount a folder",
 )
-def test_a_host_without_the_filesystem_ends_all(hosts: Hosts) -> None:
+def test_a_host_that_does_not_join_is_named(hosts: Hosts) -> None:
+    """Here because it does not see the folder of the run."""
     desk = hosts.desk
-    desk.environ["VISIBLE_TIMEOUT_S"] = "1.0"
+    desk.environ["RENDEZVOUS_TIMEOUT_S"] = "4.0"
     runs = desk.folder / "runs"
     runs.mkdir()
-    first = hosts.start(0)
-    argv = desk.argv("run", str(desk.config), "--set", "train.global_batch_size=12", *hosts.options(1))
-    done = subprocess.run(
-        [*UNSHARE, *WITHOUT_RUNS, str(runs), *argv],
-        cwd=desk.folder,
-        env=desk.environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    code, words = end_of(first)
-    assert (done.returncode, code) == (1, 1)
-    for printed in (done.stderr, words):
-        assert f"error: cannot read {hosts.run.attempt(1).plan_file} on " in printed
-        assert "hint: all nodes must share the filesystem of the run folder" in printed
-    assert list(runs.iterdir()) == []
+    hosts.prefixes = [[], [*UNSHARE, *WITHOUT_RUNS, str(runs)]]
+    code, words = end_of(hosts.start(1))
+    assert code == 1
+    assert f"error: node 0 at 127.0.0.1:{hosts.port} has not announced its run within 4 s" in words
+    assert "hint: all must start in the same folder, shared by all nodes; " in words
+    code, words = end_of(hosts.start(0, nodes=3))
+    assert code == 1
+    assert "node rank 1, 2 of 3 did not join within 4 s" in words
 
 
 def test_one_host_runs_alone(hosts: Hosts) -> None:
@@ -392,15 +422,51 @@ def test_hosts_with_addresses_of_their_own(apart: tuple[Hosts, Namespaces]) -> N
         assert shown == f"10.213.0.1 {device}"
 
 
+TRAINS = [
+    *("data.seq_len=64", "model.preset=nano", "train.log_every=1", "train.eval_every=50"),
+    *("requeue.hang_min_s=4", "requeue.hang_factor=2"),
+]
+
+
+def train(hosts: Hosts, node_rank: int, *settings: str) -> subprocess.Popen[str]:
+    """A host that trains with the built-in trainer."""
+    argv = ["-m", "trainkit", "run", "small.yaml", *hosts.options(node_rank)]
+    typed = [part for setting in (*TRAINS, *settings) for part in ("--set", setting)]
+    return hosts.started_as(node_rank, [sys.executable, *argv, *typed])
+
+
 @pytest.mark.slow(seconds=40)
 def test_a_host_that_is_cut_off_ends_the_attempt_on_both_sides(apart: tuple[Hosts, Namespaces]) -> None:
+    """The ranks notice it, as a hang."""
     hosts, namespaces = apart
-    hosts.desk.works("time.sleep(600)")
-    both = hosts.start_both()
-    rank = hosts.pid_of_rank(1)
+    both = [train(hosts, node_rank, "train.steps=100000") for node_rank in (0, 1)]
+    hosts.desk.wait_for_log(hosts.run, "step=5/")
     namespaces.cut()
     (first, printed), (second, words) = [end_of(process) for process in both]
     assert (first, second) == (1, 1)
-    assert "failed: lost " in printed
-    assert "error: node 0 at 10.213.0.1:" in words
-    assert not is_running(rank)
+    for shown in (printed, words):
+        assert "failed: no progress" in shown
+    assert read_json(hosts.run.attempt(1).end_file)["cause"] == "hang"
+
+
+@pytest.mark.slow(seconds=30)
+def test_the_trainer_computes_the_same_on_hosts_and_saves_on_all(hosts: Hosts) -> None:
+    both = [train(hosts, node_rank, "train.steps=100000") for node_rank in (0, 1)]
+    hosts.desk.wait_for_log(hosts.run, "step=5/")
+    both[1].send_signal(signal.SIGTERM)
+    assert [end_of(process)[0] for process in both] == [0, 0]
+    saved = read_json(hosts.run.attempt(1).end_file)["mark"]
+    typed = [
+        part
+        for setting in (*TRAINS, "train.steps=100000", f"train.stop_at_step={saved}")
+        for part in ("--set", setting)
+    ]
+    argv = [sys.executable, "-m", "trainkit", "submit", "small.yaml", "--nodes", "2", "--follow", *typed]
+    done = subprocess.run(argv, cwd=hosts.desk.folder, env=hosts.desk.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    curves = [
+        [(record["step"], record["loss"]) for record in read_metrics(run)]
+        for run in (hosts.run, RunDir(done.stdout.splitlines()[0]))
+    ]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == saved

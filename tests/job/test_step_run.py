@@ -12,28 +12,30 @@ from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
 from trainkit.job.hangs import HangRecord
+from trainkit.job.node.rendezvous import HostPlace
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.step_run import (
-    Announcement,
     announce,
     announcement_file,
     await_announcement,
+    await_first_host,
     run_first_task,
     withdraw,
 )
+from trainkit.locks import file_lock
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json, write_json
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 
 TASK = SlurmTask("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
 
 
 def test_the_others_wait_for_what_the_first_announces(tmp_path: Path) -> None:
-    value = Announcement(RunDir(tmp_path / "mine"), 3)
+    value = RunDir(tmp_path / "mine").attempt(3)
     threading.Timer(0.2, announce, (tmp_path / "runs", TASK, value)).start()
     found = await_announcement(tmp_path / "runs", TASK, timeout_s=10.0)
-    assert isinstance(found, Announcement)
-    assert (found.run.path, found.attempt) == (tmp_path / "mine", 3)
+    assert isinstance(found, AttemptDir)
+    assert (found.run.path, found.number) == (tmp_path / "mine", 3)
     withdraw(tmp_path / "runs", TASK)
     assert not announcement_file(tmp_path / "runs", TASK).exists()
 
@@ -47,6 +49,22 @@ def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
     announce(tmp_path, replace(TASK, launcher_port="4001"), 0)
     with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run within 0\.2 s"):
         await_announcement(tmp_path, TASK, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("name", ["small", "/elsewhere/small", "../elsewhere/small", "small/../small"])
+def test_a_host_takes_only_a_run_in_its_folder_whose_first_host_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(step_run, "RENDEZVOUS_TIMEOUT_S", 0.2)
+    run, place = RunDir(tmp_path / "small"), HostPlace(1, 2, "host/0", 29500)
+    run.path.mkdir()
+    announce(tmp_path, place, RunDir(Path(name)).attempt(2))
+    with pytest.raises(TrainkitError, match="node 0 at host/0:29500 has not announced its run"):
+        await_first_host(tmp_path, place, None)
+    with file_lock(run.supervisor_lock_file):
+        assert await_first_host(tmp_path, place, None)[0].path == run.attempt(2).path
+        with pytest.raises(TrainkitError, match="has not announced"):
+            await_first_host(tmp_path, place, "other")
 
 
 def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
@@ -69,7 +87,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
     )
     write_json(attempt.plan_file, plan.to_dict())
 
-    def run_task(found: Announcement) -> int:
+    def run_task(attempt: AttemptDir) -> int:
         attempt.hangs_dir.mkdir()
         hang = HangRecord(0, 0, "host1", 41, "backward", 2, 312.0, 300.0, 0.8, "2026-01-01T00:00:00.000Z", ())
         write_json(attempt.rank_hang(0), asdict(hang))
@@ -78,7 +96,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
 
     monkeypatch.setattr(step_run, "run_task", run_task)
     monkeypatch.setattr(step_run.processes, "block_signals", lambda: None)
-    decision = run_first_task(Announcement(attempt.run, 1), lambda attempt, ended: None)
+    decision = run_first_task(attempt, lambda attempt, ended: None)
     assert (decision.action, decision.cause) == ("failed", "hang")
     verdict = read_json(attempt.end_file)["verdict"]
     assert (verdict["type"], verdict["rank"], verdict["step"]) == ("Hang", 1, 41)

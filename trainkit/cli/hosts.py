@@ -2,137 +2,115 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit import __version__
+from trainkit.errors import UsageError
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import RunConfig
-    from trainkit.job.node.static_rendezvous import HostLink, HostPlace
+    from trainkit.job.node.rendezvous import HostPlace
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.record import AttemptRecord
-    from trainkit.run.rundir import RunDir
+    from trainkit.run.rundir import AttemptDir, RunDir
 
-END_TIMEOUT_S = 60.0
-"""How long after its own time limit node 0 may take to announce the attempt."""
+MAX_DIFFERENCES = 5
+LOCK_TIMEOUT_S = 10.0
 
 
 def hosts_target(place: HostPlace) -> Target:
-    """The hosts of a static rendezvous as a target."""
+    """The hosts that are started by hand as a target."""
     from trainkit.cluster.target import Target
 
-    reason = f"hosts: this is node {place.node_rank} of {place.num_nodes}, and node 0 is {place.master}"
+    reason = f"hosts: this is node {place.node_rank} of {place.num_nodes}; {place.first}"
     return Target("hosts", reason, per="node")
-
-
-def facts_of(config: RunConfig, plan: LaunchPlan, **more: Any) -> dict[str, Any]:
-    """What must be the same on every host: the values of the config, and what they start."""
-    from trainkit.control.resume import flat_values
-
-    shape = {"workers per node": plan.workers_per_node, "the device": plan.device}
-    return {**flat_values(config), **shape, "the command": plan.command and list(plan.command), **more}
 
 
 def run_on_hosts(
     place: HostPlace,
+    config: RunConfig,
     plan: LaunchPlan,
-    facts: Mapping[str, Any],
+    folder: Path,
+    named: str | None,
     start: Callable[[], tuple[RunDir, str, AttemptRecord]],
-    is_new: bool,
 ) -> int:
-    """Run this host's node of a run; returns the exit code, the same on every host.
+    """Run this host's node of a run in `folder`, the one of a name if it is `named`; returns the exit code.
 
-    When all hosts have joined, node 0 calls `start`, which opens the attempt and returns its run, its name
-    and its job.json entry. If a host then cannot take part, the folder of a run that `is_new` is removed.
+    Node 0 calls `start`, which opens the attempt and returns its run, its name and its job.json entry. The
+    others take part in the attempt that it announces if their own config and plan are the same. All hosts
+    return the same code.
     """
-    from trainkit.job.hosts_run import prepare_process
-    from trainkit.job.node.rendezvous import StopSignalReceived
-    from trainkit.job.signals import signal_exit_code
-
-    prepare_process()
-    try:
-        if place.node_rank == 0:
-            return _run_first(place, plan, facts, start, is_new)
-        return _run_other(place, facts)
-    except StopSignalReceived as stop:
-        click.echo(f"stopped by {stop} before the start", err=True)
-        return signal_exit_code(stop.received)
-
-
-def _run_first(
-    place: HostPlace,
-    plan: LaunchPlan,
-    facts: Mapping[str, Any],
-    start: Callable[[], tuple[RunDir, str, AttemptRecord]],
-    is_new: bool,
-) -> int:
     from trainkit.cli.following import kept_terminal, print_end, print_started, show_rank_0
-    from trainkit.job.hosts_run import end_hosts, run_first_host
-    from trainkit.job.node.rendezvous import StopSignalReceived
-    from trainkit.job.node.static_rendezvous import HostListener, dismiss, stopped_error
-    from trainkit.run.end import AttemptEnd, read_end
+    from trainkit.job.node.host_rendezvous import refuse_wrong_master
+    from trainkit.job.step_run import announce, await_end, exit_code_of, run_first_task, run_host, withdraw
+    from trainkit.run.lock import become_sole_supervisor, claim_place
 
-    listener = HostListener(place, facts)
-    if place.num_nodes > 1:
-        last = place.num_nodes - 1
-        others = "node rank 1" if last == 1 else f"node ranks 1 to {last}"
-        click.echo(f"waiting at {place.master} for {others}", err=True)
-    links = listener.await_hosts()
-    try:
+    if place.node_rank == 0:
+        refuse_wrong_master(place)
         run, name, entry = start()
         attempt = run.attempt(entry.attempt)
-        found = _announce(run, entry.attempt, plan, place, links, is_new)
-    except TrainkitError as error:
-        dismiss(links.values(), error)
-        raise
-    except StopSignalReceived as stop:
-        dismiss(links.values(), stopped_error(stop))
-        raise
-    print_started(run, name, entry, plan.backend, as_json=False)
-    with kept_terminal() as terminal:
-        decision, stop_signal = run_first_host(
-            found, plan, place, links, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
+        announce(folder, place, attempt)  # before the lock, with which an older announcement would count
+        become_sole_supervisor(run, LOCK_TIMEOUT_S)
+        claim_place(attempt, 0)
+        print_started(run, name, entry, plan.backend, as_json=False)
+        if place.others:
+            click.echo(f"waiting for node rank {', '.join(map(str, place.others))}", err=True)
+        with kept_terminal() as terminal:
+            run_first_task(attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal), place)
+        withdraw(folder, place)
+    else:
+        attempt = _join(place, config, plan, folder, named)
+        click.echo(str(attempt.run.path))
+        with kept_terminal():
+            run_host(attempt, plan, place)
+            await_end(attempt, place)
+    return exit_code_of(attempt, print_end(attempt.run))
+
+
+def _join(
+    place: HostPlace, config: RunConfig, plan: LaunchPlan, folder: Path, named: str | None
+) -> AttemptDir:
+    """The attempt that node 0 has announced, in which this host has claimed its place.
+
+    Raises UsageError if the place is taken, and for another config or plan; the start then fails on all.
+    """
+    from trainkit.config import read_effective
+    from trainkit.job.failure.records import record_refusal
+    from trainkit.job.node.rendezvous import await_plan
+    from trainkit.job.step_run import await_first_host
+    from trainkit.run.lock import claim_place
+
+    click.echo(f"joining {place.first} as node {place.node_rank}", err=True)
+    attempt, version = await_first_host(folder, place, named)
+    claim_place(attempt, place.node_rank)  # before anything is recorded there
+    theirs = _facts(read_effective(attempt.config_file), await_plan(attempt), version)
+    ours = _facts(config, plan, __version__)
+    different = [
+        f"{key} is {json.dumps(ours.get(key))} there and {json.dumps(theirs.get(key))} on node 0"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key)
+    ]
+    if different:
+        more = "" if len(different) <= MAX_DIFFERENCES else f" and {len(different) - MAX_DIFFERENCES} more"
+        error = UsageError(
+            f"node {place.node_rank} differs from node 0: {'; '.join(different[:MAX_DIFFERENCES])}{more}",
+            hint="start the same command with the same config on every host",
         )
-    code = EXIT_OK if decision.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
-    code = EXIT_INTERRUPTED if stop_signal == "SIGINT" else code
-    end = read_end(attempt) or AttemptEnd()
-    end_hosts(links, f"{end.state or decision.action}: {decision.reason}", code)
-    print_end(run)
-    return code
+        record_refusal(attempt, plan.first_rank_of(place.node_rank), place.node_rank, error)
+        raise error
+    return attempt
 
 
-def _announce(
-    run: RunDir, number: int, plan: LaunchPlan, place: HostPlace, links: Mapping[int, HostLink], is_new: bool
-) -> Any:
-    from trainkit.job.hosts_run import abandon, announce
+def _facts(config: RunConfig, plan: LaunchPlan, version: str) -> dict[str, object]:
+    """What must be the same on every host."""
+    from trainkit.control.resume import flat_values
 
-    try:
-        return announce(run.attempt(number), plan, place, links)
-    except BaseException as error:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)
-        else:
-            abandon(run.attempt(number), f"not started: {error}")
-        raise
-
-
-def _run_other(place: HostPlace, facts: Mapping[str, Any]) -> int:
-    from trainkit.job.hosts_run import HostWatch, await_attempt
-    from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S
-    from trainkit.job.node.static_rendezvous import join
-
-    click.echo(f"joining node 0 at {place.master} as node {place.node_rank}", err=True)
-    link = join(place, facts)
-    click.echo("joined; the run starts when all hosts have", err=True)
-    found = await_attempt(link, RENDEZVOUS_TIMEOUT_S + END_TIMEOUT_S)
-    click.echo(found.run_dir)
-    watch = HostWatch(found, place, link)
-    watch.run()
-    end = watch.await_end()
-    click.echo(end["text"], err=True)
-    return int(end["exit_code"])
+    shape = {"workers per node": plan.workers_per_node, "the device": plan.device}
+    command = plan.command and list(plan.command)
+    return {**flat_values(config), **shape, "the command": command, "trainkit": version}

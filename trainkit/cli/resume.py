@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -22,13 +21,6 @@ from trainkit.cli.options import (
     slurm_options,
 )
 from trainkit.errors import EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
-    from trainkit.job.node.static_rendezvous import HostPlace
-    from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.record import AttemptRecord
-    from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -71,7 +63,7 @@ def command(
     """
     from trainkit.backends.jobs import require_not_running
     from trainkit.cli.following import print_copied, print_started
-    from trainkit.cli.hosts import hosts_target
+    from trainkit.cli.hosts import hosts_target, run_on_hosts
     from trainkit.cluster.target import make_target
     from trainkit.config import load_config, read_effective
     from trainkit.control.resume import (
@@ -127,7 +119,11 @@ def command(
             if fork is None and before.workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
-            return _resume_on_hosts(source, loaded, plan, place, new_code)
+            name, plan = str(read_job(source).name), replace(plan, requeue=replace(plan.requeue, on=()))
+            return run_on_hosts(
+                *(place, loaded.config, plan, source.path.parent, source.path.name),
+                lambda: (source, name, resume_run(source, loaded.config, plan, new_code)),
+            )
         if fork is None:
             run, name = source, str(read_job(source).name)
             entry = resume_run(run, loaded.config, plan, new_code)
@@ -145,20 +141,3 @@ def command(
     from trainkit.cli.following import follow_detachable
 
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
-
-
-def _resume_on_hosts(
-    run: RunDir, loaded: LoadedConfig, plan: LaunchPlan, place: HostPlace, new_code: bool
-) -> int:
-    """Resume RUN as one of several hosts; returns the exit code, the same on every host."""
-    from trainkit.cli.hosts import facts_of, run_on_hosts
-    from trainkit.control.resume import resume_run
-    from trainkit.run.record import read_job
-
-    plan = replace(plan, requeue=replace(plan.requeue, on=()))
-
-    def start() -> tuple[RunDir, str, AttemptRecord]:
-        return run, str(read_job(run).name), resume_run(run, loaded.config, plan, new_code)
-
-    facts = facts_of(loaded.config, plan, RUN=str(run.path), **{"--new-code": new_code})
-    return run_on_hosts(place, plan, facts, start, is_new=False)

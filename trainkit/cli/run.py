@@ -27,10 +27,8 @@ from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitErr
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.job.node.slurm_step import SlurmTask
-    from trainkit.job.node.static_rendezvous import HostPlace
-    from trainkit.job.step_run import Announcement
     from trainkit.run.record import AttemptRecord
-    from trainkit.run.rundir import RunDir
+    from trainkit.run.rundir import AttemptDir, RunDir
 
 
 @click.command(
@@ -56,28 +54,31 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     terminal closes.
     """
     from trainkit.cli.following import follow_run, print_started
+    from trainkit.cli.hosts import hosts_target, run_on_hosts
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
+    from trainkit.run.rundir import RUNS_FOLDER
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.start import start_run
 
     nodes = request.flags.get("resources.nodes")
     place = host.place(None if nodes is None else int(str(nodes[1])))
-    if place is not None:
-        return _run_on_hosts(request, run_dir, place)
-    if "SLURM_STEP_ID" in os.environ:
+    if place is None and "SLURM_STEP_ID" in os.environ:
         from trainkit.job.node.slurm_step import find_slurm_task
 
         task = find_slurm_task()
         if task is not None and task.num_tasks > 1:
             return run_in_step(request, run_dir, task)
-    from trainkit.job.rank_env import refuse_foreign_ranks
-
-    refuse_foreign_ranks()
     target = Target("local", "local: `trainkit run` uses this machine")
+    if place is not None:
+        target = hosts_target(place)
+    else:
+        from trainkit.job.rank_env import refuse_foreign_ranks
+
+        refuse_foreign_ranks()
     loaded = request.load_to_plan(target=target)
-    if loaded.config.resources.nodes != 1:
+    if place is None and loaded.config.resources.nodes != 1:
         raise UsageError(
             f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.nodes} nodes, "
             "but `trainkit run` uses one",
@@ -87,40 +88,23 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     plan = plan_run(loaded, gather(loaded, target=target))
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
-    click.echo(describe_plan(plan, loaded.config.name), err=True)
+    if place is None or place.node_rank == 0:
+        click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
     folder = None if run_dir is None else named_folder(run_dir)
-    created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-    run = created.run
-    entry = start_run(run, loaded.config, plan, "run")
-    forwarder.install()
-    print_started(run, created.name, entry, plan.backend, as_json=False)
-    code = follow_run(run, entry.attempt, to_stderr=False, on_poll=lambda: forwarder.forward(run))
-    return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
-
-
-def _run_on_hosts(request: ConfigRequest, run_dir: str | None, place: HostPlace) -> int:
-    """Run CONFIG as one of several hosts; returns the exit code, the same on every host."""
-    from trainkit.cli.hosts import facts_of, hosts_target, run_on_hosts
-    from trainkit.plan.launch import describe_plan
-    from trainkit.submit.create import create_run
-    from trainkit.submit.plan_run import gather, plan_run
-    from trainkit.submit.start import start_run
-
-    folder = None if run_dir is None else named_folder(run_dir)
-    target = hosts_target(place)
-    loaded = request.load_to_plan(target=target)
-    plan = plan_run(loaded, gather(loaded, target=target))
-    plan = replace(plan, requeue=replace(plan.requeue, on=()))
-    if place.node_rank == 0:
-        click.echo(describe_plan(plan, loaded.config.name), err=True)
 
     def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
         return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
 
-    facts = facts_of(loaded.config, plan, **{"--run-dir": run_dir})
-    return run_on_hosts(place, plan, facts, start, is_new=True)
+    if place is not None:
+        parent, named = (Path(RUNS_FOLDER), None) if folder is None else (folder.parent, folder.name)
+        return run_on_hosts(place, loaded.config, plan, parent.absolute(), named, start)
+    run, name, entry = start()
+    forwarder.install()
+    print_started(run, name, entry, plan.backend, as_json=False)
+    code = follow_run(run, entry.attempt, to_stderr=False, on_poll=lambda: forwarder.forward(run))
+    return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
 
 
 class _Forwarder:
@@ -179,18 +163,18 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
         found = await_announcement(folder, task)
         return found if isinstance(found, int) else _exit_code(run_task(found))
     try:
-        announced = _start_in_step(request, run_dir, task)
+        attempt = _start_in_step(request, run_dir, task)
     except TrainkitError as error:
         if _announce_failure(folder, task, error):
             raise
         return _end_step(task, error)
-    announce(folder, task, announced)
+    announce(folder, task, attempt)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
-        decision = run_first_task(announced, lambda attempt, ended: show_rank_0(attempt, ended, terminal))
+        decision = run_first_task(attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal))
     withdraw(folder, task)
-    print_end(announced.run)
-    return _exit_code(exit_code_of(decision, announced.run.attempt(announced.attempt)))
+    print_end(attempt.run)
+    return _exit_code(exit_code_of(attempt, decision.exit_code))
 
 
 def _announce_failure(folder: Path, task: SlurmTask, error: TrainkitError) -> bool:
@@ -222,9 +206,8 @@ def _exit_code(code: int) -> int:
     return EXIT_OK if code == EXIT_STOPPED else code
 
 
-def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> Announcement:
+def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
-    from trainkit.job.step_run import Announcement
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import gather, plan_run
@@ -243,7 +226,7 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
     entry = start_run(created.run, loaded.config, plan, "run")
     click.echo(str(created.run.path))
-    return Announcement(created.run, entry.attempt)
+    return created.run.attempt(entry.attempt)
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:

@@ -36,7 +36,8 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
     plan = LaunchPlan.read(attempt.plan_file)
     if not plan.has_supervisor:
         hint = f"`trainkit resume {quote(str(run.path))}` plans it anew"
-        raise UsageError(f"{run.path} ran in a step that srun started", hint=hint)
+        where = "in a step that srun started, or on hosts without Slurm"
+        raise UsageError(f"{run.path} ran {where}", hint=hint)
     hosts = note_dead_job(run, print_note)
     if hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))

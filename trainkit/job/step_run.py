@@ -1,107 +1,161 @@
-"""`trainkit run` as the tasks of a Slurm step: the first task creates the run, and every task is an agent.
+"""`trainkit run` as the tasks of a Slurm step or on several hosts: each is an agent.
 
-The tasks share only the filesystem, so the first one announces the run in a file whose name is unique to this
-start of the step: ``runs/.steps/JOB.STEP.RESTART.PORT.json`` below the working directory.
+They share only the filesystem, so the first one announces the run in a file whose name they all know:
+``runs/.steps/JOB.STEP.RESTART.PORT.json`` below the working directory, unique to this start of the step, or
+``.steps/ADDRESS.PORT.json`` next to the run folder, which counts while the first host is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
+from trainkit import __version__
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.hangs import read_hangs
-from trainkit.job.node.agent import run_slurm_task
+from trainkit.job.node.agent import run_node, run_slurm_task
+from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_notice, record_exit
+from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import notify_end
-from trainkit.job.rank_env import ATTEMPT_VARIABLE
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_jsonl, wait_for_json, write_json_in_place
+from trainkit.run.end import read_end
+from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
+from trainkit.run.lock import is_supervised, is_there
 from trainkit.run.rundir import AttemptDir, RunDir
 
-ANNOUNCE_TIMEOUT_S = 300.0
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """The attempt that the tasks of a step run."""
-
-    run: RunDir
-    attempt: int
-
-
-def announcement_file(folder: Path, task: SlurmTask) -> Path:
-    """The file in which the first task of a step announces the attempt that all tasks run."""
+def announcement_file(folder: Path, task: SlurmTask | HostPlace) -> Path:
+    """The file in which the first task or host announces the attempt."""
     return folder / ".steps" / f"{task.key}.json"
 
 
-def announce(folder: Path, task: SlurmTask, found: Announcement | int) -> None:
-    """Announce an attempt to the other tasks, or the exit code of a failed start."""
+def announce(folder: Path, task: SlurmTask | HostPlace, found: AttemptDir | int) -> None:
+    """Announce an attempt to the others, or the exit code of a failed start."""
     file = announcement_file(folder, task)
     ensure_folder(file.parent, parents=True)
-    attempt = {} if isinstance(found, int) else {"run_dir": str(found.run.path), "attempt": found.attempt}
-    write_json_in_place(file, attempt or {"exit_code": found})
+    if isinstance(found, int):
+        write_json_in_place(file, {"exit_code": found})
+    else:
+        record = {"run_dir": str(found.run.path), "attempt": found.number, "trainkit": __version__}
+        write_json_in_place(file, record)
 
 
-def withdraw(folder: Path, task: SlurmTask) -> None:
-    """Remove the announcement after the step."""
+def withdraw(folder: Path, task: SlurmTask | HostPlace) -> None:
+    """Remove the announcement at the end."""
     announcement_file(folder, task).unlink(missing_ok=True)
 
 
 def await_announcement(
-    folder: Path, task: SlurmTask, timeout_s: float = ANNOUNCE_TIMEOUT_S
-) -> Announcement | int:
+    folder: Path, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S
+) -> AttemptDir | int:
     """Wait for the announcement of the first task: an attempt, or the exit code that all tasks return.
 
     Raises TrainkitError after the timeout.
     """
+    value = _await(folder, task, timeout_s, lambda value: True)
+    if "exit_code" in value:
+        return int(value["exit_code"])
+    return RunDir(value["run_dir"]).attempt(int(value["attempt"]))
+
+
+def await_first_host(folder: Path, place: HostPlace, named: str | None) -> tuple[AttemptDir, str]:
+    """Wait until the first host announces an attempt; returns it and that host's version of trainkit.
+
+    It must be of a run in `folder`, which is `named` so if it has a name, and of a host that has not ended.
+    Raises TrainkitError after the timeout.
+    """
+
+    def announced(value: Any) -> RunDir:
+        return RunDir(folder / Path(os.path.normpath(value["run_dir"])).name)
+
+    def counts(value: Any) -> bool:
+        return named in (None, announced(value).path.name) and is_supervised(announced(value))
+
+    value = _await(folder, place, RENDEZVOUS_TIMEOUT_S, counts)
+    return announced(value).attempt(int(value["attempt"])), str(value["trainkit"])
+
+
+def _await(folder: Path, task: SlurmTask | HostPlace, timeout_s: float, accept: Callable[[Any], bool]) -> Any:
     file = announcement_file(folder, task)
     try:
         ensure_folder(file.parent, parents=True)
-        value = wait_for_json(file, timeout_s, creates=True)
+        return wait_for_json(file, timeout_s, accept=accept, creates=True)
     except TimeoutError:
         raise TrainkitError(
-            f"task 0 of step {task.job_id}.{task.step_id} has not announced its run within {timeout_s:g} s",
-            hint=f"all tasks must start in the same folder, shared by all nodes; {file} is missing",
+            f"{task.first} has not announced its run within {timeout_s:g} s",
+            hint=f"all must start in the same folder, shared by all nodes; {file} has no run",
         ) from None
-    if "exit_code" in value:
-        return int(value["exit_code"])
-    return Announcement(RunDir(value["run_dir"]), int(value["attempt"]))
 
 
-def run_task(found: Announcement) -> int:
+def run_task(attempt: AttemptDir) -> int:
     """Run one agent of the attempt; returns the combined exit code of its workers."""
     processes.block_signals()
-    os.environ[ATTEMPT_VARIABLE] = str(found.attempt)
-    return run_slurm_task(found.run, found.attempt)
+    return run_slurm_task(attempt.run, attempt.number)
 
 
-def run_first_task(found: Announcement, show: Callable[[AttemptDir, threading.Event], None]) -> Decision:
+def run_host(attempt: AttemptDir, plan: LaunchPlan, place: HostPlace) -> int:
+    """Run the agent of this host with its own plan; returns the combined exit code of its workers."""
+    processes.block_signals()
+    # A closed terminal ends the run like SIGTERM.
+    signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+    code = run_node(attempt, plan, place)
+    with contextlib.suppress(OSError):  # without the record it counts as lost
+        record_exit(attempt, place.node_rank, code)
+    return code
+
+
+def await_end(attempt: AttemptDir, place: HostPlace) -> None:
+    """Wait until the first host has recorded how the attempt ended; raises TrainkitError when it is lost."""
+    while read_end(attempt) is None:
+        if not is_there(attempt, 0):
+            refresh_listing(attempt.path)
+            if read_end(attempt) is None:
+                raise TrainkitError(
+                    f"{place.first} is lost, so the attempt has ended here too",
+                    hint=f"`trainkit resume {quote(str(attempt.run.path))}` with the same options on every "
+                    "host continues the run",
+                )
+        pause_for_notice(attempt, place)
+
+
+def run_first_task(
+    attempt: AttemptDir,
+    show: Callable[[AttemptDir, threading.Event], None],
+    place: HostPlace | None = None,
+) -> Decision:
     """Run the first agent, which also prints rank 0's output and records how the attempt ended.
 
-    `show` prints the output in a thread until its event is set.
+    `show` prints the output in a thread until its event is set. `place` is that of the first of several hosts
+    without Slurm.
     """
-    attempt = found.run.attempt(found.attempt)
     ended = threading.Event()
     processes.block_signals()
     printer = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
     printer.start()
     outcome = Outcome()
     try:
-        code = run_task(found)
+        plan = LaunchPlan.read(attempt.plan_file)
+        code = run_task(attempt) if place is None else run_host(attempt, plan, place)
         outcome.exits.append((0, code))
+        if place is not None:
+            outcome.exits += await_exits(attempt, place, code)
+            outcome.lost_nodes = tuple(filter(None, (lost_host(attempt, node) for node in place.others)))
         outcome.hangs = read_hangs(attempt)
         outcome.stop_signal = _stop_signal(attempt)
-        decision = judge(attempt, LaunchPlan.read(attempt.plan_file), outcome, NO_RESTART)
+        decision = judge(attempt, plan, outcome, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
@@ -110,15 +164,10 @@ def run_first_task(found: Announcement, show: Callable[[AttemptDir, threading.Ev
     return decision
 
 
-def exit_code_of(decision: Decision, attempt: AttemptDir) -> int:
-    """The exit code of the task: 130 after Ctrl-C, else that of the decision."""
-    return EXIT_INTERRUPTED if _stop_signal(attempt) == signal.SIGINT.name else decision.exit_code
+def exit_code_of(attempt: AttemptDir, code: int) -> int:
+    """The exit code of the task or host: 130 after Ctrl-C, else `code`."""
+    return EXIT_INTERRUPTED if _stop_signal(attempt) == signal.SIGINT.name else code
 
 
 def _stop_signal(attempt: AttemptDir) -> str | None:
-    names = [
-        event.get("signal")
-        for event in read_jsonl(attempt.run.events_file, ["signal"])
-        if event.get("event") == "signal" and event.get("attempt") == attempt.number
-    ]
-    return str(names[0]) if names else None
+    return next((received.name for received, _ in recorded_notices(attempt)), None)

@@ -10,7 +10,6 @@ fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
-from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
+from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import Action, AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
@@ -95,15 +94,20 @@ def supervise(allocation: Allocation) -> int:
     if isinstance(attempt, int):
         return attempt
     redirect_output(attempt.supervisor_log)
+    supervisor = Supervisor(allocation)
     try:
         become_sole_supervisor(run, allocation.lock_timeout_s)
     except RunLocked as locked:
-        return Supervisor(allocation).leave_locked(attempt, locked)
-    # The record may have changed during the wait for the lock.
-    if (newer := superseded_by(attempt)) is not None:
-        decision = Decision("stopped", newer.takeover, EXIT_STOPPED)
-        return Supervisor(allocation).conclude(attempt, Outcome(), decision)
-    return Supervisor(allocation).run(attempt)
+        code = supervisor.leave_locked(attempt, locked)
+    else:
+        # The record may have changed during the wait for the lock.
+        newer = superseded_by(attempt)
+        if newer is None:
+            code = supervisor.run(attempt)
+        else:
+            code = supervisor.conclude(attempt, Outcome(), Decision("stopped", newer.takeover, EXIT_STOPPED))
+    supervisor.notifier.wait()
+    return code
 
 
 class Supervisor:
@@ -122,11 +126,6 @@ class Supervisor:
 
     def run(self, attempt: AttemptDir) -> int:
         """Run attempts until the run ends or leaves the allocation; returns the exit code of this start."""
-        code = self._run(attempt)
-        self.notifier.wait()
-        return code
-
-    def _run(self, attempt: AttemptDir) -> int:
         earlier = map(attempt.run.attempt, attempt.run.attempt_numbers())
         unended = [one for one in earlier if one.number < attempt.number and not one.end_file.exists()]
         refusal = self.allocation.close_dead_attempts(attempt)
@@ -150,11 +149,6 @@ class Supervisor:
 
     def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         """Leave without running an attempt, because the supervisor's lock could not be obtained."""
-        code = self._leave_locked(attempt, locked)
-        self.notifier.wait()
-        return code
-
-    def _leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         log_line(locked.render())
         outcome, decision = self._decide_locked(attempt, locked)
         if decision.resumes:
@@ -179,7 +173,7 @@ class Supervisor:
         outcome = Outcome()
         try:
             plan = self.plan(attempt)
-            _enter_work_folder(attempt.run, plan)
+            enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             if self.notifier.is_for(plan.notify, "stalled", "slow"):
                 watch.progress = ProgressWatch(attempt, plan, self.notifier)
@@ -276,14 +270,6 @@ class Supervisor:
         notification = end_notification(attempt, end)
         if notification is not None:
             self.notifier.send(attempt, notification)
-
-
-def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
-    """Tell the agents the folder in which they start a command. Raises OSError."""
-    os.environ.pop(WORK_DIR_VARIABLE, None)  # of a job in which this one was submitted
-    folder = retry_on_disk_error(lambda: prepare_work_folder(run)) if plan.workload.is_command else None
-    if folder is not None:
-        os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainkit.folders import ensure_folder
+from trainkit.job.preflight import retry_on_disk_error
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -23,6 +25,14 @@ WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
 """The folder in which a command runs."""
 NUM_THREADS = 8
 """On a shared file system each file takes milliseconds."""
+
+
+def enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
+    """Pass on to the agents the folder in which they start a command. Raises OSError."""
+    os.environ.pop(WORK_DIR_VARIABLE, None)  # of a job in which this one was submitted
+    folder = retry_on_disk_error(lambda: prepare_work_folder(run)) if plan.workload.is_command else None
+    if folder is not None:
+        os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
 def prepare_work_folder(run: RunDir) -> Path | None:

@@ -194,8 +194,8 @@ class LaunchPlan:
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a supervisor watches the ranks; those of a step that a user started have none."""
-        return self.backend != "srun"
+        """Whether a supervisor watches all ranks; those that a user started on several hosts have none."""
+        return self.backend not in ("srun", "hosts")
 
     @cached_property
     def workload(self) -> Workload:

@@ -15,9 +15,12 @@ from trainkit.locks import (
     LockUnsupported,
     acquire_lock,
     file_lock,
-    release_lock,
+    is_locked,
 )
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
+
+CLAIM_TIMEOUT_S = 2.0
+"""Another host may ask at this moment whether a place is taken."""
 
 
 class RunLocked(TrainkitError):
@@ -68,9 +71,20 @@ def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
 
 def is_supervised(run: RunDir) -> bool:
     """Whether some process holds the lock of `become_sole_supervisor`."""
+    return is_locked(run.supervisor_lock_file)
+
+
+def claim_place(attempt: AttemptDir, node_rank: int) -> None:
+    """Lock the place of this host without Slurm until its process exits; raises UsageError if it is taken."""
     try:
-        descriptor = acquire_lock(run.supervisor_lock_file, 0.0)
-    except BlockingIOError:
-        return True
-    release_lock(descriptor)
-    return False
+        acquire_lock(attempt.host_lock_file(node_rank), CLAIM_TIMEOUT_S)  # held until this process exits
+    except LockBusy as busy:
+        raise UsageError(
+            f"node rank {node_rank} is taken: {busy}",
+            hint="give every host its own --node-rank, and every run its own --master-port",
+        ) from None
+
+
+def is_there(attempt: AttemptDir, node_rank: int) -> bool:
+    """Whether the host that has claimed a place is still there."""
+    return is_locked(attempt.host_lock_file(node_rank))

@@ -228,8 +228,16 @@ class AttemptDir:
 
     @property
     def rendezvous_file(self) -> Path:
-        """The address at which the ranks of a Slurm step connect; empty until its first task writes it."""
+        """The address at which the ranks of several hosts connect; empty until the first host writes it."""
         return self.path / "rendezvous.json"
+
+    def host_file(self, node_rank: int) -> Path:
+        """What a host without Slurm says of itself; empty until it has joined."""
+        return self.path / f"host-{node_rank:04d}.json"
+
+    def host_lock_file(self, node_rank: int) -> Path:
+        """Locked by that host until it leaves."""
+        return self.path / f".host-{node_rank:04d}.lock"
 
     @property
     def script_file(self) -> Path:

@@ -1,8 +1,8 @@
 """The agent of one node: starts its workers, forwards signals to them and returns their exit code.
 
-``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, with
-``--master-addr ADDR --peer ADDR`` as one of several hosts without Slurm, and
+``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
 ``python -m trainkit.job.node.agent RUN_DIR`` as a task of a Slurm step, which determines its node and ranks.
+`trainkit run` calls `run_node` itself, in a step and on hosts without Slurm.
 
 Exit code: see `trainkit.job.signals.combine_exit_codes`.
 """
@@ -23,20 +23,29 @@ from pathlib import Path
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import RankExit
-from trainkit.job.failure.records import killed_rank, record_refusal, record_silent_death
+from trainkit.job.failure.records import (
+    killed_rank,
+    lost_host_failure,
+    record_refusal,
+    record_silent_death,
+)
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler
+from trainkit.job.node.host_rendezvous import host_rendezvous, lost_host
 from trainkit.job.node.launched_ranks import LaunchedRanks
 from trainkit.job.node.network import network_environ
 from trainkit.job.node.rendezvous import (
+    HostPlace,
     Rendezvous,
     StopSignalReceived,
     await_plan,
     has_rendezvous,
     local_rendezvous,
+    record_notice,
+    recorded_notices,
     slurm_rendezvous,
 )
-from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
+from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
 from trainkit.job.node.step_listener import StepListener
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
@@ -50,10 +59,11 @@ from trainkit.job.signals import (
     is_death_by_notice,
     signal_exit_code,
 )
-from trainkit.job.work_folder import WORK_DIR_VARIABLE
+from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import log_event
+from trainkit.run.files import write_json
 from trainkit.run.process import own_host
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 POLL_S = 2.0
@@ -71,8 +81,6 @@ class Agent(ProcessGroup):
         self.has_launcher = plan.workload.has_launcher
         """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         self.rendezvous = rendezvous
-        self.is_slurm_task = plan.backend not in ("local", "hosts")
-        """Whether Slurm has started this agent, and signals it without the knowledge of any supervisor."""
         self.codes: list[int] = []
         """Exit codes in the order in which the workers ended."""
         self.received: signal.Signals | None = None
@@ -89,6 +97,8 @@ class Agent(ProcessGroup):
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
         """Monotonic time at which the first hang was seen."""
+        self._num_notices = 0
+        """The number of recorded notices, of all hosts without Slurm, that were seen."""
 
     poll_interval_s = POLL_S
 
@@ -128,7 +138,7 @@ class Agent(ProcessGroup):
                     cwd=work_dir,
                 )
 
-        if self.is_slurm_task:
+        if isinstance(rendezvous.task, SlurmTask):
             # After the ranks: what it hears, all of them have received.
             self._listener = StepListener()
         if self.plan.trackers and rendezvous.has_rank_0:
@@ -177,10 +187,13 @@ class Agent(ProcessGroup):
         return received.name == f"SIG{self.plan.command_signal}"
 
     def on_signal(self, received: signal.Signals) -> None:
-        received = signal.SIGUSR2 if received == AGENT_SIGNAL else received
+        received, task = signal.SIGUSR2 if received == AGENT_SIGNAL else received, self.rendezvous.task
+        if task is not None and (self.deadline_s is None or isinstance(task, HostPlace)):
+            record_notice(self.attempt, received, task)
+        self._expect_end(received)
+
+    def _expect_end(self, received: signal.Signals) -> None:
         self.received = received
-        if self.rendezvous.has_rank_0 and self.is_slurm_task and self.deadline_s is None:
-            record_notice(self.attempt, received)
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def poll(self) -> None:
@@ -196,10 +209,26 @@ class Agent(ProcessGroup):
             self._ranks.watch(self._pids())
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
+        if isinstance(self.rendezvous.task, HostPlace):
+            self._follow_other_hosts(self.rendezvous.task)
         # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
+
+    def _follow_other_hosts(self, place: HostPlace) -> None:
+        """Forward the notices that other hosts have received, and record a host that is lost as a failure."""
+        notices = recorded_notices(self.attempt)
+        for received, node_rank in notices[self._num_notices :]:
+            if node_rank != place.node_rank:
+                self.forward_signal(received)
+                self._expect_end(received)
+        self._num_notices = len(notices)
+        for node_rank in place.others:
+            record = self.attempt.rank_error(self.plan.first_rank_of(node_rank))
+            host = None if record.exists() else lost_host(self.attempt, node_rank)
+            if host is not None:
+                write_json(record, lost_host_failure(self.attempt, [host]).to_dict())
 
     def _pids(self) -> dict[int, int]:
         """The pids of the ranks on this node, by rank."""
@@ -282,8 +311,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--node-rank", type=int)
     parser.add_argument("--master-port", type=int)
-    parser.add_argument("--master-addr")
-    parser.add_argument("--peer")
     args = parser.parse_args(argv)
     processes.block_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, {AGENT_SIGNAL})
@@ -292,15 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt = RunDir(args.run_dir).attempt(args.attempt)
     plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
-    rendezvous = local_rendezvous(plan, args.node_rank, args.master_port, nonce)
-    if args.master_addr is None:
-        return run_agent(attempt, plan, rendezvous)
-    rendezvous = replace(rendezvous, master_addr=args.master_addr, peer=args.peer)
-    try:
-        check_node(attempt, plan, rendezvous.local_ranks)
-        return run_agent(attempt, plan, rendezvous)
-    except (OSError, TrainkitError) as error:
-        return _refuse(attempt, plan.first_rank_of(args.node_rank), args.node_rank, error)
+    return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port, nonce))
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
@@ -325,18 +344,28 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     try:
         plan = await_plan(attempt)
     except StopSignalReceived as stop:
-        if task.task == 0:
-            record_notice(attempt, stop.received)
+        record_notice(attempt, stop.received, task)
         return EXIT_STOPPED
+    return run_node(attempt, plan, task)
+
+
+def run_node(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask | HostPlace) -> int:
+    """Run the agent of a task of a step, or of a host without Slurm; returns its exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
         check_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
-        return run_agent(attempt, plan, slurm_rendezvous(attempt, plan, task))
+        if isinstance(task, SlurmTask):
+            return run_agent(attempt, plan, slurm_rendezvous(attempt, plan, task))
+        os.chdir(read_job(attempt.run).cwd or ".")
+        if task.node_rank == 0:
+            enter_work_folder(attempt.run, plan)
+        rendezvous = host_rendezvous(attempt, plan, task)
+        enter_work_folder(attempt.run, plan)  # which node 0 has made
+        return run_agent(attempt, plan, rendezvous)
     except StopSignalReceived as stop:
-        if task.task == 0:
-            record_notice(attempt, stop.received)
+        record_notice(attempt, stop.received, task)
         print(f"stopped by {stop} before the ranks started", flush=True)
         return EXIT_STOPPED
     except (OSError, TrainkitError) as error:
@@ -349,12 +378,6 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
     print(refusal.render(), flush=True)
     record_refusal(attempt, rank, node_rank, refusal)
     return refusal.exit_code
-
-
-def record_notice(attempt: AttemptDir, received: signal.Signals) -> None:
-    """Record a signal for the supervisor, which is not part of the step and may not have received it."""
-    with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
-        log_event(attempt.run, attempt.number, "signal", signal=received.name)
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:

@@ -73,14 +73,18 @@ def _nccl(name: str) -> dict[str, str]:
 
 def interface_to(host: str) -> str | None:
     """The interface on the route to a host; None when unknown."""
+    return addresses().get(address_towards(host) or "")
+
+
+def address_towards(host: str) -> str | None:
+    """This host's IPv4 address on the route to another one; None when unknown."""
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(found[0][4])  # selects a route; sends nothing
-            address = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return None
-    return addresses().get(address)
 
 
 def addresses() -> Mapping[str, str]:

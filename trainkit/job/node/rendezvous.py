@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -12,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_json, wait_for_json, write_json_in_place
+from trainkit.run.events import log_event
+from trainkit.run.files import read_json, read_jsonl, wait_for_json, write_json_in_place
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.hosts import node_addr
 
@@ -105,6 +108,34 @@ class StopSignalReceived(Exception):
 
 
 @dataclass(frozen=True)
+class HostPlace:
+    """The place of this host among those that were started by hand."""
+
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    """The address of node 0, as every host is given it."""
+    master_port: int
+    local_task = 0
+    """Its agent starts all ranks of the host."""
+
+    @property
+    def first(self) -> str:
+        """The host that announces the run, in words."""
+        return f"node 0 at {self.master_addr}:{self.master_port}"
+
+    @property
+    def key(self) -> str:
+        """A string that identifies the hosts that are started together."""
+        return f"{quote(self.master_addr, safe='')}.{self.master_port}"
+
+    @property
+    def others(self) -> list[int]:
+        """The node ranks of the other hosts."""
+        return [node for node in range(self.num_nodes) if node != self.node_rank]
+
+
+@dataclass(frozen=True)
 class Rendezvous:
     """The node and ranks of one agent, and the address of rank 0."""
 
@@ -116,11 +147,31 @@ class Rendezvous:
     """Another host of the job; None when all ranks are on this host."""
     nonce: str = ""
     """Random: by it the ranks of an attempt tell its rank 0 from that of another job."""
+    task: SlurmTask | HostPlace | None = None
+    """What its agent is; None for a local run, whose supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
         """Whether rank 0 is one of the agent's workers."""
         return self.node_rank == 0 and 0 in self.local_ranks
+
+
+def record_notice(attempt: AttemptDir, received: signal.Signals, task: SlurmTask | HostPlace) -> None:
+    """Record a signal for those who may not have received it: the supervisor of a step, or other hosts."""
+    if isinstance(task, SlurmTask) and task.task != 0:
+        return  # Slurm has signalled all tasks
+    where = {"node_rank": task.node_rank} if isinstance(task, HostPlace) else {}
+    with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
+        log_event(attempt.run, attempt.number, "signal", signal=received.name, **where)
+
+
+def recorded_notices(attempt: AttemptDir) -> list[tuple[signal.Signals, int | None]]:
+    """The signals of `record_notice`, each with the node rank of the host that received it."""
+    return [
+        (signal.Signals[event["signal"]], event.get("node_rank"))
+        for event in read_jsonl(attempt.run.events_file, ["signal"])
+        if event.get("event") == "signal" and event.get("attempt") == attempt.number
+    ]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
@@ -167,7 +218,8 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
     record = share_on_node(attempt, task, record, is_supervised=plan.has_supervisor)
     addr = master_address(task, str(record["addr"]))
     peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
-    return Rendezvous(task.node_rank, local_ranks, addr, int(record["port"]), peer, str(record["nonce"]))
+    port, nonce = int(record["port"]), str(record["nonce"])
+    return Rendezvous(task.node_rank, local_ranks, addr, port, peer, nonce, task)
 
 
 def resolves(name: str) -> bool:
@@ -270,7 +322,7 @@ def share_on_node(
     folder = hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:16]
     name = f"trainkit/{os.getuid()}/{folder}/{task.key}/{task.node_rank}"
     if task.local_task != 0:
-        pause = _pause if is_supervised else _PauseUntilFailure(attempt)
+        pause = _pause if is_supervised else PauseUntilFailure(attempt)
         return _receive(attempt, task, name, timeout_s, pause)
     num_others = task.tasks[task.node_rank] - 1
     if num_others == 0:
@@ -286,8 +338,11 @@ def share_on_node(
     return found
 
 
-class _PauseUntilFailure:
-    """Pauses, and raises TrainkitError when a task has failed: the first one of the node may be gone."""
+class PauseUntilFailure:
+    """Pauses while a task waits for others, which may be gone.
+
+    Raises TrainkitError when one has failed, and StopSignalReceived after a notice signal to any.
+    """
 
     def __init__(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
@@ -303,6 +358,8 @@ class _PauseUntilFailure:
             raise TrainkitError(
                 "another rank failed before the rendezvous", hint=f"its record is {failed[0]}"
             )
+        for received, _ in recorded_notices(self._attempt):
+            raise StopSignalReceived(received)
 
 
 def _receive(

@@ -49,6 +49,11 @@ class SlurmTask:
         return len(self.tasks)
 
     @property
+    def first(self) -> str:
+        """The task that announces the run, in words."""
+        return f"task 0 of step {self.job_id}.{self.step_id}"
+
+    @property
     def key(self) -> str:
         """A string that identifies this start of this step."""
         return f"{self.job_id}.{self.step_id}.{self.restart_count}.{self.launcher_port}"
