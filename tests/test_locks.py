@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from trainkit.locks import (
     acquire_lock,
     describe_holder,
     file_lock,
+    is_locked,
     release_lock,
     unsupported,
 )
@@ -50,6 +52,16 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "NOTICE_S", 0.1)
     monkeypatch.setattr(locks, "STOP_S", 0.1)
+
+
+def test_who_asks_whether_a_lock_is_held_does_not_hold_it(
+    tmp_path: Path, holder: subprocess.Popen[bytes]
+) -> None:
+    assert is_locked(tmp_path / "lock")
+    assert not is_locked(tmp_path / "missing")
+    with (tmp_path / "free").open("w") as another_asks:
+        fcntl.flock(another_asks, fcntl.LOCK_SH)
+        assert not is_locked(tmp_path / "free")
 
 
 def test_the_holder_is_named(

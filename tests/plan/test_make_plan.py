@@ -120,7 +120,7 @@ def test_hosts_with_one_node_each() -> None:
     made = plan(GPUS, "resources.nodes=2", target=hosts)
     assert (made.backend, made.world_size, made.slurm) == ("hosts", 8, None)
     assert made.reasons["workers_per_node"] == "4: 4 GPUs shared by 1 node"
-    assert made.threads_per_worker is None
+    assert made.reasons["threads_per_worker"] == "4: 16 CPU cores for 4 workers"
     assert plan(CPU, "resources.nodes=100", "train.global_batch_size=null", target=hosts).world_size == 100
     [found] = problems(GPUS, "resources.nodes=2", "resources.gpus_per_node=8", target=hosts)
     assert "is 8: 1 node x 8 = 8 GPUs, but this machine has 4" in found

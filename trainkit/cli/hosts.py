@@ -55,9 +55,9 @@ def run_on_hosts(
         refuse_wrong_master(place)
         run, name, entry = start()
         attempt = run.attempt(entry.attempt)
+        announce(folder, place, attempt)  # before the lock, with which an older announcement would count
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
         claim_place(attempt, 0)
-        announce(folder, place, attempt)
         print_started(run, name, entry, plan.backend, as_json=False)
         if place.others:
             click.echo(f"waiting for node rank {', '.join(map(str, place.others))}", err=True)
@@ -76,7 +76,10 @@ def run_on_hosts(
 def _join(
     place: HostPlace, config: RunConfig, plan: LaunchPlan, folder: Path, named: str | None
 ) -> AttemptDir:
-    """The attempt that node 0 has announced; its agents end if this host raises UsageError for its own."""
+    """The attempt that node 0 has announced, in which this host has claimed its place.
+
+    Raises UsageError if the place is taken, and for another config or plan; the start then fails on all.
+    """
     from trainkit.config import read_effective
     from trainkit.job.failure.records import record_refusal
     from trainkit.job.node.rendezvous import await_plan

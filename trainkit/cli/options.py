@@ -153,23 +153,20 @@ class HostOptions:
         if all(value is None for name, value in given.items() if name != "--nodes"):
             return None
         missing = [name for name, value in given.items() if value is None]
-        if missing or not self.master_addr:
+        node_rank, addr, port = self.node_rank, self.master_addr, self.master_port
+        if nodes is None or node_rank is None or not addr or port is None:
             typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
             raise UsageError(
                 f"{typed}: {', '.join(missing) or '--master-addr'} is missing",
                 hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
                 "with its own I from 0 to N-1",
             )
-        assert nodes is not None
-        assert self.node_rank is not None
-        assert self.master_port is not None
-        if self.node_rank >= nodes:
+        if node_rank >= nodes:
             raise UsageError(
-                f"--node-rank {self.node_rank} is not one of {nodes} nodes",
+                f"--node-rank {node_rank} is not one of {nodes} nodes",
                 hint=f"node ranks are numbered from 0 to {nodes - 1}; --nodes sets how many there are",
             )
-        addr = LOCAL_ADDR if self.master_addr == "localhost" else self.master_addr
-        return HostPlace(self.node_rank, nodes, addr, self.master_port)
+        return HostPlace(node_rank, nodes, LOCAL_ADDR if addr == "localhost" else addr, port)
 
 
 config_argument = click.argument(

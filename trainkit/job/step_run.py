@@ -28,7 +28,6 @@ from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import notify_end
-from trainkit.job.rank_env import ATTEMPT_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
@@ -104,7 +103,6 @@ def _await(folder: Path, task: SlurmTask | HostPlace, timeout_s: float, accept: 
 def run_task(attempt: AttemptDir) -> int:
     """Run one agent of the attempt; returns the combined exit code of its workers."""
     processes.block_signals()
-    os.environ[ATTEMPT_VARIABLE] = str(attempt.number)
     return run_slurm_task(attempt.run, attempt.number)
 
 

@@ -94,15 +94,20 @@ def supervise(allocation: Allocation) -> int:
     if isinstance(attempt, int):
         return attempt
     redirect_output(attempt.supervisor_log)
+    supervisor = Supervisor(allocation)
     try:
         become_sole_supervisor(run, allocation.lock_timeout_s)
     except RunLocked as locked:
-        return Supervisor(allocation).leave_locked(attempt, locked)
-    # The record may have changed during the wait for the lock.
-    if (newer := superseded_by(attempt)) is not None:
-        decision = Decision("stopped", newer.takeover, EXIT_STOPPED)
-        return Supervisor(allocation).conclude(attempt, Outcome(), decision)
-    return Supervisor(allocation).run(attempt)
+        code = supervisor.leave_locked(attempt, locked)
+    else:
+        # The record may have changed during the wait for the lock.
+        newer = superseded_by(attempt)
+        if newer is None:
+            code = supervisor.run(attempt)
+        else:
+            code = supervisor.conclude(attempt, Outcome(), Decision("stopped", newer.takeover, EXIT_STOPPED))
+    supervisor.notifier.wait()
+    return code
 
 
 class Supervisor:
@@ -121,11 +126,6 @@ class Supervisor:
 
     def run(self, attempt: AttemptDir) -> int:
         """Run attempts until the run ends or leaves the allocation; returns the exit code of this start."""
-        code = self._run(attempt)
-        self.notifier.wait()
-        return code
-
-    def _run(self, attempt: AttemptDir) -> int:
         earlier = map(attempt.run.attempt, attempt.run.attempt_numbers())
         unended = [one for one in earlier if one.number < attempt.number and not one.end_file.exists()]
         refusal = self.allocation.close_dead_attempts(attempt)
@@ -149,11 +149,6 @@ class Supervisor:
 
     def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         """Leave without running an attempt, because the supervisor's lock could not be obtained."""
-        code = self._leave_locked(attempt, locked)
-        self.notifier.wait()
-        return code
-
-    def _leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         log_line(locked.render())
         outcome, decision = self._decide_locked(attempt, locked)
         if decision.resumes:

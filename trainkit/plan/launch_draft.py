@@ -31,17 +31,22 @@ class LaunchDraft:
     problems: list[Problem] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    is_one_node: bool = False
+    """Whether this machine is one of several hosts that are started by hand, not all nodes."""
 
     @property
     def nodes_here(self) -> int:
         """The number of nodes that share this machine."""
-        return self.loaded.config.resources.nodes
+        return 1 if self.is_one_node else self.loaded.config.resources.nodes
+
+    def _workers_here(self, world_size: int) -> int:
+        return world_size * self.nodes_here // self.loaded.config.resources.nodes
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Report too many CPU workers: a typo in --nodes must not start a thousand processes here."""
-        most = WORKERS_PER_CPU * self.machine.num_cpus
-        if device == "cpu" and world_size > most:
-            message = f"starts {world_size} workers on the {self.machine.num_cpus} CPU cores of this machine"
+        most, here = WORKERS_PER_CPU * self.machine.num_cpus, self._workers_here(world_size)
+        if device == "cpu" and here > most:
+            message = f"starts {here} workers on the {self.machine.num_cpus} CPU cores of this machine"
             key = "resources.nodes" if self.nodes_here > 1 else "resources.gpus_per_node"
             self.problem(key, message, f"the maximum here is {most} workers ({WORKERS_PER_CPU} per core)")
 
@@ -120,9 +125,9 @@ class LaunchDraft:
         if requested != "auto":
             self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {requested} was requested"
             return requested
-        num_cpus = self.machine.num_cpus
-        threads = max(1, num_cpus // world_size)
-        workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+        num_cpus, here = self.machine.num_cpus, self._workers_here(world_size)
+        threads = max(1, num_cpus // here)
+        workers = _count(here, "worker")
         self.reasons["threads_per_worker"] = f"{threads}: {num_cpus} CPU cores for {workers}"
         return threads
 
@@ -150,24 +155,6 @@ class LaunchDraft:
 
 def _count(number: int, noun: str) -> str:
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
-
-
-@dataclass
-class HostsDraft(LaunchDraft):
-    """Derives a plan for several hosts without Slurm, one node each, of which this machine is one."""
-
-    @property
-    def nodes_here(self) -> int:
-        return 1
-
-    def check_oversubscription(self, device: str, world_size: int) -> None:
-        super().check_oversubscription(device, world_size // self.loaded.config.resources.nodes)
-
-    def threads_per_worker(self, world_size: int) -> int | None:
-        if self.loaded.config.resources.cpus_per_gpu != "auto":
-            return super().threads_per_worker(world_size)
-        self.reasons["threads_per_worker"] = "the CPU cores of each host, divided by its workers"
-        return None
 
 
 @dataclass

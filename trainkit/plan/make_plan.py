@@ -15,7 +15,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.plan.facts import Facts
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
-from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
+from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
@@ -172,10 +172,8 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
     machine, target = facts.machine, facts.target
     if target.node_sizes is not None:
         return StepDraft(loaded, machine, node_sizes=target.node_sizes, is_task_per_rank=target.per == "gpu")
-    if target.backend == "local":
-        return LaunchDraft(loaded, machine)
-    if target.backend == "hosts":
-        return HostsDraft(loaded, machine)
+    if target.backend in ("local", "hosts"):
+        return LaunchDraft(loaded, machine, is_one_node=target.backend == "hosts")
     # Imported only for Slurm: a run on this machine needs none of it.
     from trainkit.plan.slurm_draft import SlurmDraft
 
