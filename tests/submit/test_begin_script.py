@@ -90,6 +90,8 @@ def script(tmp_path: Path) -> Script:
 
 
 BEGINS = 'rm -- "$RUN/starts/7.0"  # as the supervisor does\n'
+READY = "until (( 0x$(sed -n 's/SigCgt:.//p' /proc/$PPID/status) & 0x4000 )); do :; done; "
+"""Waits until the first shell has a handler for SIGTERM: it starts the second one before."""
 REQUEUED = ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1"]
 
 
@@ -131,12 +133,12 @@ def test_a_script_that_ends_well_is_not_requeued(script: Script) -> None:
 
 
 def test_a_job_that_slurm_ends_has_not_failed(script: Script) -> None:
-    done = script.bash("kill -TERM $PPID; exit 143")
+    done = script.bash(f"{READY}kill -TERM $PPID; exit 143")
     assert (done.returncode, script.calls, script.failed()) == (143, [], [])
 
 
 def test_a_signal_for_the_first_shell_alone_reaches_the_supervisor(script: Script) -> None:
-    supervisor = "trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
+    supervisor = f"{READY}trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
     done = script.bash(f"{BEGINS}exec bash -c {shlex.quote(supervisor)}")
     assert (done.returncode, done.stdout, done.stderr) == (75, "saved\n", "")
 
