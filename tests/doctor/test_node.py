@@ -30,8 +30,8 @@ class FakeNvml:
     def nvmlDeviceGetTemperature(self, *_: int) -> int:
         return self.temperature
 
-    def nvmlDeviceGetName(self, _: int) -> bytes:
-        return b"H100"
+    def nvmlDeviceGetName(self, _: int) -> str:
+        return "H100"
 
     def nvmlDeviceGetComputeRunningProcesses(self, _: int) -> list[Any]:
         return [type("Process", (), {"pid": pid}) for pid in self.pids]

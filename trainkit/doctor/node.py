@@ -171,7 +171,7 @@ def check_gpu(nvml: Any, index: int) -> Finding:
     if problem:
         return Finding(name, "failure", problem, "administrators can reset or replace it; exclude the node")
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    model = _known(nvml, lambda: _text(nvml.nvmlDeviceGetName(handle))) or "unknown model"
+    model = _known(nvml, lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown model"
     memory = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     temperature = _known(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
     processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
@@ -213,7 +213,7 @@ def driver_versions() -> dict[str, str]:
 
 
 def _driver_version(nvml: Any) -> str | None:
-    return _known(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+    return _known(nvml, lambda: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
@@ -222,10 +222,6 @@ def _known(nvml: Any, query: Callable[[], T]) -> T | None:
         return query()
     except nvml.NVMLError:
         return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 NUM_PORTS = 4

@@ -136,7 +136,7 @@ def fake_nvml(**changes: Any) -> SimpleNamespace:
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": lambda name: {"GPU-b": 1}[name],
         "nvmlDeviceGetIndex": lambda gpu: gpu,
-        "nvmlDeviceGetName": lambda gpu: b"H100",
+        "nvmlDeviceGetName": lambda gpu: "H100",
         "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=90 + gpu),
         "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 << 29, total=80 << 30),
         "nvmlDeviceGetPowerUsage": lambda gpu: 650_500,

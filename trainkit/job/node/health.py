@@ -257,7 +257,7 @@ class _Gpus:
                 get = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
                 handle = get(int(name) if by_index else name)
                 index = int(pynvml.nvmlDeviceGetIndex(handle))
-                self._handles.append((index, handle, _text(pynvml.nvmlDeviceGetName(handle))))
+                self._handles.append((index, handle, str(pynvml.nvmlDeviceGetName(handle))))
         except pynvml.NVMLError:
             return  # no driver, or a slice of a GPU that reports nothing
 
@@ -306,7 +306,3 @@ def throttle_reasons(nvml: Any, mask: int) -> list[str]:
     prefix = "nvmlClocksThrottleReason"
     found = (why for name, why in THROTTLES.items() if mask & getattr(nvml, prefix + name, 0))
     return list(dict.fromkeys(found))
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
