@@ -22,7 +22,7 @@ from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.run.end import KILLED
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, write_atomic
+from trainkit.run.files import write_atomic
 from trainkit.run.process import Liveness
 from trainkit.run.record import (
     AttemptRecord,
@@ -34,6 +34,7 @@ from trainkit.run.record import (
     next_attempt_number,
     open_attempt,
     read_job,
+    read_rendezvous,
     set_follow_ups,
     submission_token,
     submitit_file,
@@ -189,13 +190,7 @@ def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
 
 def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
     """The id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
-    if entry.step_id is not None:
-        return entry.step_id
-    try:
-        found = str(read_json(run.attempt(entry.attempt).rendezvous_file)["step_id"])
-    except (OSError, ValueError, KeyError):
-        return None
-    return found
+    return entry.step_id or read_rendezvous(run.attempt(entry.attempt)).step_id
 
 
 def cancel_follow_ups(run: RunDir, keep: str = "") -> None:

@@ -12,6 +12,7 @@ from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_json, refresh_listing
+from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 
 
@@ -131,12 +132,11 @@ def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord])
     for record in records:
         if record.node_rank == node_rank:
             return record.host
-    try:
-        return str(read_json(attempt.rendezvous_file)["hosts"][node_rank])
-    except FileNotFoundError:
-        return socket.gethostname()  # only a local run has no rendezvous file
-    except (OSError, ValueError, LookupError):
-        return None
+    hosts = read_rendezvous(attempt).hosts
+    if node_rank < len(hosts):
+        return hosts[node_rank]
+    # Only a local run has no rendezvous file.
+    return None if attempt.rendezvous_file.exists() else socket.gethostname()
 
 
 def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:

@@ -19,9 +19,9 @@ from trainkit.observe.text import event_content, slowdown_line
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import SAVE_EVENTS, Event, events_of
-from trainkit.run.files import numbers, parse_records, parse_time, read_json, read_jsonl_reversed
+from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
 from trainkit.run.history import Attempt, HealthSample, read_plan
-from trainkit.run.record import AttemptRecord, JobRecord, read_job
+from trainkit.run.record import AttemptRecord, JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -147,10 +147,7 @@ class AttemptFiles:
 
     def hosts(self) -> list[str]:
         """The hosts by node rank; empty when unknown."""
-        try:
-            return [str(host) for host in read_json(self.attempt.rendezvous_file)["hosts"]]
-        except (OSError, ValueError, LookupError, TypeError):
-            return []
+        return read_rendezvous(self.attempt).hosts
 
     def host_of_node(self, node_rank: int | None) -> str | None:
         hosts = self.hosts()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.end import is_over
-from trainkit.run.files import read_json, read_record, utc_now, write_atomic, write_json
+from trainkit.run.files import read_json, read_object, read_record, utc_now, write_atomic, write_json
 from trainkit.run.process import Liveness, ProcessId, own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import cluster_name
@@ -199,6 +199,26 @@ class JobRecord:
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> None:
     """Write the job.json of a new run, with no attempts."""
     write_json(run.job_file, JobRecord(backend, name, cwd, code).to_dict())
+
+
+@dataclass(frozen=True)
+class RendezvousRecord:
+    """``rendezvous.json`` of an attempt: where its ranks meet; None and empty before they do."""
+
+    step: str | None = None
+    """Which step wrote it, over all starts of a job."""
+    step_id: str | None = None
+    """Of a step of Slurm."""
+    addr: str | None = None
+    port: int | None = None
+    nonce: str | None = None
+    hosts: list[str] = field(default_factory=list)
+    """By node rank."""
+
+
+def read_rendezvous(attempt: AttemptDir) -> RendezvousRecord:
+    """The content of rendezvous.json; empty if it is missing or unreadable, as in a run on this machine."""
+    return read_record(RendezvousRecord, read_object(attempt.rendezvous_file))
 
 
 def read_job(run: RunDir) -> JobRecord:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainkit.errors import EXIT_STOPPED
-from trainkit.run.files import parse_time, read_json, seconds_between
+from trainkit.run.files import parse_time, seconds_between
+from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 
 _TORCHRUN = re.compile(
@@ -119,21 +120,13 @@ def was_aborted(attempt: AttemptDir) -> bool:
 def node_of_killed_task(attempt: AttemptDir) -> int | None:
     """Node rank of the first failed task if that task was killed, else None."""
     host, how = first_task_exit(attempt) or ("", "")
-    hosts = hosts_of(attempt)
+    hosts = read_rendezvous(attempt).hosts
     return hosts.index(host) if how in ("Killed", "Terminated", _OUT_OF_MEMORY) and host in hosts else None
 
 
 def ran_out_of_memory(attempt: AttemptDir) -> bool:
     """Whether the memory limit of the job killed the first failed task."""
     return (first_task_exit(attempt) or ("", ""))[1] == _OUT_OF_MEMORY
-
-
-def hosts_of(attempt: AttemptDir) -> list[str]:
-    """The hosts of the step by node rank; empty before the rendezvous, and for a run without Slurm."""
-    try:
-        return list(read_json(attempt.rendezvous_file)["hosts"])
-    except (OSError, ValueError, KeyError):
-        return []
 
 
 def _output(attempt: AttemptDir) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
 from trainkit.job.decision import Outcome
-from trainkit.job.failure.launcher_report import RankExit, first_exit, hosts_of, ran_out_of_memory
+from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.processes import PEER_EXIT_S
@@ -31,6 +31,7 @@ from trainkit.run.files import (
     write_json,
 )
 from trainkit.run.process import own_host
+from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _later_s(first: RankFailure, second: RankFailure) -> float:
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
     """The failure when hosts were lost, which also explains the errors of ranks on other hosts."""
-    hosts = hosts_of(attempt)
+    hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
         node_rank=hosts.index(lost[0]) if lost[0] in hosts else None,
@@ -301,7 +302,7 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcom
     if ran_out_of_memory(attempt):
         oom = _out_of_memory(signal_exit_code(signal.SIGKILL))
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
-    hosts = hosts_of(attempt)
+    hosts = read_rendezvous(attempt).hosts
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
 
 

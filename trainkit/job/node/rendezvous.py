@@ -10,9 +10,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -21,7 +20,14 @@ from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, read_jsonl, wait_for_json, write_json_in_place
+from trainkit.run.files import (
+    read_jsonl,
+    read_object,
+    read_record,
+    wait_for_json,
+    write_json_in_place,
+)
+from trainkit.run.record import RendezvousRecord, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.hosts import node_addr
 
@@ -214,12 +220,12 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
     local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
-    record = publish_port(attempt, task, master_address(task)) if task.task == 0 else None
-    record = share_on_node(attempt, task, record, is_supervised=plan.has_supervisor)
-    addr = master_address(task, str(record["addr"]))
+    published = publish_port(attempt, task, master_address(task)) if task.task == 0 else None
+    record = share_on_node(attempt, task, published, is_supervised=plan.has_supervisor)
+    assert record.port is not None
+    addr = master_address(task, record.addr)
     peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
-    port, nonce = int(record["port"]), str(record["nonce"])
-    return Rendezvous(task.node_rank, local_ranks, addr, port, peer, nonce, task)
+    return Rendezvous(task.node_rank, local_ranks, addr, record.port, peer, record.nonce or "", task)
 
 
 def resolves(name: str) -> bool:
@@ -294,26 +300,25 @@ def _shape(tasks: tuple[int, ...]) -> str:
     return f"{nodes} with {','.join(map(str, tasks))} tasks"
 
 
-def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> dict[str, Any]:
+def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:
     """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks.
 
-    Returns the content of the rendezvous file, which only its user can read.
+    Only the user can read the file.
     """
     port = choose_port(task.key, attempt.number)
-    record = {"step": task.key, "step_id": task.step_id, "addr": addr, "port": port, "nonce": new_nonce()}
-    record["hosts"] = list(task.hosts)
-    write_json_in_place(attempt.rendezvous_file, record)
+    record = RendezvousRecord(task.key, task.step_id, addr, port, new_nonce(), list(task.hosts))
+    write_json_in_place(attempt.rendezvous_file, asdict(record))
     return record
 
 
 def share_on_node(
     attempt: AttemptDir,
     task: SlurmTask,
-    record: dict[str, Any] | None,
+    record: RendezvousRecord | None,
     *,
     is_supervised: bool = True,
     timeout_s: float = NODE_TIMEOUT_S,
-) -> dict[str, Any]:
+) -> RendezvousRecord:
     """The content of the rendezvous file, which the first task of each node reads for all its tasks.
 
     `record` is what this task has published. Raises TrainkitError after the timeout and, in a step that no
@@ -334,7 +339,7 @@ def share_on_node(
     except BaseException:
         broadcast.close()
         raise
-    broadcast.send(found)
+    broadcast.send(asdict(found))
     return found
 
 
@@ -364,28 +369,24 @@ class PauseUntilFailure:
 
 def _receive(
     attempt: AttemptDir, task: SlurmTask, name: str, timeout_s: float, pause: Callable[[float], object]
-) -> dict[str, Any]:
-    def look() -> dict[str, Any] | None:
-        try:
-            record: dict[str, Any] = read_json(attempt.rendezvous_file)
-        except (OSError, ValueError):
-            return None
+) -> RendezvousRecord:
+    def look() -> object | None:
+        record = read_object(attempt.rendezvous_file)
         return record if record.get("step") == task.key else None
 
     try:
-        found: dict[str, Any] = receive_on_node(name, timeout_s, look, pause)
+        return read_record(RendezvousRecord, receive_on_node(name, timeout_s, look, pause))
     except (TimeoutError, ConnectionError) as error:
         raise TrainkitError(
             f"the first task of step {task.job_id}.{task.step_id} on {task.hosts[task.node_rank]} has not "
             f"passed the rendezvous on within {timeout_s:g} s: {error}",
             hint=f"check {attempt.node_log(task.node_rank)}",
         ) from None
-    return found
 
 
 def await_port(
     attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S
-) -> dict[str, Any]:
+) -> RendezvousRecord:
     """Wait for the port that the first task of the step publishes; returns the rendezvous file's content.
 
     Raises TrainkitError after the timeout.
@@ -395,7 +396,7 @@ def await_port(
         return record.get("step") == task.key
 
     try:
-        record: dict[str, Any] = wait_for_json(
+        record = wait_for_json(
             attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause, creates=True
         )
     except TimeoutError:
@@ -404,12 +405,9 @@ def await_port(
             f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
             hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
         ) from None
-    return record
+    return read_record(RendezvousRecord, record)
 
 
 def has_rendezvous(attempt: AttemptDir) -> bool:
     """Whether the first task of an attempt has published its port, so that its ranks start."""
-    try:
-        return "port" in read_json(attempt.rendezvous_file)
-    except (OSError, ValueError):
-        return False
+    return read_rendezvous(attempt).port is not None

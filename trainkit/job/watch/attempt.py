@@ -31,8 +31,8 @@ from trainkit.job.watch.progress import ProgressWatch, SlowHostWatch
 from trainkit.job.watch.silence import SilenceWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
-from trainkit.run.files import read_json, seconds_between
-from trainkit.run.record import AttemptRecord, read_job, superseded_by
+from trainkit.run.files import seconds_between
+from trainkit.run.record import AttemptRecord, read_job, read_rendezvous, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_step
 
@@ -321,12 +321,12 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _signal_step(self, number: signal.Signals) -> bool:
         """Send a signal to the tasks of the step through Slurm; returns whether that was possible."""
-        try:
-            step_id = str(read_json(self.attempt.rendezvous_file)["step_id"])
-            kill_step(str(slurm_job_id()), step_id, number.name, patience_s=0.0)
-        except (FileNotFoundError, ValueError):
+        step_id = read_rendezvous(self.attempt).step_id
+        if step_id is None:
             return False  # before the rendezvous of the step
-        except (OSError, KeyError, TrainkitError) as error:
+        try:
+            kill_step(str(slurm_job_id()), step_id, number.name, patience_s=0.0)
+        except TrainkitError as error:
             log_line(f"cannot send {number.name} to the tasks of the step: {error}")
             return False
         return True
