@@ -64,24 +64,23 @@ def command(
     from trainkit.backends.jobs import require_not_running
     from trainkit.cli.following import print_copied, print_started
     from trainkit.cli.hosts import hosts_target, run_on_hosts
-    from trainkit.cluster.target import make_target
-    from trainkit.config import load_config, read_effective
+    from trainkit.config import read_effective
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
+        load_again,
         newest_checkpoint_of,
         note_dead_job,
-        refuse_incompatible,
+        plan_again,
         refuse_replay,
         resume_run,
         submission_folder,
     )
-    from trainkit.plan.launch import LaunchPlan, describe_plan
+    from trainkit.plan.launch import describe_plan
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
     from trainkit.run.registry import find_run
     from trainkit.submit.create import create_run
-    from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.start import start_run
 
     source, place = find_run(run_name, to_change=True), host.place(nodes)
@@ -96,27 +95,16 @@ def command(
     if fork_dir is None and is_first:
         require_not_running(source, "resume")
         note_dead_job(source, lambda text: click.echo(f"warning: {text}", err=True))
-    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
-    loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
-    before = LaunchPlan.read(source.plan_file)
-    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
-    if before.workload.is_command:
-        # config.yaml has every key: those that were not set must not reach the tool of the launcher.
-        adjustable = loaded.origins.keys() - set(before.launcher_keys)
-    loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
+    loaded, workload = load_again(source, overrides, shape_flags(nodes, gpus_per_node) | slurm_flags(slurm))
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
-        target = make_target(loaded, run=source.path) if place is None else hosts_target(place)
-        resumes = bool(published(source.checkpoints_dir))
-        facts = gather(loaded, before.workload, target=target, resumes=resumes)
-        plan = plan_run(loaded, facts, before.workload, code_dir=code_dir)
-        if before.workload.knows_run:
-            refuse_incompatible(source, loaded, facts.data)
+        target = None if place is None else hosts_target(place)
+        plan = plan_again(source, loaded, workload, target, code_dir)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(read_effective(source.config_file), loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if fork is None and before.workload.knows_run and not published(source.checkpoints_dir):
+            if fork is None and workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
             name, plan = str(read_job(source).name), replace(plan, requeue=replace(plan.requeue, on=()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,19 +13,22 @@ from typing import Any
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import recover_job_id, require_not_running
-from trainkit.config import LoadedConfig, RunConfig
+from trainkit.cluster.target import Target, make_target
+from trainkit.config import LoadedConfig, RunConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.plan.workload import Workload
 from trainkit.run.files import read_json
 from trainkit.run.lock import run_lock
 from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import AttemptRecord, is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.environment import cluster_name
+from trainkit.submit.plan_run import gather, plan_run
 from trainkit.submit.snapshot import renewed_code
 from trainkit.submit.start import start_attempt
 
@@ -33,6 +36,35 @@ REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
+
+
+def load_again(
+    run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]]
+) -> tuple[LoadedConfig, Workload]:
+    """The config of a run with changed values, and its workload."""
+    loaded = load_config(run.config_file, overrides=overrides, flags=flags, layers=False)
+    before = LaunchPlan.read(run.plan_file)
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
+    if before.workload.is_command:
+        # config.yaml has every key: those that were not set must not reach the tool of the launcher.
+        adjustable = loaded.origins.keys() - set(before.launcher_keys)
+    origin = loaded.origins["name"].rpartition(":")[0]
+    return loaded.adjusting(*adjustable, origin=origin), before.workload
+
+
+def plan_again(
+    run: RunDir, loaded: LoadedConfig, workload: Workload, target: Target | None, code_dir: Path
+) -> LaunchPlan:
+    """The plan of a run's next attempt; call in its `submission_folder`, which yields `code_dir`.
+
+    Raises ConfigError, also for values that are incompatible with the newest checkpoint.
+    """
+    target = target or make_target(loaded, run=run.path)
+    facts = gather(loaded, workload, target=target, resumes=bool(published(run.checkpoints_dir)))
+    plan = plan_run(loaded, facts, workload, code_dir=code_dir)
+    if workload.knows_run:
+        refuse_incompatible(run, loaded, facts.data)
+    return plan
 
 
 def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | None) -> None:
