@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from trainkit.run.end import is_over
+from trainkit.run.files import reversed_lines
 from trainkit.run.rundir import AttemptDir, RunDir
-
-BLOCK_BYTES = 65_536
 
 
 class LogTail:
@@ -48,17 +48,11 @@ def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
     try:
         with path.open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
-            start, data = end, b""
-            while start > 0 and data.count(b"\n") <= count:
-                step = min(BLOCK_BYTES, start)
-                start -= step
-                stream.seek(start)
-                data = stream.read(step) + data
+            lines = reversed_lines(stream, end)
+            unfinished = next(lines)
+            return list(islice(lines, count))[::-1], end - len(unfinished)
     except FileNotFoundError:
         return [], 0
-    lines = data.split(b"\n")
-    unfinished = lines.pop()
-    return (lines[-count:] if count else []), end - len(unfinished)
 
 
 def start_of_last(path: Path, count: int) -> int:

@@ -215,8 +215,8 @@ class GroupFiles:
             # Its task has not created the folder yet.
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
-            return attempt_state(AttemptRecord(attempt=1), None, alive, job, None, False)
-        return attempt_state(files.entry, files.end, alive, job, files.seen, files.has_metrics)
+            return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
+        return attempt_state(files.entry, files.end, alive, job, files.seen or Attempt(0), files.has_metrics)
 
 
 def _read_points(group: RunGroup) -> list[PointFiles]:
@@ -226,16 +226,14 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
     shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for files in itertools.chain.from_iterable(readers.map(lambda share: _read(group, share), shares)):
+        for files in itertools.chain.from_iterable(
+            readers.map(lambda share: list(_read(group, share)), shares)
+        ):
             found[files.point.index] = files
     return list(found.values())
 
 
-def _read(group: RunGroup, indices: Iterable[int]) -> list[PointFiles]:
-    return list(_read_each(group, indices))
-
-
-def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
+def _read(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
     # By text and with no more than the newest attempt: there may be ten thousand points.
     folder = str(group.path)
     for index in indices:

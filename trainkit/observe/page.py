@@ -12,12 +12,15 @@ from statistics import median
 from typing import Any
 
 from trainkit.config import read_effective
+from trainkit.config.names import flatten
 from trainkit.errors import TrainkitError
 from trainkit.plan.sweep import shown_value
 from trainkit.resources import shipped_templates
 from trainkit.run.rundir import RunDir
 
 REPORT_FILE = "report.html"
+FlatConfig = dict[str, Any]
+"""Dotted key of a config -> its value as JSON."""
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -47,10 +50,10 @@ def duration(value: float | None) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def read_config(run: RunDir) -> dict[str, Any]:
+def read_config(run: RunDir) -> FlatConfig:
     """The effective config of a run; empty when it cannot be read."""
     try:
-        return read_effective(run.config_file).model_dump(mode="json", by_alias=True)
+        return dict(flatten(read_effective(run.config_file).model_dump(mode="json", by_alias=True)))
     except (OSError, TrainkitError):
         return {}
 

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.config.names import flatten
 from trainkit.observe.checkpoints import ListedCheckpoint, list_checkpoints
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
-from trainkit.observe.page import Chart, Line, duration, line_chart, read_config, render_page
+from trainkit.observe.page import Chart, FlatConfig, Line, duration, line_chart, read_config, render_page
 from trainkit.observe.status import RunStatus
 from trainkit.run.events import Event
 from trainkit.run.files import mean, numbers, read_jsonl, read_object, read_record
@@ -108,7 +107,7 @@ class Report:
     nodes: list[NodeUse]
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
-    config: dict[str, Any]
+    config: FlatConfig
     layout: dict[str, int]
     provenance: dict[str, Any]
 
@@ -138,7 +137,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     plan = read_plan(run)
     world_size = plan.count("world_size")
     nodes = read_nodes(run)
-    config = dict(flatten(read_config(run)))
+    config = read_config(run)
     is_measured = allocated_s > 0 and curves.num_records > 0
     goodput = spent["productive"] / allocated_s if is_measured else None
     return Report(
@@ -302,7 +301,7 @@ def _timeline(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def _changed(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _changed(own: FlatConfig, other: FlatConfig) -> list[tuple[str, str, str]]:
     keys = sorted(own.keys() | other.keys())
     return [
         (key, json.dumps(own.get(key)), json.dumps(other.get(key)))
@@ -330,7 +329,7 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
 
 
 def _advice(
-    config: Mapping[str, Any],
+    config: FlatConfig,
     attempts: list[Attempt],
     nodes: list[NodeUse],
     status: RunStatus,

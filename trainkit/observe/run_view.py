@@ -20,7 +20,7 @@ from trainkit.observe.text import duration, failure_line, slowdown_line
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between
-from trainkit.run.history import CURVES, Attempt, HealthSample, PlanRecord, RunHistory, read_plan
+from trainkit.run.history import CURVES, HealthSample, PlanRecord, RunHistory, read_plan
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -178,11 +178,11 @@ def read_view(
     until = now if ended is None else ended
     nodes = node_rows(history.health.newest, status, now, plan.number("health_every_s"))
     world_size = plan.count("world_size")
-    saved, attempt = history.events.saved, history.events.attempts.get(status.attempt or 0) or Attempt(0)
+    saved = history.events.saved
     steps, hours_at_risk = _at_risk(history, status, until, world_size)
     steps_s = sorted(map(float, numbers(own, "step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
-    started = _moment(attempt.started)
+    started = _moment(history.events.attempt(status.attempt).started)
     log = _log(run, status)
     failure = failure_line(status.verdict) if status.verdict and not status.is_active else None
     is_allocated = status.state in ALLOCATED
@@ -287,8 +287,7 @@ def _at_risk(
     steps = max(0, status.step - ((events.saved and events.saved.step) or 0))
     if steps == 0:
         return 0, 0.0
-    attempt = events.attempts.get(status.attempt or 0) or Attempt(0)
-    times = (_moment(attempt.training), parse_time(events.save_began))
+    times = (_moment(events.attempt(status.attempt).training), parse_time(events.save_began))
     known = [time for time in times if time is not None]
     if not known or status.state not in ("running", "stopping", "failed", "died", "cancelled"):
         return steps, None

@@ -202,19 +202,11 @@ def read_status(
         step, loss = printed or (None, None)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
-    state, reason = attempt_state(
-        entry,
-        end,
-        alive,
-        slurm_job,
-        events.attempts.get(entry.attempt),
-        bool(own_metrics) or printed is not None,
-        starts,
-    )
+    seen, has_metrics = events.attempt(attempt), bool(own_metrics) or printed is not None
+    state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     is_known = attempt is not None and state in ("starting", "running", "stopping")
-    seen = events.attempts.get(entry.attempt) or Attempt(entry.attempt)
     slowdowns = list(seen.slow.values()) if is_known else []
     metrics_age_s = seconds_between(last.text("time"), now)
     return RunStatus(
@@ -264,7 +256,7 @@ def attempt_state(
     end: AttemptEnd | None,
     alive: bool | None,
     slurm_job: JobInfo | None,
-    seen: Attempt | None,
+    seen: Attempt,
     has_metrics: bool,
     starts: Sequence[FailedStart] = (),
 ) -> tuple[str, str | None]:
@@ -273,7 +265,7 @@ def attempt_state(
     `seen` is what its events say of it, of which `STATE_EVENTS` are enough.
     `starts` are those of its job that failed, as far as they are known.
     """
-    state = _state(entry.attempt, end, alive, seen or Attempt(entry.attempt), has_metrics)
+    state = _state(entry.attempt, end, alive, seen, has_metrics)
     reason = None if end is None else end.reason
     if slurm_job is not None and (end is None or end.resumes):
         return _slurm_state(state, end, slurm_job, entry, starts)

@@ -20,6 +20,7 @@ from trainkit.observe.goodput import Point, idle_gaps
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
 from trainkit.observe.page import (
     Chart,
+    FlatConfig,
     Line,
     Strip,
     are_numbers,
@@ -109,7 +110,7 @@ class SweepReport:
     goodput: float | None
     """Productive over allocated time of all runs whose steps were recorded."""
     num_measured: int
-    config: dict[str, Any]
+    config: FlatConfig
     provenance: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class Sweep:
     world_sizes: Mapping[int, int]
     """Index of a point -> its number of ranks, where known."""
     is_cuda: bool
-    config: Mapping[str, Any]
+    config: FlatConfig
     provenance: dict[str, Any]
     has_command: bool = False
     """Whether its runs are a COMMAND."""
@@ -158,7 +159,7 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
         points=status.points,
         world_sizes={index: size for index, size in sizes.items() if isinstance(size, int)},
         is_cuda=plan.text("device") == "cuda",
-        config=group.record["config"],
+        config=dict(flatten(group.record["config"])),
         provenance=read_object(group.provenance_file),
         has_command=plan.is_command,
     )
@@ -186,7 +187,7 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
         worker_hours=sum(known_hours) if known_hours else None,
         goodput=productive_s / sum(point.allocated_s for point in measured) if measured else None,
         num_measured=len(measured),
-        config=dict(flatten(dict(sweep.config))),
+        config=sweep.config,
         provenance=sweep.provenance,
     )
 

@@ -188,23 +188,26 @@ READ_BYTES = 16_384
 def read_jsonl_reversed(path: Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Like `read_jsonl`, but the last record first; reads no more of the file than is consumed."""
     with _opened(path) as stream:
-        if stream is None:
-            return
-        position = stream.seek(0, os.SEEK_END)
-        rest: list[bytes] = []  # the blocks, last first, of a line whose start is not read yet
-        while position > 0:
-            size = min(READ_BYTES, position)
-            position -= size
-            stream.seek(position)
-            block = stream.read(size)
-            if b"\n" not in block:
-                rest.append(block)
-                continue
-            first, *lines = block.split(b"\n")
-            lines[-1] = b"".join([lines[-1], *reversed(rest)])
-            yield from _parsed(reversed(lines), words)
-            rest = [first]
-        yield from _parsed([b"".join(reversed(rest))], words)
+        if stream is not None:
+            yield from _parsed(reversed_lines(stream, stream.seek(0, os.SEEK_END)), words)
+
+
+def reversed_lines(stream: BinaryIO, position: int) -> Iterator[bytes]:
+    """The lines before a position, the last one first: what follows the last end of a line, often nothing."""
+    rest: list[bytes] = []  # the blocks, last first, of a line whose start is not read yet
+    while position > 0:
+        size = min(READ_BYTES, position)
+        position -= size
+        stream.seek(position)
+        block = stream.read(size)
+        if b"\n" not in block:
+            rest.append(block)
+            continue
+        first, *lines = block.split(b"\n")
+        lines[-1] = b"".join([lines[-1], *reversed(rest)])
+        yield from reversed(lines)
+        rest = [first]
+    yield b"".join(reversed(rest))
 
 
 class JsonlTail:

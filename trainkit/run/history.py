@@ -38,8 +38,6 @@ MAX_POINTS = 600
 SAMPLED_BYTES = 2 * 2**20
 """Up to this many new bytes are read; of more, `MAX_POINTS` evenly spaced lines and the newest ones."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
-SAMPLE_BYTES = 16_384
-"""The end of a health file that contains its newest sample."""
 
 
 @dataclass
@@ -183,6 +181,10 @@ class EventHistory:
         """All `SLOWDOWN_EVENTS`."""
         self._begun: dict[int | None, str | None] = {}
 
+    def attempt(self, number: int | None) -> Attempt:
+        """What the events say of an attempt; nothing of one without any."""
+        return self.attempts.get(number or 0) or Attempt(number or 0)
+
     def update(self) -> None:
         """Read the events that were appended since the last call."""
         if self._tail.size() < self._tail.position:
@@ -323,11 +325,8 @@ class HealthFiles:
 
 
 def newest_sample(file: Path) -> HealthSample | None:
-    """The last complete record of a file; None without one in its last `SAMPLE_BYTES` bytes."""
-    with file.open("rb") as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - SAMPLE_BYTES))
-        lines = stream.read().split(b"\n")[:-1]
-    return next(map(HealthSample, parse_records(reversed(lines))), None)
+    """The last record of a file; None without one."""
+    return next(map(HealthSample, read_jsonl_reversed(file)), None)
 
 
 class PlanRecord(Record):
