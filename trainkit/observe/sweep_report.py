@@ -233,7 +233,9 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_gaps(attempts)
     world_size = sweep.world_sizes.get(status.index)
     speeds, best = numbers(records, "tokens_per_s"), status.best
-    tokens_per_s = sweep.speeds[status.index] if sweep.speeds else median(speeds) if speeds else None
+    tokens_per_s = median(speeds) if speeds else None
+    if sweep.speeds is not None:
+        tokens_per_s = sweep.speeds[status.index]
     result = tokens_per_s
     if objective.name != "tokens_per_s":
         result = float(best.value) if best is not None and best.metric == objective.name else None
