@@ -11,13 +11,10 @@ TIME = "2026-01-01T12:00:01.000Z"
 
 
 def test_event_line():
-    event = {"time": TIME, "attempt": 1, "event": "stopped", "exit_code": 75, "reason": "so"}
-    assert event_line(Event(event)) == "12:00:01  attempt 1  stopped  exit_code=75  (so)"
-
-
-def test_long_numbers_of_events_are_cut():
-    event = {"time": TIME, "attempt": 2, "event": "evaluated", "val_loss": 5.822849869728088}
-    assert event_line(Event(event)) == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
+    stopped = {"time": TIME, "attempt": 1, "event": "stopped", "exit_code": 75, "reason": "so"}
+    assert event_line(Event(stopped)) == "12:00:01  attempt 1  stopped  exit_code=75  (so)"
+    evaluated = {"time": TIME, "attempt": 2, "event": "evaluated", "val_loss": 5.822849869728088}
+    assert event_line(Event(evaluated)) == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
 
 
 def test_failure_line():
