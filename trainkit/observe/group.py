@@ -49,6 +49,12 @@ ORDER = (
 """All states, most urgent first."""
 
 
+def count_states(states: Iterable[str]) -> dict[str, int]:
+    """How many are in each state, most urgent first."""
+    counts = Counter(states)
+    return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
+
+
 @dataclass(frozen=True)
 class PointFiles:
     """The content of a point's files."""
@@ -119,8 +125,7 @@ class GroupStatus:
     @property
     def states(self) -> dict[str, int]:
         """The number of points in each state, most urgent first."""
-        counts = Counter(point.state for point in self.points)
-        return {state: counts[state] for state in ORDER if counts[state]}
+        return count_states(point.state for point in self.points)
 
     @property
     def is_active(self) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from trainkit.config.names import flatten
 from trainkit.observe.goodput import Point, idle_gaps
-from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
+from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus, count_states
 from trainkit.observe.page import (
     Chart,
     FlatConfig,
@@ -181,7 +180,7 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
         keys=sweep.keys,
         objective=objective,
         points=points,
-        states=_count_states(found),
+        states=count_states(point.state for point in found),
         best=min(results, key=lambda point: _rank(point, objective), default=None),
         is_cuda=sweep.is_cuda,
         worker_hours=sum(known_hours) if known_hours else None,
@@ -215,11 +214,6 @@ def _rank(point: PointReport, objective: Objective) -> float:
     if point.result is None:
         return float("inf")
     return point.result if objective.is_lowest_best else -point.result
-
-
-def _count_states(points: Iterable[PointReport]) -> dict[str, int]:
-    counts = Counter(point.state for point in points)
-    return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
 
 
 def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: float) -> PointReport:
