@@ -12,6 +12,7 @@ from typing import Any
 from trainkit.config.names import is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 
 MAX_POINTS = 100_000
 """More points are a typo: no known Slurm accepts larger arrays."""
@@ -77,7 +78,7 @@ def names_key(command: Sequence[str], key: str) -> bool:
     return any(f"{{{key}}}" in word for word in command)
 
 
-def filled_in(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
     """The command of a point: ``{key}`` becomes the value of a swept key, anything else stays."""
     words = []
     for word in command:
@@ -102,7 +103,7 @@ def parse_axes(texts: Sequence[str], command: Sequence[str] = ()) -> tuple[Axis,
     return axes
 
 
-def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
+def combinations(axes: Sequence[Axis]) -> list[JsonObject]:
     """The values of every point by key; the last key varies fastest."""
     keys = [axis.key for axis in axes]
     return [
@@ -110,17 +111,17 @@ def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
     ]
 
 
-def key_without_seed(values: Mapping[str, Any]) -> str:
+def key_without_seed(values: Mapping[str, object]) -> str:
     """The values of a point as text; points with the same text differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
 
 
-def shown(values: Mapping[str, Any]) -> str:
+def shown(values: Mapping[str, object]) -> str:
     """Format values as in ``optimizer.lr=0.1, seed=1``."""
     return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """Format one value as a user would type it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

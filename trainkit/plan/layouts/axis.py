@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainkit.config.names import near
 from trainkit.config.running import ParallelConfig
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import divisors, divisors_of, layout_problems, make_layout
 from trainkit.plan.layouts.choices import LONG_SEQUENCE, enumerate_layouts
@@ -110,13 +110,13 @@ class BenchLayout:
     name: str
     """Its degrees above 1 and other requested keys, as ``--layout`` takes them."""
     layout: Layout
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """Config values by dotted key."""
     notes: tuple[str, ...] = ()
     """The values adapted to the layout, one sentence each."""
 
 
-def parse_layout(text: str) -> dict[str, Any]:
+def parse_layout(text: str) -> JsonObject:
     """Parse the keys and values of ``--layout tp=2,dp_shard=2``, keys of the section `parallel`.
 
     Raises UsageError if the text is invalid.
@@ -145,7 +145,7 @@ def parse_layout(text: str) -> dict[str, Any]:
     return values
 
 
-def fill_degrees(values: Mapping[str, Any]) -> dict[str, Any]:
+def fill_degrees(values: JsonObject) -> JsonObject:
     """A typed layout with the defaults of the degrees that it omits."""
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
@@ -196,7 +196,7 @@ def _fitted(
     layout: Layout,
     parallel: ParallelConfig,
     constraints: LayoutConstraints,
-    typed: Mapping[str, Any],
+    typed: JsonObject,
     microbatches: int | None,
 ) -> BenchLayout:
     batch = fit_batch(layout, parallel, constraints, microbatches)
@@ -211,14 +211,14 @@ def _fitted(
     return BenchLayout(layout_name(layout, others), layout, values, batch.notes)
 
 
-def layout_name(layout: Layout, others: Mapping[str, Any]) -> str:
+def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
     """The name of a layout, in the form of ``--layout``: degrees above 1, then other keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     words = [f"{key}={_yaml(value)}" for key, value in {**degrees, **others}.items()]
     return ",".join(words) or "dp_shard=1"
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
