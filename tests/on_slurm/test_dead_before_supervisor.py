@@ -11,9 +11,8 @@ import pytest
 from tests.on_slurm.broken_runs import diagnosed
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings
 from tests.on_slurm.test_training import QUICKSTART, SHORT
-from trainkit.job.failed_starts import STARTS_FOLDER
 from trainkit.run.files import read_jsonl
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import STARTS_FOLDER, RunDir
 
 ON_ONE = ("--nodes", "1", "--gpus-per-node", "1")
 PRINTS_HOST = ("--", "sh", "-c", "echo ran on $SLURMD_NODENAME")

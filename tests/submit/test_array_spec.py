@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
 from trainkit.slurm.states import array_indices
-from trainkit.submit import submission
 from trainkit.submit.submission import ArraySpec, parse_array, refuse_too_large
 
 
@@ -74,7 +73,7 @@ def test_slurm_reads_the_same_indices(indices: set[int]) -> None:
 def test_what_the_cluster_takes(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, str], text: str, message: str | None
 ) -> None:
-    monkeypatch.setattr(submission, "show_config", lambda: config)
+    monkeypatch.setattr("trainkit.slurm.control.show_config", lambda: config)
     if message is None:
         refuse_too_large(parse_array(text))
         return

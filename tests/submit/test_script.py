@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.backends import BACKENDS, JobScript
+from trainkit.backends import JobScript, backend_named
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
@@ -210,7 +210,7 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
     given = replace(script(tmp_path), host_python=(str(supervisor),), setup="")
     file = tmp_path / "submission.sh"  # of `bash -c` the last command replaces the shell
-    file.write_text(BACKENDS["submitit"].finish_script(RunDir(tmp_path / "runs/mine"), given).text)
+    file.write_text(backend_named("submitit").finish_script(RunDir(tmp_path / "runs/mine"), given).text)
     with subprocess.Popen(
         ["bash", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as shell:

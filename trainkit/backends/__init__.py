@@ -1,24 +1,40 @@
-"""Where runs execute: each backend is a class in a file."""
+"""Where runs execute: each backend is a class in a file, which is imported when it is used."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+
 from trainkit.backends.base import SUPERVISOR_EXIT_S, Backend, JobScript, JobStatus, NewAttempt
-from trainkit.backends.local import HostsBackend, LocalBackend
-from trainkit.backends.slurm import SbatchBackend, StepBackend
-from trainkit.backends.submitit import SubmititBackend
 from trainkit.run.record import AttemptRecord
 
-__all__ = ["BACKENDS", "SUPERVISOR_EXIT_S", "Backend", "JobScript", "JobStatus", "NewAttempt", "backend_of"]
+__all__ = [
+    "SUPERVISOR_EXIT_S",
+    "Backend",
+    "JobScript",
+    "JobStatus",
+    "NewAttempt",
+    "backend_named",
+    "backend_of",
+]
 
-BACKENDS: dict[str, Backend] = {
-    "local": LocalBackend(),
-    "hosts": HostsBackend(),
-    "sbatch": SbatchBackend(),
-    "submitit": SubmititBackend(),
-    "srun": StepBackend(),
+_CLASSES = {
+    "local": "local.LocalBackend",
+    "hosts": "local.HostsBackend",
+    "sbatch": "slurm.SbatchBackend",
+    "submitit": "submitit.SubmititBackend",
+    "srun": "slurm.StepBackend",
 }
+
+
+@cache
+def backend_named(name: str) -> Backend:
+    """The backend of a plan."""
+    module, _, kind = _CLASSES[name].partition(".")
+    found: Backend = getattr(import_module(f"trainkit.backends.{module}"), kind)()
+    return found
 
 
 def backend_of(entry: AttemptRecord) -> Backend:
     """The backend that runs an attempt; it is not recorded without Slurm."""
-    return BACKENDS.get(entry.backend or "local", BACKENDS["local"])
+    return backend_named(entry.backend if entry.backend in _CLASSES else "local")

@@ -16,10 +16,10 @@ from trainkit.run.files import utc_now
 from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import Options
+    from trainkit.slurm.jobs import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""

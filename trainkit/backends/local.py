@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from trainkit.backends.base import ALIVE, SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
@@ -19,7 +20,9 @@ from trainkit.run.events import log_event
 from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord, add_attempt, is_exiting, open_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.jobs import JobInfo
+
+if TYPE_CHECKING:
+    from trainkit.slurm.jobs import JobInfo
 
 KILL_TIMEOUT_S = 10.0
 

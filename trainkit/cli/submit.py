@@ -72,7 +72,6 @@ def command(
     --sweep and --array submit a group of runs as one Slurm array; the group's folder has one run folder per
     index. Sweep values are parsed as items of a YAML list: "a,b" is one string, [1,2],[3,4] are two lists.
     """
-    from trainkit.cli.following import print_copied
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.submission import plan_submission
 
@@ -102,6 +101,8 @@ def command(
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only)
+    from trainkit.cli.following import follow_detachable, print_copied  # with what follows a run
+
     created = submission.create(["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
     job_id, attempt = submission.start(created)
@@ -120,8 +121,6 @@ def command(
     else:
         click.echo(f"{run.path}\n{job_id}")
     if follow and attempt is not None:
-        from trainkit.cli.following import follow_detachable
-
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = quote(str(run.path / str(submission.points[0].index)))
     hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {first} -f` follows one"

@@ -17,12 +17,11 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
 from trainkit.run.record import JobRecord, read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, base_id, is_job_id
 
-STARTS_FOLDER = "starts"
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
 """States of a job that somebody neither cancelled nor preempted, and that had time left."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.folders import ensure_folder
 
+STARTS_FOLDER = "starts"
 RUNS_FOLDER = "runs"
 
 

@@ -69,8 +69,6 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[st
 
     Raises UsageError for a plan without Slurm.
     """
-    if not texts:
-        return plan
     if plan.slurm is None:
         raise UsageError(
             "--after requires Slurm, but this run starts on this machine",

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import __version__
-from trainkit.backends import BACKENDS, JobScript
+from trainkit.backends import JobScript, backend_named
 from trainkit.config import RunConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
-from trainkit.job.failed_starts import STARTS_FOLDER
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.resources import shipped_templates
 from trainkit.run.group import RunGroup
 from trainkit.run.record import CodeCopy, submission_token
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.slurm.quoting import comment, directive, log_path, quote, words
 from trainkit.submit.environment import JobEnvironment, make_job_environment
 from trainkit.submit.interpreters import find_interpreter
@@ -48,7 +47,7 @@ def script_for(
     ones. Raises UsageError for values that a script cannot
     contain.
     """
-    backend = BACKENDS[plan.backend]
+    backend = backend_named(plan.backend)
     assert plan.slurm is not None
     assert backend.template is not None
     environment = _job_environment(run, plan, config, cwd, code)

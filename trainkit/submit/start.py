@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from types import FrameType
 
-from trainkit.backends import BACKENDS, JobScript, NewAttempt
+from trainkit.backends import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
@@ -52,7 +52,7 @@ def start_attempt(
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
         refuse_leaks(text, str(where), config.secrets, os.environ)
-    job, backend, script = read_job(run), BACKENDS[plan.backend], None
+    job, backend, script = read_job(run), backend_named(plan.backend), None
     if backend.template is not None:
         script = _script(run, job, config, plan)
         refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)

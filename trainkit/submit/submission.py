@@ -15,8 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainkit.backends import BACKENDS, JobScript
-from trainkit.backends.slurm import removed_unless_submitted, submit_file
+from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import LaunchPlan
@@ -28,11 +27,9 @@ from trainkit.run.group import GROUP_VERSION, Point, RunGroup, difference
 from trainkit.run.record import CodeCopy, submission_token
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.control import show_config
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.states import array_indices
 from trainkit.submit.create import CreatedRun, create_run, future_run, new_folder, write_origin
-from trainkit.submit.dependency import job_ids_of, with_dependency
 from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.script import script_for
 from trainkit.submit.secrets import refuse_leaks
@@ -88,6 +85,8 @@ def parse_array(text: str) -> ArraySpec:
 
 def refuse_too_large(spec: ArraySpec) -> None:
     """Raise UsageError when the array exceeds the limits of the cluster; asks Slurm once."""
+    from trainkit.slurm.control import show_config
+
     config = show_config()
     size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
     if spec.indices[-1] >= size:
@@ -180,7 +179,7 @@ class Submission:
         files: dict[Path, str] = {}
         for place, point in self._distinct_runs(run):
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
-        if BACKENDS[plan.backend].template is None:
+        if backend_named(plan.backend).template is None:
             return Preview(plan.to_text(), False, files)
         script = self.script(run, planned_code(run, config, plan, Path.cwd()))
         if self.array is None:
@@ -279,7 +278,7 @@ def plan_submission(
                 facts = gatherer.facts(loaded, own)
                 if array is not None and not plans:
                     target = facts.target
-                    if problem := BACKENDS[target.backend].array_problem(target.reason, config_path):
+                    if problem := backend_named(target.backend).array_problem(target.reason, config_path):
                         raise UsageError(*problem)
                     if will_start:
                         refuse_too_large(array)
@@ -294,6 +293,8 @@ def plan_submission(
     submission = checked(planned, refused, array)
     if not after:
         return submission
+    from trainkit.submit.dependency import job_ids_of, with_dependency  # what reads runs is slow to import
+
     job_ids = () if planned[0].plan.slurm is None else job_ids_of(after, warn)
     waiting = [replace(item, plan=with_dependency(item.plan, after, job_ids)) for item in planned]
     return Submission(waiting, array)
@@ -465,6 +466,8 @@ def start_group(group: RunGroup, after: str | None = None) -> str:
 
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
     """
+    from trainkit.backends.slurm import removed_unless_submitted, submit_file
+
     token = submission_token(RunDir(group.path), 1)
     options = [] if after is None else [f"--dependency=afterany:{after}"]
     with removed_unless_submitted(group.path, token):

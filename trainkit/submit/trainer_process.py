@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
@@ -18,7 +19,9 @@ from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts, KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.memory.peaks import Simulation
+
+if TYPE_CHECKING:
+    from trainkit.plan.memory.peaks import Simulation
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
@@ -160,6 +163,8 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
             f"the simulation of rank {rank} of {plan.world_size} failed: {' '.join(last) or 'killed'}",
             hint="`trainkit --debug check …` shows its full output",
         ) from RuntimeError(done.stderr)
+    from trainkit.plan.memory.peaks import Simulation
+
     return Simulation(**json.loads(done.stdout.splitlines()[-1]))
 
 
