@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (294, 60_470), "tests": (375, 54_680)}
+SIZES = {"trainkit": (294, 60_479), "tests": (375, 54_680)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -36,7 +36,7 @@ ALLOWED = {
     "data": {"errors", "folders", "formats", "locks", "run"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
-    "run": {"errors", "folders", "locks", "slurm", "config.yamlfile"},
+    "run": {"errors", "folders", "formats", "locks", "slurm", "config.yamlfile"},
     "cluster": {"errors", "folders", "locks", "resources", "run", "formats", "config", "slurm"},
     "plan": {"errors", "run", "formats", "config", "cluster", "data.checks"},
     # Inside the allocation.

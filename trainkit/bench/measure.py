@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
+from trainkit.formats import JsonObject
 from trainkit.run.events import StepRecord, training_curve
 from trainkit.run.files import numbers, parse_time
 
@@ -25,7 +26,7 @@ COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 Span = tuple[float, float]
 
 
-def trace_exposed_comm_s(trace: Mapping[str, Any], device: str, since_s: float = 0.0) -> float | None:
+def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -> float | None:
     """Seconds of exposed communication in a trace of torch's profiler from `since_s` (Unix time) on.
 
     `device` is ``cpu`` or ``cuda``. None when no computation was recorded, as on a GPU whose counters may not
@@ -48,7 +49,7 @@ def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
     return {key: value[key] for key in NEEDED if key in value} if is_needed else {}
 
 
-def _of_gpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
+def _of_gpu(events: Iterable[JsonObject]) -> tuple[list[Span], list[Span]]:
     communicating: list[Span] = []
     computing: list[Span] = []
     for event in events:
@@ -58,7 +59,7 @@ def _of_gpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]
     return union(communicating), union(computing)
 
 
-def _of_cpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
+def _of_cpu(events: Iterable[JsonObject]) -> tuple[list[Span], list[Span]]:
     in_flight: list[Span] = []
     inside: list[Span] = []
     ops: list[Span] = []
@@ -74,7 +75,7 @@ def _of_cpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]
     return union([*in_flight, *communicating]), list(subtract(union(ops), communicating))
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def _span(event: JsonObject) -> Span:
     start = float(event["ts"])
     return start, start + float(event.get("dur") or 0.0)
 
@@ -226,7 +227,7 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
     return fmean(found), ""
 
 
-def _read_trace(file: Path) -> dict[str, Any] | str:
+def _read_trace(file: Path) -> JsonObject | str:
     try:
         trace = json.loads(file.read_bytes(), object_hook=keep_needed)
     except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from trainkit.bench.run_bench import (
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, short_training, with_values
 from trainkit.errors import ConfigError, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.axis import (
@@ -50,11 +51,11 @@ MAX_LAYOUTS = 16
 class Candidate:
     """A point to plan."""
 
-    values: dict[str, Any]
+    values: JsonObject
     """The layout, or the values of the swept keys."""
     loaded: LoadedConfig | ConfigError
     """Its config, or why that is invalid; for a layout, the config of all."""
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     """The values in the config that make it this point, by dotted key."""
     notes: tuple[str, ...] = ()
     """The values adapted to the layout, one sentence each."""
@@ -350,7 +351,7 @@ def _plan_point(
     return BenchPoint(item, full.config, plan), [*changes, *profiler]
 
 
-def _refuse_set_by_bench(values: Mapping[str, Any], changes: Sequence[Change]) -> None:
+def _refuse_set_by_bench(values: JsonObject, changes: Sequence[Change]) -> None:
     for key in values:
         if key in ("launch", "launch.backend", "launch.cluster"):
             raise UsageError(

@@ -22,6 +22,7 @@ from trainkit.backends.slurm import print_note
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus
 from trainkit.observe.status import read_status
@@ -100,7 +101,7 @@ class BenchRun:
 
     run: str
     """Its folder, relative to that of the bench."""
-    values: dict[str, Any]
+    values: JsonObject
     """What is special about its point: the layout, or the values of the swept keys."""
     repeat: int
     """From 1 on."""
@@ -115,7 +116,7 @@ class BenchRun:
         return point_name(self.values)
 
 
-def point_name(values: Mapping[str, Any]) -> str:
+def point_name(values: JsonObject) -> str:
     """The name of a point: the layout, else its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 

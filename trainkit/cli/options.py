@@ -15,6 +15,7 @@ import click
 from trainkit.cli.completion import complete_config, complete_profile, complete_run, complete_setting
 from trainkit.cli.help import Command
 from trainkit.errors import ConfigError, UsageError
+from trainkit.formats import JsonObject
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
@@ -433,7 +434,7 @@ class GroupRequest:
         )
 
 
-def _swept(request: ConfigRequest, found: Sequence[dict[str, Any]]) -> Iterator[LoadedPoint]:
+def _swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.names import is_known
     from trainkit.plan.sweep import key_without_seed, shown_value

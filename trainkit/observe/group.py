@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from typing import Any
 
+from trainkit.formats import JsonObject
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown, shown_value
 from trainkit.run.end import AttemptEnd, Best, end_of
@@ -81,7 +82,7 @@ class PointStatus:
     """One point at one moment."""
 
     index: int
-    values: dict[str, Any]
+    values: JsonObject
     state: str
     """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None

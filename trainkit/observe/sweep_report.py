@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
+from trainkit.formats import JsonObject
 from trainkit.observe.goodput import Point, idle_gaps
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus, count_states
 from trainkit.observe.page import (
@@ -76,7 +77,7 @@ class PointReport:
     """What one run did; None where a value is unknown."""
 
     index: int
-    values: dict[str, Any]
+    values: JsonObject
     state: str
     reason: str | None
     run_dir: str

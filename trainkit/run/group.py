@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 from trainkit.locks import file_lock
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_record, write_json
@@ -35,7 +36,7 @@ class Point:
 
     index: int
     """Its number in the Slurm array, and the name of its folder."""
-    values: dict[str, Any]
+    values: JsonObject
     """The values of the swept keys, by dotted key."""
     config: dict[str, Any]
     """How its config differs from the group's, as `difference` computes it."""

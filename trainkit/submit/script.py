@@ -53,10 +53,11 @@ def script_for(
     environment = _job_environment(run, plan, config, cwd, code)
     agent = (*environment.rank_python, "-m", "trainkit.job.node.agent", str(run.path))
     step = ("srun", *option_argv(plan.slurm.srun), *environment.srun_options, *agent)
-    context: dict[str, Any] = {
+    options = directives(run, attempt, plan.slurm, array)
+    context = {
         "version": __version__,
         "summary": _summary(run, plan),
-        "directives": directives(run, attempt, plan.slurm, array),
+        "directives": options,
         "workdir": environment.workdir,
         "other_workdir": _other_workdir(run, plan, code),
         "starts": str(run.path / STARTS_FOLDER),
@@ -69,7 +70,7 @@ def script_for(
         "environment": environment,
     }
     text = render(backend.template, context, cwd)
-    script = JobScript(text, context["directives"], text, step, environment.host_python)
+    script = JobScript(text, options, text, step, environment.host_python)
     return backend.finish_script(run, script)
 
 
@@ -171,7 +172,7 @@ LENGTH_HINT = "{# starts a comment of the template: write bash's ${#name} as ${{
 _UNDEFINED = re.compile(r"'(?P<name>\w+)' is undefined")
 
 
-def render(name: str, context: Mapping[str, Any], project: Path) -> str:
+def render(name: str, context: Mapping[str, object], project: Path) -> str:
     """Render `name` from ``project/templates/``, or else from the shipped templates.
 
     The text has no trailing spaces and no repeated empty lines. Filters: `quote` for one word of bash,
@@ -273,7 +274,7 @@ def _shadow_hint(folders: list[Path], used: Mapping[str, Path]) -> str:
 
 
 def _template_error(
-    error: Exception, folders: list[Path], used: Mapping[str, Path], context: Mapping[str, Any]
+    error: Exception, folders: list[Path], used: Mapping[str, Path], context: Mapping[str, object]
 ) -> UsageError:
     from jinja2 import TemplateNotFound, TemplateSyntaxError
 

@@ -18,6 +18,7 @@ from typing import Any
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key, shown, shown_value
@@ -121,7 +122,7 @@ class LoadedPoint:
 
     index: int
     """Its number in the array."""
-    values: dict[str, Any]
+    values: JsonObject
     """The values of the swept keys, by dotted key."""
     loaded: LoadedConfig | ConfigError
 
@@ -131,7 +132,7 @@ class PlannedPoint:
     """One run to submit, with its config and plan."""
 
     index: int
-    values: dict[str, Any]
+    values: JsonObject
     config: RunConfig
     plan: LaunchPlan
 
