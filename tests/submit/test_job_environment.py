@@ -55,7 +55,9 @@ def test_names_of_variables(name: str) -> None:
     assert problems(env={name: "1"}) == [(f"launch.env.{name}", "is not a valid environment variable name")]
 
 
-@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SBATCH_QOS"])
+@pytest.mark.parametrize(
+    "name", ["RANK", "MASTER_ADDR", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SBATCH_QOS", "TRAINKIT_JOB_NONCE"]
+)
 def test_variables_that_are_not_the_users(name: str) -> None:
     assert problems(env={name: "1"}) == [(f"launch.env.{name}", "is set by the job in every process")]
 

@@ -197,7 +197,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
     Of many nodes with many samples, some samples are left out, the same share of each node.
     """
-    files = sorted((run.path / "health").glob("*.jsonl"))
+    files = sorted(run.health_dir.glob("*.jsonl"))
     every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
     found = []
     for file in files:

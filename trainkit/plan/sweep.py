@@ -1,4 +1,4 @@
-"""Sweep axes, their combinations, and differences between configs and between plans."""
+"""Sweep axes, the combinations of their values, and how values are shown and filled into a command."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ class RunHistory:
         self.run = run
         self.events = EventHistory(run.events_file)
         self.metrics = MetricsHistory(run.metrics_file)
-        self.health = HealthFiles(run.path / "health")
+        self.health = HealthFiles(run.health_dir)
 
     def update(self) -> None:
         """Read what was written since the last call; raises OSError for files that cannot be read."""

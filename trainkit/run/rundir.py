@@ -99,9 +99,13 @@ class RunDir:
         """How far each tracker, such as MLflow, has the metrics."""
         return self.path / "trackers"
 
+    @property
+    def health_dir(self) -> Path:
+        return self.path / "health"
+
     def health_file(self, host: str) -> Path:
         """Samples of a node: processors, memory, network, disks and GPUs."""
-        return self.path / "health" / f"{host}.jsonl"
+        return self.health_dir / f"{host}.jsonl"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -168,7 +168,7 @@ def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SLURM_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN)_\w+")
+_JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
@@ -195,7 +195,7 @@ def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):
             yield key, "is not a valid environment variable name", "use letters, digits and _"
-        elif name in RANK_VARIABLES or _SLURM_VARIABLE.fullmatch(name):
+        elif name in RANK_VARIABLES or _JOB_VARIABLE.fullmatch(name):
             yield key, "is set by the job in every process", "remove it"
         elif "\0" in value:
             yield key, "has a NUL character, which an environment variable cannot contain", ""
