@@ -31,7 +31,7 @@ STACKS_SIGNAL = signal.SIGURG
 AGENT_SIGNAL = signal.SIGURG
 """SIGUSR2 for agents alone: every other process of a step ignores it by default, whatever a command runs.
 
-A rank of a command that hears it as `STACKS_SIGNAL`, through `trainkit.loop`, writes its stacks and continues.
+A rank of a command that hears it as `STACKS_SIGNAL`, through `trainkit.loop`, writes its stacks.
 """
 
 
