@@ -16,7 +16,6 @@ from trainkit.cli.main import main
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.rundir import RunDir
-from trainkit.submit import submission
 
 CONFIG = """
 name: small
@@ -35,7 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(submission, "show_config", dict)
+    monkeypatch.setattr("trainkit.slurm.control.show_config", dict)
     monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
     monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
@@ -84,7 +83,7 @@ def test_so_many_run_at_once_as_was_asked_for(place: Path) -> None:
 
 
 def test_what_slurm_does_not_take_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "show_config", lambda: {"MaxArraySize": "3"})
+    monkeypatch.setattr("trainkit.slurm.control.show_config", lambda: {"MaxArraySize": "3"})
     assert main([*TYPED, *LENGTH]) == 2
     assert not (place / "out").exists()
 

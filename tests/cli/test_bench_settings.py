@@ -23,7 +23,6 @@ from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.registry import find_bench_folder
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import submission
 
 CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
@@ -145,7 +144,7 @@ class Sbatch:
         """The options of each."""
         self.refused: int | None = None
         self.unreachable: int | None = None
-        monkeypatch.setattr(submission, "show_config", dict)
+        monkeypatch.setattr("trainkit.slurm.control.show_config", dict)
         monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
