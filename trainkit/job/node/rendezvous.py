@@ -163,7 +163,7 @@ class Rendezvous:
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals, task: SlurmTask | HostPlace) -> None:
-    """Record a signal for those who may not have received it: the supervisor of a step, or other hosts."""
+    """Record a signal for the supervisor of a step, or for other hosts, which may not have received it."""
     if isinstance(task, SlurmTask) and task.task != 0:
         return  # Slurm has signalled all tasks
     where = {"node_rank": task.node_rank} if isinstance(task, HostPlace) else {}
