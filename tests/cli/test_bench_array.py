@@ -64,7 +64,7 @@ def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[st
     array = {"folder": str(place / "out"), "job_id": "77", "array": "0-3%1"}
     assert value == {**array, "arrays": [array]}
     group = RunGroup(place / "out")
-    assert (group.name, group.job_id, group.record["keys"]) == ("small-layouts", "77", ["layout"])
+    assert (group.name, group.job_id, group.record.keys) == ("small-layouts", "77", ["layout"])
     assert "#SBATCH --array=0-3%1\n" in group.script_file.read_text()
     layouts = [point.values["layout"] for point in group.points.values()]
     assert layouts == ["dp_shard=2", "dp_replicate=2", "tp=2", "pp=2"]

@@ -174,7 +174,7 @@ def submit(*args: str) -> int:
 def test_on_slurm_the_rounds_are_one_array(tmp_path: Path, sbatch: Sbatch) -> None:
     assert submit("--sweep", f"{BATCH}=2,4", "--repeats", "2") == 0
     group = RunGroup(tmp_path / "out")
-    assert group.record["array"] == "0-3%1"
+    assert group.record.array == "0-3%1"
     assert [point.values for point in group.points.values()] == [
         {BATCH: 2, "repeat": 1},
         {BATCH: 4, "repeat": 1},
@@ -229,7 +229,7 @@ def test_several_arrays_share_one_copy_of_the_code(tmp_path: Path, sbatch: Sbatc
     typed = ["bench", "settings", "small.yaml", "--backend", "sbatch", "--out", "out", *SIZES]
     assert main([*typed, "--set", "launch.snapshot=true"]) == 0
     one, two = read_bench(tmp_path / "out").groups
-    assert one.record["code"] == two.record["code"] != None  # noqa: E711
+    assert one.record.code == two.record.code != None  # noqa: E711
     assert (two.code_dir.is_symlink(), two.code_dir.resolve()) == (True, one.code_dir)
     create_task_run(two.run(0), "78_0")
     assert (two.run(0).code_dir / "mine.py").read_text() == "x = 1\n"

@@ -92,3 +92,13 @@ def test_a_name_is_first_of_all_the_run_in_this_folder(desk):
             f"error: 2 runs are called small: {newer.path}, {run.path}\n\n"
             "hint: give the folder of one of them\n"
         )
+
+
+def test_a_damaged_group_hides_no_other_run(desk):
+    desk.submit()
+    bad = desk.folder / "runs/bad"
+    bad.mkdir()
+    (bad / "sweep.json").write_text('{"points": [{}]}')
+    done = desk.trainkit("status")
+    assert (done.returncode, "runs/small" in done.stdout) == (0, True)
+    assert "sweep.json was not written by trainkit" in done.stderr

@@ -19,7 +19,7 @@ from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
-from trainkit.run.group import RunGroup, create_task_run
+from trainkit.run.group import Point, RunGroup, create_task_run
 from trainkit.run.lock import run_lock
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir
@@ -191,7 +191,8 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
     # Of threads that wait for each other the processor time says nothing.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
     group = make_group(tmp_path, {0: {"seed": 0}})
-    group.update(points=[{"index": index, "values": {"seed": index}} for index in range(10_000)])
+    points = [Point(index, {"seed": index}) for index in range(10_000)]
+    write_json(group.sweep_file, group.record.to_dict(points))
     best = {"metric": "val_loss", "value": 2.5, "step": 5}
     end = json.dumps({"state": "finished", "action": "finished", "reason": "x" * 80, "best": best}, indent=2)
     for index in range(num_ended):

@@ -25,7 +25,7 @@ def test_layouts_are_one_array_and_one_summary(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
     group = RunGroup(value["folder"])
-    assert group.record["array"] == "0-1%2"
+    assert group.record.array == "0-1%2"
     rows = {row["layout"]: row for row in value["rows"]}
     assert {row["status"] for row in rows.values()} == {"finished"}, done.stderr
     assert rows["dp_replicate=2"]["loss"] == pytest.approx(rows["dp_shard=2"]["loss"], abs=1e-4)

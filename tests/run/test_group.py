@@ -13,7 +13,7 @@ from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -70,6 +70,14 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
     assert [event["event"] for event in read_jsonl(run.events_file)] == ["submitted"]
     assert run.checkpoints_dir.is_dir()
     assert (run.path.stat().st_mode & 0o777) == 0o700
+
+
+@pytest.mark.parametrize("points", [[{}], [{"index": "0"}], [3], "0", None])
+def test_a_group_whose_points_are_damaged(tmp_path: Path, points: object) -> None:
+    group = make_group(tmp_path, POINTS)
+    write_json(group.sweep_file, {**read_json(group.sweep_file), "points": points})
+    with pytest.raises(UsageError, match=r"sweep\.json was not written by trainkit"):
+        _ = RunGroup(group.path).points
 
 
 def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
         assert point.config == alone.config
         assert point.plan == plan_run(alone, Gatherer().facts(alone))
     group_made = RunGroup(made.create(["trainkit"], Path("group").absolute()).run.path)
-    base, own = group_made.record["config"], points[-1].config.model_dump(mode="json", by_alias=True)
+    base, own = group_made.record.config, points[-1].config.model_dump(mode="json", by_alias=True)
     assert group_made.points[points[-1].index].config == difference(base, own)
 
 

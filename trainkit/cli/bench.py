@@ -372,8 +372,7 @@ def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
 
 def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
     arrays = [
-        {"folder": str(group.path), "job_id": group.job_id, "array": group.record["array"]}
-        for group in groups
+        {"folder": str(group.path), "job_id": group.job_id, "array": group.record.array} for group in groups
     ]
     return {**(arrays[0] if len(arrays) == 1 else {}), "folder": str(bench.folder), "arrays": arrays}
 

@@ -12,7 +12,7 @@ import click
 from trainkit.cli.completion import complete_run
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -174,7 +174,11 @@ def read_all(
             continue
         seen.add(place)
         if item.is_group:
-            groups[item.run.path] = GroupFiles(item.group)
+            try:
+                groups[item.run.path] = GroupFiles(item.group)
+            except UsageError as error:
+                _warn(error.message)
+                continue
             over = groups[item.run.path].is_over
         else:
             end = read_newest_end(item.run)

@@ -105,7 +105,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
             f"cannot tell whether {group.path} was submitted: {group.sweep_file} has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    require_this_cluster(group.record.get("cluster"), array)
+    require_this_cluster(group.record.cluster, array)
     points = GroupFiles(group)
     jobs = query_jobs(points.open_ids)
     status = points.status(jobs, datetime.now(timezone.utc))
@@ -119,7 +119,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
         # A resumed point has its own job outside the array.
         _cancel_points(group, running, pending, [id for id in job_ids if not id.startswith(f"{array}_")], now)
     state = "cancelled" if alive else "ended"
-    grace_s = float(group.record["plan"]["grace_s"])
+    grace_s = float(group.record.plan["grace_s"])
     if running and not now:
         ended = wait and _wait_until_jobs_gone(job_ids, grace_s + WAIT_MARGIN_S)
         state = "cancelled" if ended else "cancelling"

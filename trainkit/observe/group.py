@@ -170,7 +170,7 @@ class GroupFiles:
 
     def _is_elsewhere(self, files: PointFiles) -> bool:
         """Whether the job of a point is on a cluster that cannot be queried from here."""
-        named = files.entry.cluster if files.entry.attempt else self.group.record.get("cluster")
+        named = files.entry.cluster if files.entry.attempt else self.group.record.cluster
         if named not in self._elsewhere:
             self._elsewhere[named] = other_cluster(named) is not None
         return self._elsewhere[named]
@@ -182,16 +182,16 @@ class GroupFiles:
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
         """The group's status; `jobs` is None when Slurm cannot be queried."""
-        record, plan = self.group.record, PlanRecord(self.group.record["plan"])
+        record, plan = self.group.record, PlanRecord(self.group.record.plan)
         return GroupStatus(
             name=self.group.name,
             run_dir=str(self.group.path),
             job_id=self.group.job_id,
-            array=str(record["array"]),
-            keys=list(record["keys"]),
+            array=record.array,
+            keys=record.keys,
             num_nodes=plan.count("num_nodes"),
             workers_per_node=plan.count("workers_per_node"),
-            age_s=seconds_between(record.get("submitted_at"), now),
+            age_s=seconds_between(record.submitted_at, now),
             points=[self._point_status(files, jobs) for files in self.points],
         )
 
@@ -219,7 +219,7 @@ class GroupFiles:
         alive = None if jobs is None else is_known and job is not None and not job.is_terminal
         if not files.entry.attempt:
             # Its task has not created the folder yet.
-            if alive is False and "cancelled_at" in self.group.record:
+            if alive is False and self.group.record.cancelled_at is not None:
                 return "cancelled", "cancelled before it started"
             return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
         return attempt_state(files.entry, files.end, alive, job, files.seen or Attempt(0), files.has_metrics)
@@ -262,7 +262,7 @@ def _read(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
 
 def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
     """Whether rank 0 of a COMMAND, which need not write metrics, has started."""
-    return PlanRecord(group.record["plan"]).is_command and run.attempt(entry.attempt).rank_log(0).exists()
+    return PlanRecord(group.record.plan).is_command and run.attempt(entry.attempt).rank_log(0).exists()
 
 
 def read_newest_end(run: RunDir) -> AttemptEnd | None:

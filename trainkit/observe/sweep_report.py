@@ -148,7 +148,7 @@ class Sweep:
 
 def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
     """The runs of a group."""
-    plan = PlanRecord(group.record["plan"])
+    plan = PlanRecord(group.record.plan)
     sizes = {
         index: point.plan.get("world_size", plan.count("world_size")) for index, point in group.points.items()
     }
@@ -159,7 +159,7 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
         points=status.points,
         world_sizes={index: size for index, size in sizes.items() if isinstance(size, int)},
         is_cuda=plan.text("device") == "cuda",
-        config=dict(flatten(group.record["config"])),
+        config=dict(flatten(group.record.config)),
         provenance=read_object(group.provenance_file),
         has_command=plan.is_command,
     )

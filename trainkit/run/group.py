@@ -11,8 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainkit.locks import file_lock
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_record, write_json
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import Child, RunDir
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
@@ -34,47 +34,68 @@ BENCH_FILE = "bench.json"
 class Point:
     """One run of a group, as `sweep.json` describes it."""
 
-    index: int
+    index: int = -1
     """Its number in the Slurm array, and the name of its folder."""
-    values: JsonObject
+    values: JsonObject = field(default_factory=dict)
     """The values of the swept keys, by dotted key."""
-    config: dict[str, Any]
+    config: JsonObject = field(default_factory=dict)
     """How its config differs from the group's, as `difference` computes it."""
-    plan: dict[str, Any]
+    plan: JsonObject = field(default_factory=dict)
     """How its plan differs from the group's."""
+
+    def to_dict(self) -> JsonObject:
+        return {key: value for key, value in vars(self).items() if value != {} or key == "values"}
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """The content of `sweep.json` without its points."""
+
+    version: int = GROUP_VERSION
+    name: str = ""
+    backend: str = ""
+    cwd: str = ""
+    cluster: str | None = None
+    job_id: str | None = None
+    """The id of the whole array; None before it is known."""
+    array: str = ""
+    """What `--array` of sbatch gets."""
+    keys: list[str] = field(default_factory=list)
+    """The config keys in which its points differ."""
+    code: CodeCopy | None = None
+    """The copy of the code of all runs; None if they use the files in place."""
+    config: JsonObject = field(default_factory=dict)
+    plan: JsonObject = field(default_factory=dict)
+    submitted_at: str | None = None
+    cancelled_at: str | None = None
+    more: JsonObject = field(default_factory=dict)
+    """What another version recorded."""
+
+    def to_dict(self, points: Iterable[Point]) -> JsonObject:
+        """The JSON of sweep.json."""
+        own = {**vars(self), "code": None if self.code is None else self.code.to_dict()}
+        more, last = own.pop("more"), {"points": [point.to_dict() for point in points]}
+        last |= {key: value for key in ("submitted_at", "cancelled_at") if (value := own.pop(key))}
+        return {**own, **last, **more}
 
 
 class RunGroup:
     """The paths of one group, and the content of its `sweep.json`."""
+
+    sweep_file = Child("sweep.json")
+    script_file = Child("submit.sbatch")
+    """The batch script of the array."""
+    provenance_file = Child("provenance.json")
+    code_dir = Child("code")
+    """The code snapshot of the group; its runs link to it."""
+    logs_dir = Child("logs")
+    """The output of each task's first start, from its first line on; the runs link to it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
 
     def __repr__(self) -> str:
         return f"RunGroup({str(self.path)!r})"
-
-    @property
-    def sweep_file(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def script_file(self) -> Path:
-        """The batch script of the array."""
-        return self.path / "submit.sbatch"
-
-    @property
-    def provenance_file(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def code_dir(self) -> Path:
-        """The code snapshot of the group; its runs link to it."""
-        return self.path / "code"
-
-    @property
-    def logs_dir(self) -> Path:
-        """The output of each task's first start, from its first line on; the runs link to it."""
-        return self.path / "logs"
 
     def log_file(self, index: int | str) -> Path:
         """The log of a task; Slurm replaces ``%a`` by the index."""
@@ -89,58 +110,59 @@ class RunGroup:
         return self.sweep_file.is_file()
 
     @cached_property
-    def record(self) -> dict[str, Any]:
+    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
+        return self._read()
+
+    @property
+    def record(self) -> GroupRecord:
         """The content of `sweep.json`, cached at the first access.
 
         Raises UsageError when it cannot be read or a newer trainkit wrote it.
         """
-        return self._read()
+        return self._content[0]
 
-    def _read(self) -> dict[str, Any]:
+    @property
+    def points(self) -> dict[int, Point]:
+        """The points by index; raises as `record` does."""
+        return self._content[1]
+
+    def _read(self) -> tuple[GroupRecord, dict[int, Point]]:
         try:
-            record = read_json(self.sweep_file)
+            content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{self.sweep_file} cannot be read: {error}",
                 hint="name one of its runs by its folder",
             ) from error
-        if not isinstance(record, dict) or not isinstance(record.get("points"), list):
+        values = content.pop("points", None) if isinstance(content, dict) else None
+        is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
+        points = [read_record(Point, value) for value in values or ()] if is_list else [Point()]
+        if any(point.index < 0 for point in points):
             raise UsageError(f"{self.sweep_file} was not written by trainkit")
-        if record.get("version", 0) > GROUP_VERSION:
+        record = read_record(GroupRecord, content)
+        if record.version > GROUP_VERSION:
             raise UsageError(
-                f"{self.sweep_file} has version {record['version']}; this trainkit knows {GROUP_VERSION}",
+                f"{self.sweep_file} has version {record.version}; this trainkit knows {GROUP_VERSION}",
                 hint="use the trainkit that submitted it, or a newer one",
             )
-        return record
+        return record, {point.index: point for point in points}
 
     def update(self, **changes: Any) -> None:
         """Write changed values into `sweep.json`; other changes since it was read are kept."""
         with file_lock(self.path / ".lock"):
-            record = {**self._read(), **changes}
-            write_json(self.sweep_file, record)
-        self.__dict__["record"] = record
+            record, points = self._read()
+            record = replace(record, **changes)
+            write_json(self.sweep_file, record.to_dict(points.values()))
+        self.__dict__["_content"] = record, points
 
     @property
     def name(self) -> str:
-        return str(self.record.get("name") or self.path.name)
+        return self.record.name or self.path.name
 
     @property
     def job_id(self) -> str | None:
         """The id of the whole array; None before it is known."""
-        found = self.record.get("job_id")
-        return None if found is None else str(found)
-
-    @property
-    def code(self) -> CodeCopy | None:
-        """The copy of the code of all runs; None if they use the files in place."""
-        found = self.record.get("code")
-        return None if found is None else read_record(CodeCopy, found)
-
-    @cached_property
-    def points(self) -> dict[int, Point]:
-        """The points by index."""
-        made = (_point(value) for value in self.record["points"])
-        return {point.index: point for point in made}
+        return self.record.job_id
 
     def point(self, index: int) -> Point:
         """The point of an index; UsageError when there is none."""
@@ -167,10 +189,6 @@ def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
 def is_index(text: str) -> bool:
     """Whether a folder of a group has the name of a point's run."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
-
-
-def _point(value: Mapping[str, Any]) -> Point:
-    return Point(value["index"], value["values"], value.get("config", {}), value.get("plan", {}))
 
 
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
@@ -222,13 +240,13 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
     stage.checkpoints_dir.mkdir(mode=0o700)
     create_job(
         stage,
-        backend=record["backend"],
+        backend=record.backend,
         name=f"{group.name}/{point.index}",
-        cwd=record["cwd"],
-        code=group.code,
+        cwd=record.cwd,
+        code=record.code,
     )
-    plan = json.dumps(changed(record["plan"], point.plan), indent=2, ensure_ascii=False) + "\n"
-    attempt = open_attempt(stage, dump(changed(record["config"], point.config)), plan)
+    plan = json.dumps(changed(record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
+    attempt = open_attempt(stage, dump(changed(record.config, point.config)), plan)
     shutil.copyfile(group.provenance_file, stage.provenance_file)
     for copy in (attempt.script_file, stage.script_file):
         shutil.copyfile(group.script_file, copy)
@@ -237,12 +255,13 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
     # Slurm writes the output of the task there from its first line on.
     log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
     attempt.supervisor_log.symlink_to(log)
-    known = {key: record[key] for key in ("submitted_at", "cancelled_at", "cluster") if record.get(key)}
-    add_slurm_attempt(stage, attempt.number, job_id, "submit", str(record["backend"]), **known)
+    known = {name: getattr(record, name) for name in ("submitted_at", "cancelled_at", "cluster")}
+    known = {name: value for name, value in known.items() if value}
+    add_slurm_attempt(stage, attempt.number, job_id, "submit", record.backend, **known)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
 
 
-def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def difference(base: JsonObject, other: JsonObject) -> JsonObject:
     """The changes that turn JSON object `base` into `other`, by dotted path.
 
     A mapping that lost a key, or has a name with a dot, is replaced as a whole.
@@ -250,9 +269,7 @@ def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
     return dict(_differences(base, other, ()))
 
 
-def _differences(
-    base: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[str, Any]]:
+def _differences(base: JsonObject, other: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for key, value in other.items():
         before = base.get(key)
         # As JSON: in Python 1 is True, also inside of lists.
@@ -264,12 +281,12 @@ def _differences(
             yield ".".join((*path, key)), value
 
 
-def _fits_in(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+def _fits_in(before: JsonObject, value: JsonObject) -> bool:
     """Whether dotted paths can express the change of a mapping."""
     return before.keys() <= value.keys() and not any("." in name for name in value)
 
 
-def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def changed(base: JsonObject, changes: JsonObject) -> JsonObject:
     """A copy of `base` with the changes that `difference` returned."""
     result = dict(base)
     for path, value in changes.items():

@@ -5,24 +5,66 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 from trainkit.folders import ensure_folder
 
 STARTS_FOLDER = "starts"
 RUNS_FOLDER = "runs"
-
-
 CHECKPOINT_PREFIX = "step-"
-
-
 PARTIAL_SUFFIX = ".partial"
-
-
 REJECTED_SUFFIX = ".rejected"
+
+
+class Folder(Protocol):
+    """What has a path, below which its files are."""
+
+    path: Path
+
+
+class Child:
+    """A path below the `path` of its owner."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: Folder, kind: type | None = None) -> Path:
+        return folder.path / self._name
 
 
 class RunDir:
     """The paths of one run folder."""
+
+    config_file = Child("config.yaml")
+    """The effective config of the newest attempt."""
+    plan_file = Child("plan.json")
+    """The launch plan of the newest attempt."""
+    provenance_file = Child("provenance.json")
+    job_file = Child("job.json")
+    script_file = Child("submit.sbatch")
+    """The batch script of the newest attempt."""
+    step_file = Child("step.json")
+    """The argv of the step that a submitit job starts, as JSON."""
+    code_dir = Child("code")
+    """The snapshot of the code at submission."""
+    work_dir = Child("work")
+    """The folder in which a command runs, made from the snapshot at its first start."""
+    work_file = Child("work.json")
+    """Which snapshot the files in `work_dir` come from."""
+    events_file = Child("events.jsonl")
+    metrics_file = Child("metrics.jsonl")
+    heartbeat_file = Child("heartbeat")
+    """A command that prints nothing for long writes or touches it, to show that it does not hang."""
+    tensorboard_dir = Child("tensorboard")
+    trackers_dir = Child("trackers")
+    """How far each tracker, such as MLflow, has the metrics."""
+    health_dir = Child("health")
+    checkpoints_dir = Child("checkpoints")
+    attempts_dir = Child("attempts")
+    lock_file = Child(".lock")
+    """Locked while a command changes what the run does next."""
+    supervisor_lock_file = Child(".supervisor.lock")
+    """Locked by the run's supervisor until it exits."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -34,96 +76,9 @@ class RunDir:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def config_file(self) -> Path:
-        """The effective config of the newest attempt."""
-        return self.path / "config.yaml"
-
-    @property
-    def plan_file(self) -> Path:
-        """The launch plan of the newest attempt."""
-        return self.path / "plan.json"
-
-    @property
-    def provenance_file(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def job_file(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def script_file(self) -> Path:
-        """The batch script of the newest attempt."""
-        return self.path / "submit.sbatch"
-
-    @property
-    def step_file(self) -> Path:
-        """The argv of the step that a submitit job starts, as JSON."""
-        return self.path / "step.json"
-
-    @property
-    def code_dir(self) -> Path:
-        """The snapshot of the code at submission."""
-        return self.path / "code"
-
-    @property
-    def work_dir(self) -> Path:
-        """The folder in which a command runs, made from the snapshot at its first start."""
-        return self.path / "work"
-
-    @property
-    def work_file(self) -> Path:
-        """Which snapshot the files in `work_dir` come from."""
-        return self.path / "work.json"
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def heartbeat_file(self) -> Path:
-        """A command that prints nothing for long writes or touches it, to show that it does not hang."""
-        return self.path / "heartbeat"
-
-    @property
-    def tensorboard_dir(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def trackers_dir(self) -> Path:
-        """How far each tracker, such as MLflow, has the metrics."""
-        return self.path / "trackers"
-
-    @property
-    def health_dir(self) -> Path:
-        return self.path / "health"
-
     def health_file(self, host: str) -> Path:
         """Samples of a node: processors, memory, network, disks and GPUs."""
         return self.health_dir / f"{host}.jsonl"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def attempts_dir(self) -> Path:
-        return self.path / "attempts"
-
-    @property
-    def lock_file(self) -> Path:
-        """Locked while a command changes what the run does next."""
-        return self.path / ".lock"
-
-    @property
-    def supervisor_lock_file(self) -> Path:
-        """Locked by the run's supervisor until it exits."""
-        return self.path / ".supervisor.lock"
 
     def checkpoint_dir(self, step: int) -> Path:
         return self.checkpoints_dir / f"{CHECKPOINT_PREFIX}{step:08d}"
@@ -153,35 +108,32 @@ class RunDir:
 class AttemptDir:
     """The paths of one attempt: one start of the workers, with its config and plan."""
 
+    config_file = Child("config.yaml")
+    plan_file = Child("plan.json")
+    logs_dir = Child("logs")
+    supervisor_log = Child("logs/supervisor.log")
+    trackers_log = Child("logs/trackers.log")
+    batch_host_log = Child("logs/batch-host.log")
+    """Separate from the supervisor's log, in which srun's messages about tasks refer to the ranks."""
+    errors_dir = Child("errors")
+    hangs_dir = Child("hangs")
+    """Created by the first rank that hangs."""
+    stacks_dir = Child("stacks")
+    profile_dir = Child("profile")
+    ranks_dir = Child("ranks")
+    done_file = Child("done")
+    """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
+    rendezvous_file = Child("rendezvous.json")
+    """The address at which the ranks of several hosts connect; empty until the first host writes it."""
+    script_file = Child("submit.sbatch")
+    """The batch script that was submitted for this attempt."""
+    end_file = Child("end.json")
+    """How the attempt ended; absent while it runs and if its supervisor was killed."""
+
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
         self.number = number
         self.path = run.attempts_dir / f"{number:03d}"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def logs_dir(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def supervisor_log(self) -> Path:
-        return self.logs_dir / "supervisor.log"
-
-    @property
-    def trackers_log(self) -> Path:
-        return self.logs_dir / "trackers.log"
-
-    @property
-    def batch_host_log(self) -> Path:
-        """Separate from the supervisor's log, in which srun's messages about tasks refer to the ranks."""
-        return self.logs_dir / "batch-host.log"
 
     def node_log(self, node_rank: int) -> Path:
         return self.logs_dir / f"node-{node_rank:04d}.log"
@@ -189,52 +141,21 @@ class AttemptDir:
     def rank_log(self, rank: int) -> Path:
         return self.logs_dir / f"rank-{rank:04d}.log"
 
-    @property
-    def errors_dir(self) -> Path:
-        return self.path / "errors"
-
     def rank_error(self, rank: int) -> Path:
         return self.errors_dir / f"rank-{rank:04d}.json"
-
-    @property
-    def hangs_dir(self) -> Path:
-        """Created by the first rank that hangs."""
-        return self.path / "hangs"
 
     def rank_hang(self, rank: int) -> Path:
         return self.hangs_dir / f"rank-{rank:04d}.json"
 
-    @property
-    def stacks_dir(self) -> Path:
-        return self.path / "stacks"
-
     def rank_stacks(self, rank: int) -> Path:
         return self.stacks_dir / f"rank-{rank:04d}.txt"
-
-    @property
-    def profile_dir(self) -> Path:
-        return self.path / "profile"
 
     def rank_profile(self, rank: int) -> Path:
         return self.profile_dir / f"rank-{rank:04d}.json"
 
-    @property
-    def ranks_dir(self) -> Path:
-        return self.path / "ranks"
-
     def rank_record(self, rank: int) -> Path:
         """What a rank computed by itself, on the steps that were logged."""
         return self.ranks_dir / f"rank-{rank:04d}.jsonl"
-
-    @property
-    def done_file(self) -> Path:
-        """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
-        return self.path / "done"
-
-    @property
-    def rendezvous_file(self) -> Path:
-        """The address at which the ranks of several hosts connect; empty until the first host writes it."""
-        return self.path / "rendezvous.json"
 
     def host_file(self, node_rank: int) -> Path:
         """What a host without Slurm says of itself; empty until it has joined."""
@@ -243,16 +164,6 @@ class AttemptDir:
     def host_lock_file(self, node_rank: int) -> Path:
         """Locked by that host until it leaves."""
         return self.path / f".host-{node_rank:04d}.lock"
-
-    @property
-    def script_file(self) -> Path:
-        """The batch script that was submitted for this attempt."""
-        return self.path / "submit.sbatch"
-
-    @property
-    def end_file(self) -> Path:
-        """How the attempt ended; absent while it runs and if its supervisor was killed."""
-        return self.path / "end.json"
 
     def create(self) -> None:
         """Create the folders of a new attempt.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
@@ -24,7 +23,7 @@ from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key, shown, shown_value
 from trainkit.plan.workload import Workload
 from trainkit.run.files import utc_now, write_atomic, write_json
-from trainkit.run.group import GROUP_VERSION, Point, RunGroup, difference
+from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.record import CodeCopy, submission_token
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
@@ -412,13 +411,24 @@ def _share_origin(source: RunGroup, group: RunGroup) -> CodeCopy | None:
     shutil.copyfile(source.provenance_file, group.provenance_file)
     if source.code_dir.is_dir():
         group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
-    return source.code
+    return source.record.code
 
 
-def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> dict[str, Any]:
+def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
     first = points[0]
     plan = first.plan.to_dict()
-    entries = (
+    record = GroupRecord(
+        name=name,
+        backend=first.plan.backend,
+        cwd=str(Path.cwd()),
+        cluster=None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
+        array=array,
+        keys=_keys(points),
+        code=code,
+        config=_config_dict(first.config),
+        plan=plan,
+    )
+    return record.to_dict(
         Point(
             point.index,
             point.values,
@@ -427,27 +437,13 @@ def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCop
         )
         for point in points
     )
-    return {
-        "version": GROUP_VERSION,
-        "name": name,
-        "backend": points[0].plan.backend,
-        "cwd": str(Path.cwd()),
-        "cluster": None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
-        "job_id": None,
-        "array": array,
-        "keys": _keys(points),
-        "code": None if code is None else code.to_dict(),
-        "config": _config_dict(first.config),
-        "plan": plan,
-        "points": [_compact(entry) for entry in entries],
-    }
 
 
-def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[str, Any]:
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
     return config.model_dump(mode="json", by_alias=True, include=sections)
 
 
-def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, Any]:
+def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
     """`difference` of two configs; sections that are the same object, as most are, are not compared."""
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))
@@ -455,11 +451,6 @@ def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, Any]:
 
 def _keys(points: Iterable[PlannedPoint]) -> list[str]:
     return list(dict.fromkeys(key for point in points for key in point.values))
-
-
-def _compact(point: Point) -> dict[str, Any]:
-    entry = {"index": point.index, "values": point.values, "config": point.config, "plan": point.plan}
-    return {key: value for key, value in entry.items() if value != {} or key == "values"}
 
 
 def start_group(group: RunGroup, after: str | None = None) -> str:
