@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,10 @@ class Desk:
     def argv(self, *args: str) -> list[str]:
         return [sys.executable, str(Path(__file__).with_name("driver.py")), str(self.worker), *args]
 
-    def trainkit(self, *args: str) -> subprocess.CompletedProcess[str]:
+    def trainkit(self, *args: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run `trainkit` to its end, `within` another command."""
         return subprocess.run(
-            self.argv(*args),
+            [*within, *self.argv(*args)],
             cwd=self.folder,
             env=self.environ,
             stdin=subprocess.DEVNULL,

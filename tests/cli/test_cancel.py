@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import time
 
+import pytest
 from steering import is_running, wait_for
 
 from trainkit.job.processes import descendants
@@ -48,10 +51,25 @@ def test_cancel_while_it_starts(desk):
         assert json.loads(desk.trainkit("status", run_dir, "--json").stdout)["state"] == "cancelled"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a host another name")
+def test_a_run_that_was_killed_before_its_host_got_another_name(desk):
+    run = desk.submit()
+    renamed = ["unshare", "--uts", "sh", "-c", 'hostname dhcp-7; exec "$0" "$@"']
+    assert desk.trainkit("cancel", str(run.path), "--wait", within=renamed).returncode == 0
+    assert desk.wait_for_end(run)["state"] == "cancelled"
+    run = desk.submit("--name", "other")
+    pid = read_json(run.job_file)["attempts"][0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(pid))
+    assert desk.trainkit("resume", str(run.path), within=renamed).returncode == 0
+    assert len(read_json(run.job_file)["attempts"]) == 2
+
+
 def test_run_of_another_host_is_not_touched(desk):
     run = desk.submit()
     job = read_json(run.job_file)
-    write_json(run.job_file, {**job, "attempts": [{**job["attempts"][0], "host": "elsewhere"}]})
+    away = {**job["attempts"][0], "host": "elsewhere", "boot_id": "another"}
+    write_json(run.job_file, {**job, "attempts": [away]})
     for words in (["cancel"], ["requeue"], ["resume"]):
         done = desk.trainkit(*words, str(run.path))
         assert done.returncode == 2

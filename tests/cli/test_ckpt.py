@@ -166,7 +166,7 @@ def test_prune_of_a_live_run_is_refused(run: RunDir, capsys: pytest.CaptureFixtu
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {run.path} is running as {entry.job_id}\n")
     job = read_json(run.job_file)
-    job["attempts"][0]["host"] = f"not-{socket.gethostname()}"
+    job["attempts"][0] |= {"host": f"not-{socket.gethostname()}", "boot_id": "another"}
     write_json(run.job_file, job)
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
     assert "cannot tell from here" in capsys.readouterr().err

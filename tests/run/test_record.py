@@ -40,7 +40,9 @@ def test_process_that_ended_is_gone_even_before_it_is_reaped():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"host": "elsewhere"}, Liveness.UNKNOWN),
+        ({"host": "elsewhere", "boot_id": "another"}, Liveness.UNKNOWN),
+        ({"host": "elsewhere"}, Liveness.ALIVE),  # this host had that name, or a container on it
+        ({"host": "elsewhere", "start_ticks": 1}, Liveness.UNKNOWN),
         ({"pid": None}, Liveness.UNKNOWN),
         ({"boot_id": "another"}, Liveness.GONE),
         ({"start_ticks": 1}, Liveness.GONE),

@@ -104,7 +104,7 @@ class Backend(ABC):
         """The job of an attempt, for a shell on its nodes; raises UsageError unless it is a running one."""
 
     @abstractmethod
-    def liveness(self, entry: AttemptRecord) -> Liveness:
+    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
         """Whether the job of an attempt is running or pending; UNKNOWN when this host cannot tell."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Backend(ABC):
 
     def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
         """Whether the job has ended."""
-        return self.liveness(entry) is not Liveness.ALIVE
+        return self.liveness(run, entry) is not Liveness.ALIVE
 
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
         """Wait until the job has ended; False if it is still alive after `timeout_s`."""

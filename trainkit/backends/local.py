@@ -17,7 +17,8 @@ from trainkit.job.processes import descendants, dies_with, module_argv
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.end import KILLED
 from trainkit.run.events import log_event
-from trainkit.run.process import Liveness
+from trainkit.run.lock import is_supervised
+from trainkit.run.process import Liveness, boot_id
 from trainkit.run.record import AttemptRecord, add_attempt, is_exiting, open_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -70,21 +71,26 @@ class LocalBackend(Backend):
             f"{run.path} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
         )
 
-    def liveness(self, entry: AttemptRecord) -> Liveness:
-        return entry.liveness()
+    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
+        state = entry.liveness()
+        # Another name of this machine, or a container on it: its kernel knows who holds the lock.
+        if state is Liveness.UNKNOWN and entry.boot_id == boot_id() and not is_supervised(run):
+            return Liveness.GONE
+        return state
 
     def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-        return JobStatus(ALIVE[entry.liveness()])
+        return JobStatus(ALIVE[self.liveness(run, entry)])
 
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
         if is_exiting(run, entry):
             # The supervisor is about to exit and ignores signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
-        state = entry.liveness()
+        state = self.liveness(run, entry)
         if state is Liveness.UNKNOWN:
             raise UsageError(
                 f"cannot tell from here whether {run.path} is running: it was started on {entry.host}",
-                hint=f"run `trainkit {command} {quote(str(run.path))}` on that host",
+                hint=f"run `trainkit {command} {quote(str(run.path))}` on that host; if it is gone for good, "
+                f"`trainkit resume {quote(str(run.path))} --as DIR` continues in a new folder",
             )
         return entry if state is Liveness.ALIVE else None
 

@@ -70,7 +70,7 @@ class SlurmBackend(Backend):
             raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
         return job
 
-    def liveness(self, entry: AttemptRecord) -> Liveness:
+    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
         # A job that squeue does not list is not running, whatever accounting says.
         return Liveness.ALIVE if in_queue(self.job(entry)) else Liveness.GONE
 
@@ -87,7 +87,7 @@ class SlurmBackend(Backend):
         """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
         if is_exiting(run, entry):
             return None
-        if self.liveness(entry) is Liveness.ALIVE:
+        if self.liveness(run, entry) is Liveness.ALIVE:
             return entry
         waiting = read_job(run).waiting
         jobs = query_jobs(waiting)

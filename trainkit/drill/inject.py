@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.lock import run_lock
 from trainkit.run.manifest import Checkpoint, published
-from trainkit.run.process import Liveness
 from trainkit.run.record import mark_cancelled, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import kill_step, requeue, run_step
@@ -87,7 +85,6 @@ def kill_node(run: RunDir, node_rank: int) -> int:
 
 
 GONE_WITHIN_S = 120.0
-POLL_S = 1.0
 FLIPPED_BYTES = 8
 
 # Kills every process whose environment contains all given assignments; ignores processes that have ended.
@@ -196,9 +193,7 @@ def kill_job(run: RunDir) -> bool:
         cancel_follow_ups(run, keep=entry.job_id)
         backend_of(entry).kill(run, entry)
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
-    deadline_s = time.monotonic() + GONE_WITHIN_S
-    while backend_of(entry).liveness(entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
+    backend_of(entry).wait_until_gone(run, entry, GONE_WITHIN_S)
     return True
 
 

@@ -68,24 +68,28 @@ class ProcessId:
         stat = process_stat(pid)
         if stat is None:
             raise ProcessLookupError(pid)
-        return cls(os.uname().nodename, _boot_id(), pid, stat.start_ticks)
+        return cls(os.uname().nodename, boot_id(), pid, stat.start_ticks)
 
     def liveness(self) -> Liveness:
         """Whether the process is alive; UNKNOWN when this host cannot tell."""
-        boot_id = _boot_id()
-        if self.host != os.uname().nodename or not boot_id:
+        is_named_so, current = self.host == os.uname().nodename, boot_id()
+        if not current or (self.boot_id != current and not is_named_so):
             return Liveness.UNKNOWN
-        if self.boot_id != boot_id:
+        if self.boot_id != current:
             return Liveness.GONE
         try:
             stat = process_stat(self.pid)
         except OSError:
             return Liveness.UNKNOWN
         alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks
-        return Liveness.ALIVE if alive else Liveness.GONE
+        if alive:
+            return Liveness.ALIVE
+        # The processes of a container on this host, which has a name of its own, cannot be seen.
+        return Liveness.GONE if is_named_so else Liveness.UNKNOWN
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """The id of the boot of this machine, which its containers share; empty if it cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
