@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -63,6 +64,16 @@ def test_a_run_that_was_killed_before_its_host_got_another_name(desk):
     wait_for(lambda: not is_running(pid))
     assert desk.trainkit("resume", str(run.path), within=renamed).returncode == 0
     assert len(read_json(run.job_file)["attempts"]) == 2
+
+
+def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk):
+    run = desk.submit()
+    copy = desk.folder / "runs/copy"
+    shutil.copytree(run.path, copy, symlinks=True)
+    for words in (["cancel", "--now"], ["requeue"], ["resume"]):
+        done = desk.trainkit(*words, str(copy))
+        assert (done.returncode, f"is a copy of {run.path}" in done.stderr) == (2, True)
+    assert desk.status(run)["state"] in ("starting", "running")
 
 
 def test_run_of_another_host_is_not_touched(desk):

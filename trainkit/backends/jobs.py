@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from shlex import quote
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
@@ -14,8 +15,15 @@ from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.run.end import read_end
 from trainkit.run.files import parse_time, read_json
-from trainkit.run.group import RunGroup
-from trainkit.run.record import AttemptRecord, add_slurm_attempt, is_exiting, read_job, submission_token
+from trainkit.run.group import RunGroup, is_index
+from trainkit.run.record import (
+    AttemptRecord,
+    JobRecord,
+    add_slurm_attempt,
+    is_exiting,
+    read_job,
+    submission_token,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
@@ -108,10 +116,29 @@ def job_statuses(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> 
 def live_entry(run: RunDir, command: str) -> AttemptRecord | None:
     """The newest attempt's entry if its job is alive, None if it has ended or is about to exit.
 
-    `command` is the subcommand to suggest in the UsageError that is raised when this host cannot tell.
+    Raises UsageError when this host cannot tell, and for a copy of the folder of a live run: `command` is the
+    subcommand to suggest.
     """
-    entry = read_job(run).newest
-    return None if entry is None else backend_of(entry).live_entry(run, entry, command)
+    job = read_job(run)
+    entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job.newest, command)
+    if entry is not None and (original := _copied_from(run, job)) is not None:
+        raise UsageError(
+            f"{run.path} is a copy of {original.path}, which is running as {entry.job_id}",
+            hint=f"`trainkit {command} {quote(str(original.path))}` acts on that run",
+        )
+    return entry
+
+
+def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
+    """The run whose folder was copied to this one, as far as its code says so."""
+    if job.code is None:
+        return None
+    home = Path(job.code.code).parent
+    original = (
+        RunGroup(home).run(int(run.name)) if RunGroup(home).exists() and is_index(run.name) else RunDir(home)
+    )
+    is_other = original.exists() and not original.path.samefile(run.path)
+    return original if is_other and read_job(original).newest == job.newest else None
 
 
 def recover_job_id(run: RunDir) -> None:
