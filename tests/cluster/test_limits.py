@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.cluster.limits import limit_problems, partition_problems
@@ -80,28 +80,21 @@ def test_what_fits() -> None:
             {"partition": "debug", "time": "10", "nodes": 3},
             (
                 *("resources.nodes", "is 3, but a job in partition debug can have at most 2 nodes"),
-                "--nodes 2 fits; --partition gpu fits without other changes",
+                "--partition gpu fits without other changes",
             ),
         ),
         (
             {"nodes": 5, "workers_per_node": 8, "gpus_per_node": 8, "cpus_per_node": 64},
             (
                 *("resources.nodes", "is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs"),
-                "--nodes 10 --gpus-per-node 4 fits, with the same 40 GPUs",
+                "",
             ),
         ),
         (
             {"gpus_per_node": 16, "workers_per_node": 16},
             (
                 *("resources.gpus_per_node", "is 16, but the nodes of partition gpu have at most 8 GPUs"),
-                "--nodes 2 --gpus-per-node 8 fits, with the same 16 GPUs",
-            ),
-        ),
-        (
-            {"gpus_per_node": 12, "workers_per_node": 12},
-            (
-                *("resources.gpus_per_node", "is 12, but the nodes of partition gpu have at most 8 GPUs"),
-                "--nodes 3 --gpus-per-node 4 fits, with the same 12 GPUs",
+                "--gpus-per-node 8 fits; more --nodes give as many GPUs",
             ),
         ),
         (
@@ -116,7 +109,7 @@ def test_what_fits() -> None:
             (
                 "resources.cpus_per_gpu",
                 "is 20: 4 x 20 = 80 CPUs per node, but the nodes of partition gpu have 64",
-                "--set resources.cpus_per_gpu=16 fits",
+                "",
             ),
         ),
         (
@@ -124,14 +117,14 @@ def test_what_fits() -> None:
             (
                 "resources.gpus_per_node",
                 "is 80, but the nodes of partition gpu have 64 CPUs and every process needs one",
-                "--gpus-per-node 64 fits; --partition cpu fits without other changes",
+                "--partition cpu fits without other changes",
             ),
         ),
         (
             {"mem": "501G"},
             (
                 *("resources.mem", "is 501G, but the nodes of partition gpu have 500G"),
-                "--set resources.mem=500G fits",
+                "",
             ),
         ),
         (
@@ -153,7 +146,7 @@ def test_what_fits() -> None:
             (
                 "resources.nodes",
                 "is 5, but partition gpu has 4 nodes with 4 GPUs of type h100 and 32 CPUs",
-                "--nodes 4 fits",
+                "",
             ),
         ),
         (
@@ -161,7 +154,7 @@ def test_what_fits() -> None:
             (
                 "resources.nodes",
                 "is 9, but partition gpu has 8 nodes with 4 GPUs, 32 CPUs, feature ib and feature a100",
-                "--nodes 8 fits",
+                "",
             ),
         ),
         (
@@ -337,65 +330,11 @@ def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus() -> None:
     assert keys == ["resources.constraint", "resources.gpu_type", "resources.gpus_per_node"]
 
 
-FOUR = Cluster("four", (Partition("low", is_default=True, nodes=(NodeKind(4, 8, 8000, {"h100": 4}),)),))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "hint"),
-    [
-        (1, 8, "--nodes 2 --gpus-per-node 4 fits, with the same 8 GPUs"),
-        (2, 8, "--nodes 4 --gpus-per-node 4 fits, with the same 16 GPUs"),
-        (3, 8, "--nodes 3 --gpus-per-node 4 fits"),  # 6 x 4 are more nodes than there are
-        (6, 8, "--nodes 4 --gpus-per-node 4 fits"),
-        (1, 6, "--nodes 2 --gpus-per-node 3 fits, with the same 6 GPUs"),
-        (1, 7, "--gpus-per-node 4 fits"),
-        (8, 2, "--nodes 4 --gpus-per-node 4 fits, with the same 16 GPUs"),
-        (9, 4, "--nodes 4 fits"),
-    ],
-)
-def test_nodes_and_gpus_are_suggested_together(nodes: int, gpus: int, hint: str) -> None:
-    request = ResourceRequest(nodes, gpus, gpus_per_node=gpus, cpus_per_node=gpus)
-    problems = list(limit_problems(request, FOUR))
-    assert [problem.hint for problem in problems] == [hint]
-
-
-def test_one_suggestion_covers_nodes_gpus_cpus_and_memory() -> None:
-    request = ResourceRequest(3, 8, gpus_per_node=8, cpus_per_node=32, mem="1T", spare_nodes=2)
-    first, *others = limit_problems(request, FOUR)
-    assert first.hint == (
-        "--nodes 3 --gpus-per-node 4 --set resources.spare_nodes=1 --set resources.cpus_per_gpu=2 "
-        "--set resources.mem=8000M fits"
-    )
-    assert [problem.hint for problem in others] == [""]
-
-
 def test_a_partition_that_is_down_is_not_suggested() -> None:
     cluster = replace(WEST, partitions=(replace(GPU, is_up=False), CPU))
     assert found(cluster, partition="cpu")[0].hint == ""
 
 
-OPTION = re.compile(r"--(?:set resources\.)?(?P<name>[a-z_-]+)[ =](?P<value>[\w.:-]+)")
-
-
-def typed(request: ResourceRequest, hint: str) -> ResourceRequest:
-    """The request with the options of a hint, those of other partitions excepted."""
-    values: dict[str, Any] = {match["name"]: match["value"] for match in OPTION.finditer(hint)}
-    each = None if request.cpus_per_node is None else request.cpus_per_node // request.workers_per_node
-    workers = int(values.get("gpus-per-node", request.workers_per_node))
-    each = int(values["cpus_per_gpu"]) if "cpus_per_gpu" in values else each
-    return replace(
-        request,
-        nodes=int(values.get("nodes", request.nodes)),
-        spare_nodes=int(values.get("spare_nodes", request.spare_nodes)),
-        workers_per_node=workers,
-        gpus_per_node=workers if request.gpus_per_node else None,
-        cpus_per_node=None if each is None else each * workers,
-        mem=values.get("mem", request.mem),
-        time=values.get("time", request.time),
-    )
-
-
-SIZES = {f"resources.{key}" for key in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu", "mem")}
 NODES = st.builds(
     NodeKind,
     count=st.integers(1, 6),
@@ -443,19 +382,14 @@ def requests(draw: st.DrawFn) -> ResourceRequest:
 
 
 @given(cluster=SMALL_CLUSTERS, request_=requests())
-@example(FOUR, ResourceRequest(3, 8, gpus_per_node=8))
 def test_every_suggestion_is_accepted(cluster: Cluster, request_: ResourceRequest) -> None:
-    problems = list(limit_problems(request_, cluster))
-    hints = [problem.hint.partition("--partition ") for problem in problems]
-    for problem, (sizes, _, partitions) in zip(problems, hints, strict=True):
-        names = re.split(", | or ", partitions.removesuffix(" fits without other changes"))
-        for name in filter(None, names):
+    for problem in limit_problems(request_, cluster):
+        own, _, partitions = problem.hint.partition("--partition ")
+        for name in filter(None, re.split(", | or ", partitions.removesuffix(" fits without other changes"))):
             assert list(limit_problems(replace(request_, partition=name), cluster)) == []
-        if OPTION.search(sizes):
-            left = {item.key for item in limit_problems(typed(request_, sizes), cluster)}
-            assert left <= {item.key for item in problems} - {problem.key}
-            assert problem.key == "resources.time" or not left & SIZES
-    everything = typed(request_, " ".join(sizes for sizes, _, _ in hints))
-    unsolved = {item.key for item in limit_problems(everything, cluster)}
-    # What no option of this partition fixes: names that do not exist, and what none of its nodes has.
-    assert unsolved <= {item.key for item, hint in zip(problems, hints, strict=True) if "--" not in hint[0]}
+        if (option := re.match(r"--(?:time|gpus-per-node) (\S+) fits", own)) is not None:
+            value: Any = option[1]
+            changed = replace(request_, time=value)
+            if problem.key == "resources.gpus_per_node":
+                changed = replace(request_, workers_per_node=int(value), gpus_per_node=int(value))
+            assert problem.key not in {item.key for item in limit_problems(changed, cluster)}

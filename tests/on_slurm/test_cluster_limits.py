@@ -95,7 +95,7 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
             ("--gpus-per-node", "8"),
             "--gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 "
             "GPUs",
-            "--nodes 2 --gpus-per-node 4 fits, with the same 8 GPUs",
+            "--gpus-per-node 4 fits; more --nodes give as many GPUs",
         ),
         (
             ("--set", "resources.gpu_type=h10"),
@@ -107,23 +107,23 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
             ("--set", "resources.cpus_per_gpu=3"),
             "--set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs per node, but the "
             "nodes of partition low have 8",
-            "--set resources.cpus_per_gpu=2 fits",
+            "",
         ),
         (
             ("--set", "resources.mem=63G"),
             f"--set resources.mem=63G: resources.mem: is 63G, but the nodes of partition low have {MEM_MB}M",
-            f"--set resources.mem={MEM_MB}M fits",
+            "",
         ),
         (
             ("--nodes", "8", "--set", "train.global_batch_size=null"),
             "--nodes 8: resources.nodes: is 8, but partition low has 4 nodes",
-            "--nodes 4 fits",
+            "",
         ),
         (
             ("--constraint", "rack1", "--nodes", "4", "--set", "train.global_batch_size=null"),
             "--nodes 4: resources.nodes: is 4, but partition low has 2 nodes with 4 GPUs, 8 CPUs and "
             "feature rack1",
-            "--nodes 2 fits",
+            "",
         ),
         (
             ("--constraint", "rakc1"),

@@ -25,7 +25,6 @@ from trainkit.formats import memory_mib, memory_text, time_limit_s, time_text
 
 SUBACCOUNTS_VERSION = (23, 2)
 """Since this version, AllowAccounts also allows subaccounts, which are not known here."""
-_SIZES = tuple(f"resources.{key}" for key in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu", "mem"))
 
 
 class LimitProblem(NamedTuple):
@@ -58,19 +57,12 @@ def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Limit
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[LimitProblem]:
-    """The problems that prevent a job from ever starting in a partition.
-
-    The options that the hints suggest, used together, pass these checks.
-    """
+    """The problems that prevent a job from ever starting in a partition; each message names the limit."""
     found = list(_violations(request, cluster, partition))
-    sizes = _size_suggestion(request, cluster, partition) if found else ""
     other = _partition_suggestion(request, cluster, partition) if found else ""
     for key, message, hint in found:
-        suggestion = sizes if key in _SIZES else ""
-        hint = "; ".join(filter(None, (hint, suggestion, other)))
-        yield LimitProblem(key, message, with_source(hint, cluster))
+        yield LimitProblem(key, message, with_source("; ".join(filter(None, (hint, other))), cluster))
         other = ""
-        sizes = "" if suggestion else sizes  # the suggestion covers all sizes: give it once
 
 
 def spare_capacity(request: ResourceRequest, cluster: Cluster) -> int | None:
@@ -207,10 +199,10 @@ def with_source(hint: str, cluster: Cluster) -> str:
 
 
 def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[LimitProblem]:
-    """(key, message, hint) for the limits that a request exceeds, without suggesting other values."""
+    """(key, message, hint) for the limits that a request exceeds."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
-    max_nodes = _max_nodes(request, cluster, partition)
+    max_nodes = partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
     if max_nodes is not None and request.all_nodes > max_nodes:
         key, shown = _too_many_nodes(request, max_nodes)
         limit = _count(max_nodes, "node")
@@ -232,10 +224,6 @@ def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
 def _applies(limit: Literal["time", "nodes"], qos: Qos | None) -> bool:
     """Whether a limit of the partition is known to apply to the jobs of a QOS."""
     return qos is None or (qos.overrides is not None and limit not in qos.overrides)
-
-
-def _max_nodes(request: ResourceRequest, cluster: Cluster, partition: Partition) -> int | None:
-    return partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
 
 
 def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
@@ -312,7 +300,8 @@ def _node_size_problems(
     if too_many_gpus:
         available = f"at most {_count(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
         message = f"is {request.gpus_per_node}, but {nodes_have} {available}"
-        yield LimitProblem("resources.gpus_per_node", message)
+        hint = f"--gpus-per-node {max_gpus} fits; more --nodes give as many GPUs" if max_gpus else ""
+        yield LimitProblem("resources.gpus_per_node", message, hint)
     cpus = [partition.usable_cpus(kind) for kind in kinds]
     max_cpus = None if None in cpus else max(number for number in cpus if number is not None)
     if not too_many_gpus and max_cpus is not None and (request.cpus_per_node or 0) > max_cpus:
@@ -347,9 +336,6 @@ def _requirements(request: ResourceRequest) -> str:
     return listed([*parts, *(f"feature {name}" for name in features_of(request.constraint))])
 
 
-# Suggestions, each checked against the full request.
-
-
 def _partition_suggestion(request: ResourceRequest, cluster: Cluster, refused: Partition) -> str:
     """Suggest other partitions that can run the job unchanged."""
     fitting = [
@@ -361,113 +347,3 @@ def _partition_suggestion(request: ResourceRequest, cluster: Cluster, refused: P
         and next(_violations(request, cluster, item), None) is None
     ]
     return f"--partition {listed(fitting, 'or')} fits without other changes" if fitting else ""
-
-
-def _size_suggestion(request: ResourceRequest, cluster: Cluster, partition: Partition) -> str:
-    """Suggest the options with the smallest change of sizes that lets the partition run the job."""
-    nearest = _nearest_sizes(request, partition, _max_nodes(request, cluster, partition))
-    if nearest is None or nearest == request:
-        return ""
-    options = []
-    new_workers = nearest.workers_per_node != request.workers_per_node
-    if nearest.nodes != request.nodes or (new_workers and nearest.nodes > 1):
-        options.append(f"--nodes {nearest.nodes}")
-    if new_workers:
-        options.append(f"--gpus-per-node {nearest.workers_per_node}")
-    for key, new, old in (
-        ("spare_nodes", nearest.spare_nodes, request.spare_nodes),
-        ("cpus_per_gpu", _cpus_per_worker(nearest), _cpus_per_worker(request)),
-        ("mem", nearest.mem, request.mem),
-    ):
-        if new != old:
-            options.append(f"--set resources.{key}={new}")
-    total = request.nodes * request.workers_per_node
-    is_same_total = nearest.nodes * nearest.workers_per_node == total
-    as_many = f", with the same {total} {'GPUs' if request.gpus_per_node else 'processes'}"
-    return f"{' '.join(options)} fits{as_many if is_same_total and nearest.nodes != request.nodes else ''}"
-
-
-def _cpus_per_worker(request: ResourceRequest) -> int | None:
-    return None if request.cpus_per_node is None else request.cpus_per_node // request.workers_per_node
-
-
-def _nearest_sizes(
-    request: ResourceRequest, partition: Partition, max_nodes: int | None
-) -> ResourceRequest | None:
-    """The closest request that a partition can satisfy; None if there is none.
-
-    Prefers the same total number of processes, then few changed values, then more processes.
-    """
-    kinds = _by_hardware(matching_nodes(partition, request.constraint, request.needed_gpu_type))
-    total = request.nodes * request.workers_per_node
-    ranked = []
-    for kind in kinds:
-        for per_node in _clipped(request, partition, kind):
-            limit = _num_fitting(per_node, partition, kinds)
-            limit = limit if max_nodes is None else min(limit, max_nodes)
-            workers = per_node.workers_per_node
-            for nodes in {request.nodes, total // workers, limit - request.spare_nodes, limit}:
-                spare = min(request.spare_nodes, limit - nodes)
-                if nodes < 1 or spare < 0 or nodes * workers > total:
-                    continue
-                found = replace(per_node, nodes=nodes, spare_nodes=spare)
-                ranked.append((_distance(request, found, kind), found))
-    return min(ranked, key=lambda item: item[0], default=(None, None))[1]
-
-
-def _by_hardware(kinds: Iterable[NodeKind]) -> list[NodeKind]:
-    """Merge nodes across features: a large cluster can have thousands of feature combinations."""
-    merged: dict[tuple[object, ...], NodeKind] = {}
-    for kind in kinds:
-        key = (kind.cpus, kind.mem_mib, *sorted(kind.gpus.items()))
-        known = merged.get(key)
-        merged[key] = kind if known is None else replace(known, count=known.count + kind.count)
-    return list(merged.values())
-
-
-def _clipped(request: ResourceRequest, partition: Partition, kind: NodeKind) -> Iterator[ResourceRequest]:
-    """The request reduced to one kind of node, with each number of GPUs per node to try."""
-    workers, each, mem = request.workers_per_node, _cpus_per_worker(request), request.mem
-    gpus, cpus = kind.num_gpus(request.gpu_type), partition.usable_cpus(kind)
-    if request.gpus_per_node:
-        workers = min(workers, gpus)
-    if kind.mem_mib is not None and mem is not None and (memory_mib(mem) or 0) > kind.mem_mib:
-        mem = memory_text(kind.mem_mib)
-    total = request.nodes * request.workers_per_node
-    choices = (*range(1, workers), gpus) if request.gpus_per_node else ()
-    for count in {workers, *(number for number in choices if number and total % number == 0)} - {0}:
-        share = each
-        if each is not None and cpus is not None:
-            share = min(each, max(1, cpus // count))
-            count = min(count, cpus // share)
-        if count:
-            yield replace(
-                request,
-                workers_per_node=count,
-                gpus_per_node=count if request.gpus_per_node else None,
-                cpus_per_node=None if share is None else share * count,
-                mem=mem,
-            )
-
-
-def _distance(request: ResourceRequest, found: ResourceRequest, kind: NodeKind) -> tuple[float, ...]:
-    """A sort key for suggestions: the smallest is closest to the request."""
-    total, workers = found.nodes * found.workers_per_node, found.workers_per_node
-    is_whole_node = workers in (request.workers_per_node, kind.num_gpus(request.gpu_type))
-    changes = (
-        found.nodes != request.nodes,
-        found.spare_nodes != request.spare_nodes,
-        workers != request.workers_per_node,
-        _cpus_per_worker(found) != _cpus_per_worker(request),
-        found.mem != request.mem,
-    )
-    return (
-        total != request.nodes * request.workers_per_node,
-        not is_whole_node,
-        sum(changes),
-        -total,
-        found.nodes,
-        -found.spare_nodes,
-        -(_cpus_per_worker(found) or 0),
-        -(memory_mib(found.mem) or 0) if found.mem else 0,
-    )
