@@ -1,5 +1,4 @@
 import json
-import os
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 
@@ -8,14 +7,13 @@ import pytest
 from benchmarks.report import write_run
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.observe import goodput
 from trainkit.observe import report as report_module
 from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_curves
 from trainkit.observe.page import duration, line_chart, nice_ticks
 from trainkit.observe.report import percentages, read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
-from trainkit.run.files import append_jsonl, read_jsonl, write_json
+from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory, attempts_of, ended_attempts
 from trainkit.run.rundir import RunDir
 
@@ -184,23 +182,6 @@ def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
     assert curves.spent[1]["productive"] == pytest.approx(1.5 * count)
     assert curves.spent[1]["data_wait"] == pytest.approx(0.5 * count)
     assert (curves.spent[1]["startup"], curves.spent[1]["shutdown"]) == (20.0, 1.0)
-
-
-def test_processes_that_share_a_file_read_the_same_as_one(tmp_path):
-    run = RunDir(tmp_path / "long")
-    write_run(run, 4000)
-    attempts = attempts_in(read_jsonl(run.events_file))
-    whole = read_curves(run.metrics_file, attempts)
-    parts = read_curves(run.metrics_file, attempts, part_bytes=100_000)
-    assert len(goodput.file_parts(run.metrics_file, 100_000)) == min(8, len(os.sched_getaffinity(0)))
-    assert (parts.num_records, parts.num_steps_lost) == (4000, 0)
-    for number in (1, 2):
-        assert parts.spent[number] == pytest.approx(whole.spent[number])
-        assert sum(parts.spent[number].values()) == pytest.approx(attempts[number - 1].allocated_s)
-    for name, by_attempt in whole.series.items():
-        for number, points in by_attempt.items():
-            assert min(points)[0] == min(parts.series[name][number])[0]
-            assert max(value for _, value in points) == max(value for _, value in parts.series[name][number])
 
 
 def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
-from multiprocessing import get_context
+from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,11 +30,6 @@ CATEGORIES = {
 }
 """Category of allocated time -> its label, in the order in which they are shown."""
 NUM_BUCKETS = 800
-PART_BYTES = 32 * 1024 * 1024
-"""A file of at least twice this size is read by several processes."""
-MAX_READERS = 8
-OVERLAP_BYTES = 65_536
-"""How far before its part a process looks for the previous records."""
 MERGED_RECORDS = 50
 """In buckets of at least this many records, those without an event in between are added up at once."""
 Point = tuple[float, float]
@@ -57,110 +47,31 @@ class Curves:
     num_steps_lost: int
 
 
-def read_curves(path: Path, attempts: Sequence[Attempt], part_bytes: int = PART_BYTES) -> Curves:
-    """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went.
-
-    Processes read the parts of a large file in parallel, as most of the time is spent parsing lines.
-    """
-    parts = file_parts(path, part_bytes)
-    read = partial(_read_part, path, attempts)
-    if len(parts) == 1:
-        found = [read(parts[0])]
-    else:
-        # Ctrl-C reaches the whole process group: only this process reports it.
-        ignored = signal.SIGINT, signal.SIG_IGN
-        spawn = get_context("spawn")
-        with ProcessPoolExecutor(len(parts), spawn, signal.signal, ignored) as readers:
-            found = list(readers.map(read, parts))
-    curves, clocks = _joined(found)
-    for attempt in attempts:
-        _add_ends(curves.spent[attempt.number], attempt, clocks.get(attempt.number))
-    return curves
-
-
-Clocks = dict[int, tuple[float, int]]
-"""Attempt -> the time and step up to which its time has been divided."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a file, from the start of a line on."""
-
-    start: int
-    end: int
-    num_buckets: int
-
-
-def file_parts(path: Path, part_bytes: int) -> list[Part]:
-    """Parts of about equal size, one for each process that may run; a single one for a small file."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return [Part(0, 0, NUM_BUCKETS)]
-    count = max(1, min(MAX_READERS, len(os.sched_getaffinity(0)), size // part_bytes))
-    cuts = [0]
-    with path.open("rb") as stream:
-        for index in range(1, count):
-            stream.seek(size * index // count)
-            stream.readline()
-            cuts.append(stream.tell())
-    return [Part(*ends, NUM_BUCKETS // count) for ends in pairwise([*cuts, size])]
-
-
-def _joined(found: Sequence[tuple[Curves, Clocks]]) -> tuple[Curves, Clocks]:
-    """The curves of all parts of a file, in order."""
-    (curves, clocks), *others = found
-    for following, later in others:
-        for name, by_attempt in following.series.items():
-            for number, points in by_attempt.items():
-                curves.series[name].setdefault(number, []).extend(points)
-        for number, spent in following.spent.items():
-            for category, spent_s in spent.items():
-                curves.spent[number][category] += spent_s
-        curves.num_records += following.num_records
-        curves.num_steps_lost += following.num_steps_lost
-        clocks |= later
-    return curves, clocks
-
-
-def _read_part(path: Path, attempts: Sequence[Attempt], part: Part) -> tuple[Curves, Clocks]:
-    """Read one part of metrics.jsonl; start-up and shutdown of the attempts are not added yet."""
+def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
+    """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
-    series: dict[str, dict[int, list[Point]]] = {name: {} for name in CURVES}
-    clocks = _clocks_before(path, part.start)
-    count = lost = 0
-    for records in _buckets(path, part):
-        count += len(records)
+    curves = Curves({name: {} for name in CURVES}, spent, 0, 0)
+    clocks: dict[int, tuple[float, int]] = {}
+    """Attempt -> the time and step up to which its time has been divided."""
+    for records in _buckets(path):
+        curves.num_records += len(records)
         for number, own in _by_attempt(records).items():
             attempt = by_number.get(number)
             if attempt is None:
                 continue
             kept = [record for record in own if record.step <= attempt.kept_step]
-            for name, points in series.items():
+            for name, points in curves.series.items():
                 points.setdefault(number, []).extend(_extremes(kept, name))
             begin = attempt.training or attempt.started
             if begin is None or attempt.ended is None:
                 continue
             clock = clocks.get(number, (begin, attempt.start_step))
-            clock, num_lost = _add_steps(spent[number], attempt, own, clock)
-            clocks[number], lost = clock, lost + num_lost
-    return Curves(series, spent, count, lost), clocks
-
-
-def _clocks_before(path: Path, position: int) -> Clocks:
-    """The clocks of the attempts whose records are just before a position."""
-    if position == 0:
-        return {}
-    with path.open("rb") as stream:
-        stream.seek(max(0, position - OVERLAP_BYTES))
-        lines = stream.read(min(position, OVERLAP_BYTES)).split(b"\n")
-    clocks = {}
-    for record in _parsed(lines):  # the first may be cut off
-        time = timestamp(record.time)
-        if time is not None:
-            clocks[record.attempt or 0] = time, record.step
-    return clocks
+            clocks[number], num_lost = _add_steps(spent[number], attempt, own, clock)
+            curves.num_steps_lost += num_lost
+    for attempt in attempts:
+        _add_ends(spent[attempt.number], attempt, clocks.get(attempt.number))
+    return curves
 
 
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
@@ -291,25 +202,16 @@ def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
     return found
 
 
-def _buckets(path: Path, part: Part) -> Iterator[list[StepRecord]]:
-    """The records of a part of a file in about the number of lists that it names."""
-    if part.end == part.start:
+def _buckets(path: Path) -> Iterator[list[StepRecord]]:
+    """The records of a file in about `NUM_BUCKETS` lists."""
+    if not path.exists():
         return
     with path.open("rb") as stream:
-        stream.seek(part.start)
         first = len(stream.readline()) or 1
-        stream.seek(part.start)
-        count = max(1, (part.end - part.start) // first // part.num_buckets)
-        position = part.start
-        while position < part.end:
-            lines: list[bytes] = []
-            while position < part.end and len(lines) < count:
-                lines.append(stream.readline())
-                position += len(lines[-1])
-                if not lines[-1]:
-                    return
-            records = _parsed(lines)
-            if records:
+        count = max(1, path.stat().st_size // first // NUM_BUCKETS)
+        stream.seek(0)
+        while lines := list(islice(stream, count)):
+            if records := _parsed(lines):
                 yield records
 
 
