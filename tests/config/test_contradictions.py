@@ -41,6 +41,33 @@ def test_epochs_and_steps(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "flag", "length", "note"),
+    [
+        ("epochs: 2", "train.steps=20", (20, None), "20 steps: --set train.steps=20 replaces train.epochs"),
+        (
+            "steps: 9",
+            "train.epochs=0.5",
+            (None, 0.5),
+            "0.5 epochs: --set train.epochs=0.5 replaces train.steps",
+        ),
+        (
+            "{epochs: 2, steps: null}",
+            "train.steps=20",
+            (20, None),
+            "20 steps: --set train.steps=20 replaces train.epochs",
+        ),
+        ("epochs: 2", "seed=1", (None, 2), ""),
+    ],
+)
+def test_a_later_length_replaces_an_earlier_one(
+    tmp_path: Path, file: str, flag: str, length: tuple[int | None, float | None], note: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"train:\n  {file}\n")
+    loaded = load_config("run.yaml", overrides=[flag], environ={}, cwd=tmp_path)
+    assert ((loaded.config.train.steps, loaded.config.train.epochs), loaded.length_note) == (length, note)
+
+
 def test_steps_null_leaves_epochs(tmp_path: Path) -> None:
     assert load(tmp_path, "train.epochs=0.5", "train.steps=null").config.train.epochs == 0.5
 

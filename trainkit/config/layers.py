@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from trainkit.config.names import close_matches, near, near_yaml, sections
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import CONFIG_VERSION
-from trainkit.config.yamlfile import Entry, entry_at, merge, parse_value, read_yaml_file
+from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.resources import find_shipped_config, shipped_config_names, shipped_configs
 
@@ -95,8 +95,8 @@ class Layers:
                 names = [self.shown(item) for item in chain[chain.index(parent.resolve()) :]]
                 self.problem("extends", f"{' extends '.join([*names, names[0]])}: this is circular", origin)
                 continue
-            result = merge(result, self._file(parent, chain))
-        return merge(result, Entry(own, entry.origin))
+            result = overlay(result, self._file(parent, chain))
+        return overlay(result, Entry(own, entry.origin))
 
     def _extended(self, entry: Entry) -> list[tuple[str, str]]:
         extends = entry.value.get("extends")

@@ -24,6 +24,8 @@ class LoadedConfig:
     """Dotted key to ``file:line``, the flag, the variable's name, or ``default``."""
     adjustable: frozenset[str] = frozenset()
     """Keys whose values were not chosen for this run, such as those of shipped configs."""
+    length_note: str = ""
+    """Which value sets the length of the run, if it replaces one of another key."""
 
     def set_by_user(self, key: str) -> bool:
         """Whether the user set the key; otherwise a plan may adapt its value."""

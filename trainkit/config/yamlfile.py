@@ -127,6 +127,20 @@ def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
     return Entry(merged, high.origin)
 
 
+LENGTHS = (("train", "steps"), ("train", "epochs"))
+"""The keys for the length of a run, of which one is set."""
+
+
+def overlay(low: Entry, high: Entry) -> Entry:
+    """`merge`, except that the length in `high` replaces one that `low` gives by the other key."""
+    for own, other in (LENGTHS, LENGTHS[::-1]):
+        found, before = high.find(own), low.find(other)
+        replaces = found is not None and found.value is not None and high.find(other) is None
+        if found is not None and replaces and before is not None and before.value is not None:
+            high = merge(high, entry_at(other, None, found.origin))
+    return merge(low, high)
+
+
 def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:
     """A tree with a single value, such as that of a flag, which was typed as `typed`."""
     entry = replace(_entries(value, origin), typed=typed)

@@ -106,6 +106,8 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         layout = draft.layout(world_size)
         batch = draft.batch(layout)
         lr = draft.lr(layout)
+        if loaded.length_note:
+            draft.reasons["length"] = loaded.length_note
     else:
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
         job = Job(loaded, world_size, num_nodes, workers_per_node, device)
