@@ -38,7 +38,7 @@ Every key of a run config, with its default. A config contains only what differs
 - The first source that sets a key wins: a flag or `--set KEY=VALUE`; the environment
   (`TRAINKIT_TRAIN__STEPS=50`); `--profile NAME`; the config file; the files that it `extends`;
   `./trainkit.yaml`; `~/.config/trainkit/config.yaml`; the cluster profile; the default.
-  `train.steps` and `train.epochs` count as one key here: `--set train.steps=20` replaces the epochs of a file.
+  `train.steps` and `train.epochs` count as one key: `--set train.steps=20` replaces the epochs of a file.
 - `trainkit check CONFIG --show-origin` lists the effective value of every key and where it came from.
 - `trainkit schema` prints this schema as JSON, for editors that complete and check YAML.
 """
