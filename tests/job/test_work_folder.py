@@ -13,7 +13,7 @@ from tests.support.folders import content
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import take_snapshot
+from trainkit.submit.snapshot import copy_code
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
-    snapshot = take_snapshot(project / subfolder, run, {}, links=True)
+    snapshot = copy_code(project / subfolder, run, (), {})
     write_json(
         run.job_file,
         {"cwd": "/", "code": {"code": snapshot.code, "subfolder": snapshot.subfolder}, "attempts": []},

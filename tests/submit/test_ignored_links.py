@@ -10,7 +10,7 @@ from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
 from trainkit.run.rundir import RunDir
 from trainkit.submit import source_tree
-from trainkit.submit.snapshot import take_snapshot
+from trainkit.submit.snapshot import WORK_FOLDER_NOTE, copy_code
 
 
 def test_what_git_ignores(project: Path, run: RunDir) -> None:
@@ -22,18 +22,19 @@ def test_what_git_ignores(project: Path, run: RunDir) -> None:
         (project / name).write_text(name)
     (project / "old" / "job.json").touch()
     (project / "sub" / "__pycache__" / "m.pyc").touch()
-    found = take_snapshot(project, run, {}, links=True)
-    assert found.links == (".venv", "data", "sub/w.bin")
+    found = copy_code(project, run, (), {})
+    assert found.links == [".venv", "data", "sub/w.bin"]
     assert content(run.code_dir) == {
         ".gitignore": (project / ".gitignore").read_text(),
         "sub/m.py": "sub/m.py",
         **{name: f"{project}/{name}" for name in found.links},
     }
     assert (run.code_dir / "data" / "deep" / "x").read_text() == "data/deep/x"
-    assert found.notes == (
+    assert found.notes == [
         "not in the copy of the code: key.pem (looks like a secret)",
         "linked into the copy of the code, not copied: .venv, data, sub/w.bin",
-    )
+        WORK_FOLDER_NOTE,
+    ]
 
 
 def test_without_git(project: Path) -> None:
@@ -42,7 +43,7 @@ def test_without_git(project: Path) -> None:
     for name in ("data/x.bin", "a.py", "pkg/b.py", "pkg/w.bin", "id_rsa"):
         (project / name).write_text(name)
     run = RunDir(project / "mine")
-    assert take_snapshot(project, run, {}, links=True).links == ("data", "pkg/w.bin")
+    assert copy_code(project, run, (), {}).links == ["data", "pkg/w.bin"]
     assert (run.code_dir / "pkg" / "w.bin").read_text() == "pkg/w.bin"
 
 
@@ -51,11 +52,11 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     for number in range(3):
         (project / f"{number}.jpg").touch()
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
-        take_snapshot(project, run, {}, links=True)
-    assert take_snapshot(project, run, {}).num_files == 0
+        copy_code(project, run, (), {})
+    assert copy_code(project, run, None, {}).num_files == 0
 
 
 def test_none_unless_asked_for(project: Path, run: RunDir) -> None:
     (project / "x.bin").touch()
-    assert take_snapshot(project, run, {}).links == ()
+    assert copy_code(project, run, None, {}).links == []
     assert names(run.code_dir) == []

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import find_import_path, take_snapshot
+from trainkit.submit.snapshot import copy_code, find_import_path
+from trainkit.submit.source_tree import SourceTree
 
 
-def find(*files: str, subfolder: str = "", inherited: str | None = None) -> tuple[str, ...]:
-    found, notes = find_import_path("/source", files, "/code", subfolder, inherited)
-    assert notes == ()
-    return found
+def tree(*files: str, subfolder: str = "") -> SourceTree:
+    return SourceTree("/source", "git", subfolder, dict.fromkeys(files, Path("/").stat()))
+
+
+def find(*files: str, subfolder: str = "", inherited: str = "") -> tuple[str, ...]:
+    found, notes = find_import_path(tree(*files, subfolder=subfolder), "/code", inherited)
+    assert notes == []
+    return tuple(found)
 
 
 def test_working_directory() -> None:
@@ -37,9 +42,9 @@ def test_what_pythonpath_has_of_the_source() -> None:
 
 @pytest.mark.parametrize("name", ["queue.py", "types/__init__.py"])
 def test_a_module_that_would_take_the_place_of_pythons_own(name: str) -> None:
-    found, [note] = find_import_path("/source", [name, "logging/x.txt", "sub/io.py"], "/code", "", None)
-    assert found == ()
-    assert f"its {name.partition('/')[0]} would shadow the standard library's" in note
+    found, [note] = find_import_path(tree(name, "logging/x.txt", "sub/io.py"), "/code", "")
+    assert found == []
+    assert f"its {name[:5]} would shadow the standard library's" in note
 
 
 def test_folders_that_only_sound_like_modules_of_python() -> None:
@@ -47,8 +52,8 @@ def test_folders_that_only_sound_like_modules_of_python() -> None:
 
 
 def test_colon() -> None:
-    found, [note] = find_import_path("/source", ["a.py"], "/code:1", "", None)
-    assert found == ()
+    found, [note] = find_import_path(tree("a.py"), "/code:1", "")
+    assert found == []
     assert note.endswith("/code:1 is not on PYTHONPATH, which cannot contain a folder with a colon")
 
 
@@ -56,7 +61,7 @@ def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
     """As they do in a job: an installation that leads to the source comes after PYTHONPATH."""
     (project / "pyproject.toml").touch()
     (project / "mine.py").write_text("VALUE = 'as submitted'")
-    found = take_snapshot(project, run, {})
+    found = copy_code(project, run, None, {})
     (project / "mine.py").write_text("VALUE = 'edited'")
     script = f"import sys; sys.path.append({str(project)!r}); import mine; print(mine.VALUE)"
     done = subprocess.run(

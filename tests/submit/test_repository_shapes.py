@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.folders import git
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import take_snapshot
+from trainkit.submit.snapshot import copy_code
 
 
 def write(root: Path, *names: str) -> None:
@@ -206,8 +206,8 @@ SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
 def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
     shape(project)
     folder, copied, linked = SHAPES[shape]
-    found = take_snapshot(project / folder, run, {}, links=True)
-    assert list(found.links) == linked
+    found = copy_code(project / folder, run, (), {})
+    assert found.links == linked
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)
         for parent, folders, names in os.walk(run.code_dir)

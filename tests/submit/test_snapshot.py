@@ -18,11 +18,11 @@ from trainkit.errors import UsageError
 from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit import snapshot as module
-from trainkit.submit.snapshot import Snapshot, plan_snapshot, take_snapshot
+from trainkit.submit.snapshot import copy_code, planned_code
 
 
-def take(project: Path, run: RunDir, **environ: str) -> Snapshot:
-    return take_snapshot(project, run, environ)
+def take(project: Path, run: RunDir) -> CodeCopy:
+    return copy_code(project, run, None, {})
 
 
 def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
@@ -36,8 +36,8 @@ def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
     assert content(run.code_dir) == {"pkg/a.py": "1", "b.txt": "22", ".gitignore": "*.bin"}
     assert (found.source, found.code, found.subfolder) == (str(project), str(run.code_dir), "pkg")
     assert (found.kind, found.num_files, found.num_bytes) == ("git", 3, 8)
-    assert found.workdir == run.code_dir / "pkg"
-    assert found.left_out == found.notes == ()
+    assert found.workdir == str(run.code_dir / "pkg")
+    assert found.left_out == found.notes == []
     assert names(run.path) == ["code"]
 
 
@@ -59,8 +59,7 @@ def test_a_file_is_found_in_the_copy_when_the_project_is_gone(
         (project / name).touch()
     git(project, "init")
     found = take(project / "pkg", run)
-    code = CodeCopy(code=found.code, workdir=str(found.workdir))
-    create_job(run, backend="sbatch", name="x", cwd=str(project / "pkg"), code=code)
+    create_job(run, backend="sbatch", name="x", cwd=str(project / "pkg"), code=found)
     shutil.rmtree(project)
     monkeypatch.chdir(run.path)
     start = f"{project / 'pkg'}/" if absolute else ""
@@ -145,16 +144,16 @@ def test_working_directory_that_the_repository_ignores(project: Path, run: RunDi
     )
     shutil.rmtree(run.code_dir)
     found = take(project / "empty", run)
-    assert (found.kind, found.num_files, found.workdir) == ("git", 1, run.code_dir / "empty")
-    assert found.workdir.is_dir()
+    assert (found.kind, found.num_files, found.workdir) == ("git", 1, str(run.code_dir / "empty"))
+    assert (run.code_dir / "empty").is_dir()
 
 
 def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
     for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env"):
         (project / name).touch()
-    assert take(project, run).notes == (
+    assert take(project, run).notes == [
         "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
-    )
+    ]
 
 
 def test_too_large(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +194,7 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
 def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
     (project / "a.py").touch()
     (project / ".env").touch()
-    planned = plan_snapshot(project, run, {})
+    planned = planned_code(project, run, None, {})
     assert names(run.path) == []
     assert take(project, run) == planned
 
@@ -211,9 +210,9 @@ def test_file_that_cannot_be_read() -> None:
     script = (
         "import os; from pathlib import Path\n"
         "from trainkit.errors import UsageError; from trainkit.run.rundir import RunDir\n"
-        "from trainkit.submit.snapshot import take_snapshot\n"
+        "from trainkit.submit.snapshot import copy_code\n"
         "os.setuid(65534)\n"
-        "try: take_snapshot(Path('project'), RunDir('run'))\n"
+        "try: copy_code(Path('project'), RunDir('run'), None)\n"
         "except UsageError as error: print(error.render())\n"
         "print(os.listdir('run'))\n"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import translate
 from itertools import pairwise
 from pathlib import PurePosixPath
 from urllib.parse import quote as url_quote
@@ -12,7 +13,6 @@ from urllib.parse import quote as url_quote
 from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.slurm.quoting import quote
-from trainkit.submit.source_tree import looks_secret
 
 MASK = "***"
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
@@ -31,6 +31,17 @@ _QUOTED_VALUE = re.compile(
     rf"(?<![\w.-]){_NAME}[\"']?\s*[=:]\s*(?P<quote>[\"'])(?P<value>[^\"'\s]{{{MIN_SECRET_CHARS},}})(?P=quote)"
 )
 _SECTION = re.compile(r"^diff --git ", re.MULTILINE)
+_FILES = (
+    ".env .env.* *.env .netrc _netrc .pypirc .git-credentials .htpasswd kaggle.json"
+    " *.pem *.key *.p12 *.pfx *.jks id_rsa* id_dsa* id_ecdsa* id_ed25519*"
+)
+_SECRET_FILE = re.compile("|".join(map(translate, _FILES.split())))
+_HARMLESS_FILE = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORECASE)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a file with this name usually contains a key or a password."""
+    return _SECRET_FILE.match(name) is not None and not _HARMLESS_FILE.search(name)
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:

@@ -33,7 +33,7 @@ from trainkit.submit.create import CreatedRun, create_run, future_run, new_folde
 from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.script import script_for
 from trainkit.submit.secrets import refuse_leaks
-from trainkit.submit.snapshot import planned_code
+from trainkit.submit.snapshot import planned_code, wants_copy
 from trainkit.submit.start import start_run
 
 MAX_SHOWN = 10
@@ -181,7 +181,8 @@ class Submission:
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if backend_named(plan.backend).template is None:
             return Preview(plan.to_text(), False, files)
-        script = self.script(run, planned_code(run, config, plan, Path.cwd()))
+        code = planned_code(Path.cwd(), run, plan.command) if wants_copy(config, plan) else None
+        script = self.script(run, code)
         if self.array is None:
             for where, text in (("plan.json", plan.to_text()), ("config.yaml", dump_effective(config))):
                 refuse_leaks(text, where, config.secrets, os.environ)
