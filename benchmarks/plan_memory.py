@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainkit.config import LoadedConfig, load_config
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.memory.peaks import extreme_ranks, memory_of
+from trainkit.plan.memory import extreme_ranks, memory_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.submit.trainer_process import simulate, simulated_plan

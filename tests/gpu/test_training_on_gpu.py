@@ -15,7 +15,7 @@ import torch
 from tests.support.runs import fork_workers, log_text, losses, make_attempt, train, wait_for
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory.peaks import memory_of
+from trainkit.plan.memory import memory_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.events import read_metrics

@@ -18,7 +18,7 @@ from tests.support.parity import Case, close, make_trainer, run_cases
 from tests.support.runs import make_attempt
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory.peaks import Simulation, rank_memory
+from trainkit.plan.memory import Simulation, rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.files import read_json

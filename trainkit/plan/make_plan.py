@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import NotifyConfig, RequeueConfig
 from trainkit.config.training import DECODER
 from trainkit.data.checks import DataFacts, mixture_note
 from trainkit.errors import ConfigError, Problem
+from trainkit.formats import gib, memory_mib
 from trainkit.plan.facts import Facts
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
-from trainkit.plan.memory.weights import host_problem, staging_problem
-from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
-from trainkit.plan.step_work import parallel_with
+from trainkit.plan.memory import FLOAT32, state_bytes
+from trainkit.plan.model_shape import ModelShape, num_params, resolve_model_shape, vocabulary_note
+from trainkit.plan.step_work import optimizer_bytes, parallel_with
 from trainkit.plan.workload import TRAINER, Workload
 
 
@@ -298,7 +300,7 @@ def _check_model(
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
     if plan.device != "cuda":
-        problem = host_problem(loaded, plan, shape, facts.machine)
+        problem = _host_problem(loaded, plan, shape, facts.machine)
         return plan, [] if problem is None else [problem]
     names = gpu_names(config, facts.machine, facts.target)
     gpu = known_gpu(names)
@@ -312,9 +314,53 @@ def _check_model(
         reason, problem = check_memory(loaded, plan, shape, gpu)
         if reason is not None:
             plan = replace(plan, reasons={**plan.reasons, "memory": reason})
-    problem = problem or staging_problem(loaded, plan, shape, facts.machine)
+    problem = problem or _staging_problem(loaded, plan, shape, facts.machine)
     return plan, [] if problem is None else [problem]
 
 
 def _with_origin(loaded: LoadedConfig, problem: Problem) -> Problem:
     return loaded.problem(problem.key, problem.message, problem.hint)
+
+
+def _staging_problem(
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
+) -> Problem | None:
+    """The problem if a node has too little memory for asynchronous saves."""
+    config, layout = loaded.config, plan.layout
+    if not config.checkpoint.async_save:
+        return None
+    ranks_of_a_model = layout.world_size // layout.dp_replicate
+    whole = num_params(shape) * (FLOAT32 + optimizer_bytes(config.optimizer, shape))
+    need = whole * plan.workers_per_node / ranks_of_a_model
+    if plan.slurm is None:
+        key, have = "checkpoint.async", machine.memory
+        value = f"is true, and this machine has {gib(have or 0)}"
+    else:
+        # Without resources.mem a job gets the partition's default, which is not known here.
+        mib = memory_mib(config.resources.mem or "0")
+        key, have = "resources.mem", None if mib is None else int(mib * 2**20)
+        value = f"is {config.resources.mem}"
+    if have is None or need <= have:
+        return None
+    message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
+    return loaded.problem(key, message, "checkpoint.async: false saves without copies in memory")
+
+
+def _host_problem(
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
+) -> Problem | None:
+    """The problem if the processes of a run on this machine need more memory than it has.
+
+    Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
+    memory would also take down other processes.
+    """
+    state = state_bytes(shape, optimizer_bytes(loaded.config.optimizer, shape)) * plan.layout.dp_replicate
+    if not plan.is_here:
+        state //= plan.num_nodes  # the others are other machines
+    if plan.slurm is not None or machine.memory is None or state <= machine.memory:
+        return None
+    what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
+    message = f"{what}, but this machine has {gib(machine.memory)}"
+    return loaded.problem(
+        "model.preset", message, "`trainkit plan --gpus N --gpu-type T` shows what would fit"
+    )

@@ -21,7 +21,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 
 if TYPE_CHECKING:
-    from trainkit.plan.memory.peaks import Simulation
+    from trainkit.plan.memory import Simulation
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
@@ -163,7 +163,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
             f"the simulation of rank {rank} of {plan.world_size} failed: {' '.join(last) or 'killed'}",
             hint="`trainkit --debug check …` shows its full output",
         ) from RuntimeError(done.stderr)
-    from trainkit.plan.memory.peaks import Simulation
+    from trainkit.plan.memory import Simulation
 
     return Simulation(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory.peaks import Simulation
+from trainkit.plan.memory import Simulation
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts
 from trainkit.trainer.distributed import World, build_mesh, context_group

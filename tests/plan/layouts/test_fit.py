@@ -50,7 +50,7 @@ def test_too_large_a_batch(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
     assert found.render().startswith(
         "--set train.device_batch_size=8: train.device_batch_size: is 8: each GPU needs about "
-        "163.2 GiB (150.1 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
+        "163.1 GiB (150.0 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
         "GiB\n  hint: --set parallel.activation_checkpointing=full needs 25.6 GiB, "
     )
     assert "or --set train.device_batch_size=" in found.hint

@@ -15,7 +15,7 @@ from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.layouts.cost import Cost, cost_of
-from trainkit.plan.memory.peaks import Memory, memory_of
+from trainkit.plan.memory import Memory, memory_of
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.step_work import StepWork, parallel_with, work_of
 

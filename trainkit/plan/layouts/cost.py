@@ -8,20 +8,12 @@ from functools import cached_property
 from typing import Literal
 
 from trainkit.plan.gpus import Gpu, peak_flops
-from trainkit.plan.memory.activations import stream_bytes
-from trainkit.plan.memory.weights import (
-    ParamCounts,
-    StageParams,
-    rank_param_counts,
-    stage_params,
-    unit_blocks,
-)
+from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
 from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
 from trainkit.plan.step_work import StepWork
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -65,26 +57,22 @@ def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
 def _parameters(work: StepWork) -> Iterator[Flow]:
     """All-gathers of parameters: ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once.
 
-    The head and what is gathered with the whole model stay gathered in between.
+    The head stays gathered in between.
     """
-    params, counts, units = _weights(work)
-    layout, shards = work.layout, work.shards
-    passes = 1 if layout.pp > 1 else work.passes_per_step
+    params, shards = _params(work, 0), work.shards
+    passes = 1 if work.layout.pp > 1 else work.passes_per_step
     times = passes * (1 if work.keeps_gathered else 2)
-    again = counts.block * params.num_layers + counts.embedding_unit
-    sent = work.itemsize * (again * times + (counts.root + counts.head_unit) * passes) * (shards - 1)
-    has_embedding = counts.embedding_unit > 0
-    calls = (units + has_embedding) * times + (counts.end_units - has_embedding) * passes
-    yield Flow("gather", sent // shards, calls, shards, layout.tp)
+    sent = work.itemsize * ((params.whole - params.head) * times + params.head * passes) * (shards - 1)
+    calls = (params.num_units + (params.embedding > 0)) * times + (params.head > 0) * passes
+    yield Flow("gather", sent // shards, calls, shards, work.layout.tp)
 
 
 def _gradients(work: StepWork) -> Iterator[Flow]:
     """Reduce-scatter of gradients over shards per pass (once in a pipeline), all-reduce over replicas."""
-    params, counts, units = _weights(work)
-    layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
-    whole = FLOAT32 * (counts.block * params.num_layers + counts.ends)
+    params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
+    whole = FLOAT32 * params.whole
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    calls = units + counts.end_units
+    calls = params.num_units + (params.embedding > 0) + (params.head > 0)
     yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
     sent = 2 * (whole // shards) * (copies - 1) // copies
     yield Flow("reduce", sent, calls, copies, layout.tp * layout.cp * layout.dp_shard)
@@ -92,7 +80,7 @@ def _gradients(work: StepWork) -> Iterator[Flow]:
 
 def _activations(work: StepWork) -> Iterator[Flow]:
     layout, shape = work.layout, work.shape
-    params = stage_params(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    params = _params(work, 0)
     block_passes = params.num_layers * work.passes_per_step
     mode = work.parallel.activation_checkpointing
     stream = work.tokens_per_pass * work.itemsize * shape.dim
@@ -111,12 +99,8 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
 
 
-def _weights(work: StepWork) -> tuple[StageParams, ParamCounts, int]:
-    """What the first rank has of the model, and the number of FSDP units of its blocks."""
-    layout = work.layout
-    params = stage_params(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
-    found = rank_param_counts(work.shape, params, layout)
-    return params, found, -(-params.num_layers // unit_blocks(work.shape, params))
+def _params(work: StepWork, pp_rank: int) -> RankParams:
+    return rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
 
 
 EFFICIENCY = 0.6
@@ -220,11 +204,11 @@ def recompute_share(work: StepWork) -> float:
 def rank_flops(work: StepWork, pp_rank: int) -> float:
     """The FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
-    params = stage_params(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    params = _params(work, pp_rank)
     kv_dim = shape.num_kv_heads * shape.head_dim
     block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
     block += 12 * shape.dim * work.seq_len
-    head = 6 * shape.dim * shape.vocab_size if params.has_head else 0
+    head = 6 * shape.dim * shape.vocab_size if params.head else 0
     tokens = work.tokens_per_pass * work.passes_per_step
     return tokens * (block * params.num_layers + head) / layout.tp
 

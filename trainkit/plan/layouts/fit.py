@@ -15,7 +15,7 @@ from trainkit.plan.gpus import Gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
-from trainkit.plan.memory.weights import state_bytes
+from trainkit.plan.memory import state_bytes
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.step_work import work_of
 

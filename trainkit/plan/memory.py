@@ -1,0 +1,365 @@
+"""Peak memory of a step on the GPU that needs the most, by category. Pure.
+
+Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054): in float32, 4, 4 and, for
+AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memory varies within a step, so it
+is computed for a few phases; the phase with the most memory is the peak. Activations follow "Reducing
+Activation Recomputation" (arXiv 2205.05198), for blocks of RMSNorm, grouped-query attention without stored
+scores, and SwiGLU. What is small, such as statistics and the rounding of shards, is left out: this ranks
+layouts, and `trainkit.trainer.simulate` counts every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from functools import cached_property, lru_cache
+
+from trainkit.config.running import PipelineSchedule
+from trainkit.plan.launch import Layout
+from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
+from trainkit.plan.schedules import (
+    DEFERRED_WEIGHT_GRADS,
+    InFlight,
+    losses_in_flight,
+    num_stages,
+    stage_layers,
+    stages_of,
+    worst_in_flight,
+)
+from trainkit.plan.step_work import StepWork
+
+FLOAT32 = 4
+MIN_UNIT_BYTES = 25 * 2**20
+"""What is gathered at once has at least this many bytes in float32."""
+RECOMPUTED_COPIES = 6
+"""Copies of a block's activations during deferred weight gradients with recomputation: torch recomputes them
+for each weight and frees none. Measured: 5.5 to 6.4 copies."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The second step of one rank, as the simulation in the trainer counts it."""
+
+    rank: int
+    world_size: int
+    peak_bytes: dict[str, int]
+    """By kind, and ``total``."""
+    collectives: dict[str, int]
+    """Kind -> how many."""
+    num_params: int
+    """On this rank."""
+    seconds: float
+    """Duration of the simulation."""
+
+
+@dataclass(frozen=True)
+class RankParams:
+    """The parameters of one rank of a pipeline after tensor parallelism, unsharded."""
+
+    layers: tuple[int, ...]
+    """Number of layers of each of its stages, in forward order."""
+    block: int
+    """Of one block."""
+    embedding: int
+    """0 if it is on another rank, or tied to a head on this one."""
+    head: int
+    """0 if it is on another rank."""
+    unit_blocks: int
+    """Blocks that are gathered together."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers)
+
+    @property
+    def whole(self) -> int:
+        return self.block * self.num_layers + self.embedding + self.head
+
+    @property
+    def unit(self) -> int:
+        """Parameters that are gathered together."""
+        return self.block * self.unit_blocks
+
+    @property
+    def num_units(self) -> int:
+        """Number of units of its blocks."""
+        return -(-self.num_layers // self.unit_blocks)
+
+
+@lru_cache(maxsize=4096)
+def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
+    """The parameters of one rank; the last stage has the head, the first one the embedding."""
+    stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
+    layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
+    block = num_params_between_embeddings(shape) // shape.num_layers
+    matrix = shape.vocab_size * shape.dim // layout.tp
+    has_head = stages - 1 in mine
+    has_embedding = 0 in mine and not (has_head and shape.tie_embeddings)
+    unit_blocks = min(-(-MIN_UNIT_BYTES // (FLOAT32 * block)), max(layers))
+    return RankParams(layers, block // layout.tp, matrix * has_embedding, matrix * has_head, unit_blocks)
+
+
+def stream_bytes(work: StepWork) -> int:
+    """The bytes per token of the residual stream on one rank."""
+    return work.itemsize * work.shape.dim // (work.layout.tp if work.shards_stream else 1)
+
+
+def _norm_bytes(work: StepWork) -> int:
+    """The bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
+    return stream_bytes(work) * (2 * FLOAT32 // work.itemsize if work.device == "cpu" else 1)
+
+
+def block_bytes(work: StepWork) -> int:
+    """The activation bytes that one block keeps per pass without recomputation.
+
+    Of each token the inputs of both norms, of qkv and of gate and up. Split over tp: queries, keys, values
+    and output of attention; gate, up, silu(gate) and their product.
+    """
+    shape, layout, item = work.shape, work.layout, work.itemsize
+    # The GPU kernel that takes a mask needs as many key and value heads as query heads.
+    repeats = work.document_mask and work.device == "cuda"
+    kv_dim = (shape.num_heads if repeats else shape.num_kv_heads) * shape.head_dim
+    # Context parallelism gathers keys and values, and concatenates the outputs of both chunks.
+    split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
+    a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
+    if shape.dropout:
+        a_token += 2 * stream_bytes(work)  # the masks of both branches
+    mask = 0
+    if layout.cp > 1 and work.device == "cpu":
+        # Each of two chunks attends to what is before it; GPU kernels do not store causal masks.
+        mask = item * (work.seq_len // (2 * layout.cp)) ** 2 * (2 * layout.cp + 1)
+    return round(work.tokens_per_pass * a_token) + mask
+
+
+def kept_bytes(work: StepWork) -> int:
+    """The activation bytes that one block keeps per pass until its backward pass."""
+    mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
+    if mode == "none":
+        return block_bytes(work)
+    a_token: float = stream_bytes(work)
+    if mode == "selective":
+        # Attention and every second matrix product (wq, wv, gate, down), and what is reduced over tp.
+        kv_dim = shape.num_kv_heads * shape.head_dim
+        a_token += work.itemsize * ((2 * shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
+        a_token += 2 * stream_bytes(work) if tp > 1 else 0
+    return round(work.tokens_per_pass * a_token)
+
+
+def _split_gradient_bytes(work: StepWork) -> int:
+    """The bytes of output gradients that one block keeps per pass for deferred weight gradients."""
+    shape = work.shape
+    split = shape.dim + 2 * shape.num_kv_heads * shape.head_dim + 2 * shape.ffn_dim
+    norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
+    return round(work.tokens_per_pass * (norms + work.itemsize * (2 * shape.dim + split / work.layout.tp)))
+
+
+def _logits(work: StepWork) -> float:
+    ranks = work.layout.tp if work.parallel.loss_parallel else 1
+    return work.tokens_per_pass * work.shape.vocab_size / ranks
+
+
+def loss_bytes(work: StepWork) -> int:
+    """The bytes of the loss of one pass at the start of its backward pass.
+
+    These are log-probabilities and the gradients of log-probabilities and logits, in float32. torch's loss
+    parallelism has one more copy, and a pipeline also keeps the logits. A loss in parts needs these for one
+    part, and the gradients of the head's weight and of the hidden states.
+    """
+    a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
+    a_logit += work.itemsize if work.layout.pp > 1 else 0
+    found = _logits(work) / work.loss_chunks * a_logit
+    if work.loss_chunks > 1:
+        found += work.shape.vocab_size * work.shape.dim * (FLOAT32 + work.itemsize)
+        found += work.tokens_per_pass * stream_bytes(work)
+    return round(found)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Memory by category, in bytes."""
+
+    params: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Activations kept for the backward pass, and those of the block being recomputed."""
+    loss: int = 0
+    buffers: int = 0
+    """Gathered and cast parameters, gradients in communication, and pipeline receive buffers."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank, by phase of a step."""
+
+    phases: dict[str, Parts]
+    """``loss``: start of the loss's backward pass; ``backward``: start of a block's backward pass;
+    ``weights``: deferred weight gradients; ``reduce``: reduction of the last gradients;
+    ``update``: optimizer step."""
+
+    @cached_property
+    def worst_phase(self) -> str:
+        """The phase with the most memory."""
+        return max(self.phases, key=lambda phase: self.phases[phase].total)
+
+    @cached_property
+    def peak(self) -> int:
+        """Total bytes in the worst phase."""
+        return self.phases[self.worst_phase].total
+
+    @property
+    def at_peak(self) -> Parts:
+        """The memory by category in the worst phase."""
+        return self.phases[self.worst_phase]
+
+    @property
+    def largest(self) -> Parts:
+        """The maximum of each category over all phases; these do not coincide."""
+        return Parts(*map(max, zip(*map(astuple, self.phases.values()), strict=True)))
+
+
+def memory_of(work: StepWork) -> Memory:
+    """The memory of the rank that needs the most."""
+    return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
+
+
+def extreme_ranks(work: StepWork) -> list[int]:
+    """The pipeline ranks that may need the most: both ends, and the first one with the most layers."""
+    pp, schedule = work.layout.pp, work.parallel.pp_schedule
+    layers = [rank_params(work.shape, work.layout, schedule, rank).num_layers for rank in range(pp)]
+    return sorted({0, layers.index(max(layers)), pp - 1})
+
+
+def rank_memory(work: StepWork, pp_rank: int) -> Memory:
+    """The memory of one pipeline rank; all ranks with the same stages need the same."""
+    params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
+    found: dict[str, Parts] = {}
+    for name, parts in (_phases if work.layout.pp == 1 else _pipeline_phases)(work, params, pp_rank):
+        found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
+    return Memory(found)
+
+
+def _parts(
+    work: StepWork, params: RankParams, gradients: int, activations: int = 0, loss: int = 0, buffers: int = 0
+) -> Parts:
+    """Memory in a phase, with the state of the rank, which is there in all of them."""
+    on_device = 0 if work.parallel.offload else params.whole // work.shards
+    # One process also keeps the weights in the compute type.
+    is_cast = not work.is_wrapped and work.dtype != "fp32"
+    a_param = FLOAT32 + (work.itemsize if is_cast else 0)
+    optimizer = round(work.optimizer_bytes * on_device)
+    return Parts(a_param * on_device, gradients, optimizer, activations, loss, buffers)
+
+
+def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[str, Parts]]:
+    """The phases of a step without a pipeline, in which gradients are reduced as soon as they are there."""
+    item, blocks, unit, head = work.itemsize, params.num_layers, params.unit, params.head
+    offload, is_wrapped, is_tied = work.parallel.offload, work.is_wrapped, work.shape.tie_embeddings
+    own = FLOAT32 * params.whole // work.shards
+    waiting = 0  # gradients of earlier passes
+    if work.accumulates:
+        waiting = FLOAT32 * params.whole
+    elif work.accumulates_shards and (work.layout.dp_replicate > 1 or not offload):
+        waiting = own
+    reduced = 0 if offload else own
+    mask = item * work.samples_per_pass * work.seq_len**2 if work.document_mask else 0
+    kept, recomputed = kept_bytes(work), max(0, block_bytes(work) - kept_bytes(work))
+    gathered = item * (params.whole if work.keeps_gathered else head) if is_wrapped else 0
+    yield "update", _parts(work, params, reduced)
+    activations = kept * blocks + mask + _head_bytes(work)
+    yield "loss", _parts(work, params, waiting, activations, loss_bytes(work), gathered)
+    # Activations are freed and gradients made at constant rates: the peak is near one of the ends.
+    last = blocks - params.unit_blocks
+    for done in {0, min(params.unit_blocks, last), last}:
+        left = params.block * (blocks - done)
+        # Tied embeddings stay gathered, and their gradient waits for that of the embedding.
+        both_ends = head if is_wrapped and is_tied else 0
+        made = FLOAT32 * (params.block * done + head - both_ends) // work.shards
+        gradients = (waiting or (0 if offload else made)) + item * both_ends
+        buffers = _in_a_block(work, params)
+        if is_wrapped:
+            following = min(2 * unit, left + params.embedding) if work.shards > 1 else unit
+            needed = left + params.embedding if work.keeps_gathered else following
+            buffers += item * (needed + both_ends) + FLOAT32 * (unit if done else head - both_ends)
+        activations = kept * (blocks - done) + mask + recomputed
+        yield "backward", _parts(work, params, gradients, activations, 0, buffers)
+    if is_wrapped:
+        end = params.embedding or head
+        yield "reduce", _parts(work, params, (waiting or reduced) + item * end, buffers=FLOAT32 * end)
+        if not is_tied:  # the head is reduced before the blocks
+            buffers = gathered + FLOAT32 * head
+            yield "reduce", _parts(work, params, waiting + item * head, kept * blocks + mask, buffers=buffers)
+
+
+def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[str, Parts]]:
+    """The phases of a step of a pipeline, which reduces gradients only after all passes."""
+    item, layers, schedule = work.itemsize, params.layers, work.parallel.pp_schedule
+    is_deferred, has_head = schedule in DEFERRED_WEIGHT_GRADS, params.head > 0
+    # One input and one gradient per microbatch; the gradient that is sent on is kept too if it is deferred.
+    received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
+    buffers = received * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
+    reduced = 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards
+    yield "update", _parts(work, params, reduced, buffers=buffers)
+    buffers += item * params.whole  # gathered for all passes
+    kept, block = kept_bytes(work), block_bytes(work)
+    losses = 0
+    if has_head:
+        others = losses_in_flight(schedule, work.layout.pp, work.passes_per_step) - 1
+        a_logit = item if is_deferred else FLOAT32 + item
+        losses = others * round(_logits(work) * a_logit + _head_bytes(work))
+    for state in worst_in_flight(schedule, work.layout.pp, pp_rank, work.passes_per_step):
+        gradients = _waiting_in_stages(work, params, state, has_embedding=pp_rank == 0)
+        a_layer = state.whole * kept + state.half * (kept + _split_gradient_bytes(work))
+        activations = max(layers) * a_layer
+        in_block = buffers + _in_a_block(work, params)
+        inside = activations + max(0, block - kept)
+        yield "backward", _parts(work, params, gradients + item * params.head, inside, losses, in_block)
+        yield "reduce", _parts(work, params, gradients, buffers=buffers + FLOAT32 * params.unit)
+        if has_head:
+            with_head = activations + _head_bytes(work)
+            yield "loss", _parts(work, params, gradients, with_head, loss_bytes(work) + losses, buffers)
+        if work.recomputes_for_weights:
+            again = max(layers) * (_split_gradient_bytes(work) + RECOMPUTED_COPIES * block)
+            yield "weights", _parts(work, params, gradients, activations + again, losses, buffers)
+
+
+def _waiting_in_stages(work: StepWork, params: RankParams, state: InFlight, *, has_embedding: bool) -> int:
+    """The bytes of unsharded gradients of the stages of a pipeline."""
+    if not state.summed:
+        return 0
+    blocks, has_all = sum(params.layers[-state.summed :]), state.summed == len(params.layers)
+    found = FLOAT32 * (params.block * blocks + params.head + (params.embedding if has_all else 0))
+    if state.has_latest:
+        # The first stage does not defer weight gradients, so its latest ones are accumulated already.
+        blocks -= params.layers[0] if has_embedding and has_all else 0
+        found += work.itemsize * (params.block * blocks + params.head)
+    return found
+
+
+def _head_bytes(work: StepWork) -> int:
+    """The activation bytes of the final norm and the head's input per pass."""
+    return work.tokens_per_pass * (_norm_bytes(work) + work.itemsize * work.shape.dim)
+
+
+def _in_a_block(work: StepWork, params: RankParams) -> int:
+    """The bytes that the backward pass of a block needs in addition to its kept activations.
+
+    First these are gradients of activations, inside the SwiGLU, later gradients of all weights, after most
+    activations are freed.
+    """
+    shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
+    numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
+    first = round(work.tokens_per_pass * work.itemsize * numbers) + work.itemsize * params.block // 4
+    return max(first, work.itemsize * params.unit + 4 * stream - block_bytes(work))
+
+
+def state_bytes(shape: ModelShape, optimizer_bytes: float) -> int:
+    """The unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
+
+    `optimizer_bytes` are those of the optimizer per parameter.
+    """
+    return round(num_params(shape) * (2 * FLOAT32 + optimizer_bytes))
