@@ -266,7 +266,7 @@ class Supervisor:
         return decision.exit_code
 
     def _notify(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        notification = end_notification(attempt, end)
+        notification = end_notification(end)
         if notification is not None:
             self.notifier.send(attempt, notification)
 
