@@ -80,7 +80,7 @@ ALLOWED = {
     },
     # Checks machines before there is a run.
     "doctor": {
-        *("errors", "run", "config", "cluster", "plan", "slurm"),
+        *("errors", "formats", "run", "config", "cluster", "plan", "slurm"),
         *("job.node", "job.preflight", "job.rank_env", "job.processes", "submit.interpreters"),
     },
     # Interrupts runs on purpose, as their owner could by hand.

@@ -94,6 +94,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
+def plural(count: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def version_text(version: tuple[int, ...]) -> str:
     """Format a version of Slurm, for example ``22.05.8``."""
     return ".".join(f"{part:02}" if place == 1 else str(part) for place, part in enumerate(version))

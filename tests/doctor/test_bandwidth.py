@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trainkit.doctor import Finding, NodeReport, Request, bandwidth, nodes
+from trainkit.doctor import Request, bandwidth, nodes
 from trainkit.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
 from trainkit.doctor.nodes import can_measure
-from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.preflight import Finding
 
 TWO = Layout(("a", "b"), (1, 1), "a", 1)
 
@@ -119,14 +119,10 @@ def test_first_rank_that_fails_is_named(fake_rank: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_port_that_another_program_has_taken_is_not_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("", 0)) as server:
-        ports = [server.getsockname()[1], choose_port(str(os.getpid()), 1)]
-        report = NodeReport(nodes.own_host(), 2, ports)
-        monkeypatch.setattr(nodes, "node_report", lambda _: report)
-        found = list(nodes.local_bandwidth(Request(tmp_path)))
+def test_gpus_of_this_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = replace(nodes.node_report(Request(tmp_path)), num_gpus=2)
+    monkeypatch.setattr(nodes, "node_report", lambda _: report)
+    found = list(nodes.local_bandwidth(Request(tmp_path)))
     assert [check.state for check in found] == ["ok", "ok"]
     assert "over 2 ranks (gloo, 32 MiB)" in found[0].value
     assert re.search(r"Gbit/s from GPU [01] to GPU [01], the slowest of 2", found[1].value)

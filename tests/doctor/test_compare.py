@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from trainkit.doctor import Finding, NodeReport
+from trainkit.doctor import NodeReport
 from trainkit.doctor.nodes import compare_clocks, compare_versions
+from trainkit.job.preflight import Finding
 
 
-def result(host: str, offset_s: float = 0.0, server_s: float = 0.0, **versions: str) -> NodeReport:
-    """What a node reports; its clock and that of the file server are ahead of this host's by these."""
-    offset = {"file_server_offset_s": offset_s - server_s, "time_s": 1000.0 + offset_s, "arrived_s": 1000.0}
-    return NodeReport(host, 0, [], versions=versions, **offset)
+def result(host: str, offset_s: float = 0.0, **versions: str) -> NodeReport:
+    """What a node reports whose clock is ahead of this host's by `offset_s`."""
+    return NodeReport(host, 0, 7, versions=versions, time_s=1000.0 + offset_s, arrived_s=1000.0)
 
 
 def test_packages_that_differ_on_one_node_are_named() -> None:
@@ -33,26 +33,14 @@ def clocks(*reports: NodeReport, caller: str = "login") -> list[tuple[str | None
     return [(check.host, check.state, check.value) for check in compare_clocks(reports, caller)]
 
 
-def test_clock_of_one_of_two_nodes_is_found_by_those_of_this_host_and_the_file_server() -> None:
+def test_clock_of_one_of_two_nodes_is_found_by_that_of_this_host() -> None:
     assert clocks(result("a"), result("b", 600.0)) == [("b", "failure", "600 s ahead of the other clocks")]
     assert clocks(result("a", -600.0), result("b")) == [("a", "failure", "600 s behind the other clocks")]
 
 
 def test_clock_of_this_host_is_not_blamed_on_the_nodes() -> None:
-    found = clocks(result("a", 600.0, 600.0), result("b", 600.0, 600.0))
+    found = clocks(result("a", 600.0), result("b", 600.0))
     assert found == [(None, "warning", "this host, login, is 600 s behind the other clocks")]
-
-
-def test_clock_of_the_file_server_is_not_blamed_on_the_nodes() -> None:
-    found = clocks(result("a", 0.0, 90.0), result("b", 0.0, 90.0))
-    text = "the run folder's file server is 90 s ahead of the other clocks"
-    assert found == [(None, "failure", text)]
-
-
-def test_clocks_without_a_majority_are_both_named() -> None:
-    # On a disk of each node, the times of files are those of its own clock.
-    found = clocks(result("a"), result("b", 600.0, 600.0), caller="a")
-    assert found == [(None, "failure", "that of b is 600 s ahead of a")]
 
 
 def test_clocks_that_agree() -> None:

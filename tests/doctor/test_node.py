@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.disks import fill, small_disk
-from trainkit.doctor import Finding, Request, node
+from trainkit.doctor import Request, node
+from trainkit.job.preflight import Finding
 
 
 class FakeNvml:
@@ -48,10 +48,10 @@ class FakeNvml:
     ],
 )
 def test_gpu(changes: dict[str, Any], state: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "gpu_problem", lambda *_: None)
+    monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
     nvml = FakeNvml()
     vars(nvml).update(changes)
-    check = node.check_gpu(nvml, 0)
+    check = node.gpu_finding(nvml, 0)
     assert check.state == state
     assert check.hint.startswith(hint)
     assert check.value.startswith("H100, ")
@@ -61,20 +61,18 @@ def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pyte
     def refuse(*_: Any) -> Any:
         raise FakeNvml.NVMLError("Not Supported")
 
-    monkeypatch.setattr(node, "gpu_problem", lambda *_: None)
+    monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
     nvml: Any = FakeNvml()
     nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetComputeRunningProcesses = refuse
-    assert node.check_gpu(nvml, 0) == Finding(
+    assert node.gpu_finding(nvml, 0) == Finding(
         "GPU 0", "ok", "H100, 79.0 of 80.0 GiB free, unknown temperature"
     )
 
 
 def test_gpu_with_a_problem_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "gpu_problem", lambda *_: "does not respond: Unknown Error")
-    assert asdict(node.check_gpu(FakeNvml(), 3)) == {
-        **{"name": "GPU 3", "state": "failure", "value": "does not respond: Unknown Error", "host": None},
-        "hint": "administrators can reset or replace it; exclude the node",
-    }
+    failed = Finding("GPU 3", "failure", "does not respond: Unknown Error", "a hint")
+    monkeypatch.setattr(node, "check_gpu", lambda *_: failed)
+    assert node.gpu_finding(FakeNvml(), 3) == failed
 
 
 def test_port_in_use() -> None:
@@ -166,11 +164,3 @@ def test_what_a_killed_task_leaves_is_removed(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
             (tmp_path / name / "probe").touch()
     assert [path.name for path in tmp_path.iterdir()] == [".doctor-of-another"]
-
-
-@pytest.mark.parametrize(("size", "state"), [("4m", "failure"), ("64m", "warning")])
-def test_small_dev_shm_fails_only_under_what_a_job_refuses(size: str, state: str, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "shm", size) as shm:
-        check = node.check_space("/dev/shm", shm, node.SHM_HINT)
-    assert (check.state, check.value) == (state, f"{size[:-1]} MiB free in {shm}")
-    assert "--shm-size" in check.hint

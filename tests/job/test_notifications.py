@@ -22,10 +22,10 @@ from trainkit.job.notifications import (
     Notifier,
     State,
     end_notification,
+    event_notification,
     notify_end,
     post,
     read_state,
-    slowdown_notification,
     url_problem,
 )
 from trainkit.job.watch.progress import ProgressWatch
@@ -42,7 +42,7 @@ from trainkit.run.files import (
     seconds_between,
     write_json,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -73,35 +73,36 @@ def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> At
         (end_of("failed", "cancelled", "crash"), None),
     ],
 )
-def test_what_an_end_is_reported_as(tmp_path: Path, end: dict[str, Any], event: str | None) -> None:
-    notification = end_notification(RunDir(tmp_path).attempt(1), end)
+def test_what_an_end_is_reported_as(end: dict[str, Any], event: str | None) -> None:
+    notification = end_notification(end)
     assert (notification and notification.event) == event
 
 
-def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
+def test_a_failure_names_rank_host_and_what_to_do() -> None:
     verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
-    attempt = RunDir(tmp_path / "a run").attempt(1)
-    notification = end_notification(attempt, end_of("failed", "failed", "crash", verdict=verdict))
+    notification = end_notification(end_of("failed", "failed", "crash", verdict=verdict))
     assert notification is not None
     assert notification.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
-    assert notification.command == f"trainkit diagnose '{attempt.run.path}'"
+    assert notification.command == "diagnose"
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
 
 
-def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
+def test_a_restart_without_a_slow_host_is_said_once() -> None:
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
-    notification = end_notification(RunDir(tmp_path).attempt(1), end)
+    notification = end_notification(end)
     assert notification is not None
     assert notification.text == "restarts without b: rank 5 slow"
 
 
-def test_slow_ranks_are_reported_with_their_host(tmp_path: Path) -> None:
-    attempt = RunDir(tmp_path).attempt(1)
-    event = {"rank": 5, "host": "node3", "since_step": 1200, "phase": "data", "ratio": 1.71, "step": 1219}
-    assert slowdown_notification(attempt, Event(event)).text == (
+def test_slow_ranks_are_reported_with_their_host() -> None:
+    event = {"event": "slow_rank", "rank": 5, "host": "node3", "since_step": 1200, "phase": "data"}
+    event |= {"ratio": 1.71, "step": 1219}
+    assert event_notification(Event(event)).text == (
         "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
     )
-    of_run = slowdown_notification(attempt, Event({"since_step": 90, "phase": "network", "ratio": 2.0}))
+    of_run = event_notification(
+        Event({"event": "slow_run", "since_step": 90, "phase": "network", "ratio": 2.0})
+    )
     assert of_run.text == "all ranks are slow since step 90 (network), 2.0 times as long as before"
 
 
@@ -118,12 +119,12 @@ def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
 def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     for _ in range(50):
-        notification = end_notification(attempt, end_of("restart", "failed", "crash"))
+        notification = end_notification(end_of("restart", "failed", "crash"))
         assert notification is not None
         Notifier().send(attempt, notification)  # each attempt of a job may have its own process
         notifier.send(attempt, notification)
         notifier.wait()
-    notification = end_notification(attempt, end_of("failed", "failed", "crash"))
+    notification = end_notification(end_of("failed", "failed", "crash"))
     assert notification is not None
     notifier.send(attempt, notification)
     notifier.wait()
@@ -140,7 +141,7 @@ def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhoo
     attempt = make_attempt(tmp_path / "run", ["notify.on=[failed]"])
     notifier = Notifier()
     for action in ("finished", "failed"):
-        notification = end_notification(attempt, end_of(action, action))
+        notification = end_notification(end_of(action, action))
         assert notification is not None
         notifier.send(attempt, notification)
     notifier.wait()
@@ -335,7 +336,7 @@ def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
     assert (saves.event, saves.step) == ("stalled", 40)
     assert saves.text == "cannot save checkpoints: 2 in a row failed, since step 30: OSError: disk full"
     assert (silence.event, silence.text, silence.host) == ("stalled", "no output for 610 s", "b")
-    assert silence.command == f"trainkit diagnose {run.path}"
+    assert silence.command == "diagnose"
 
 
 def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> None:
@@ -343,7 +344,7 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
     plan = json.loads(attempt.plan_file.read_text())
     del plan["notify"]
     write_json(attempt.plan_file, plan)
-    notification, notifier = end_notification(attempt, end_of("finished", "finished")), Notifier()
+    notification, notifier = end_notification(end_of("finished", "finished")), Notifier()
     assert notification is not None
     notifier.send(attempt, notification)
     notifier.wait()

@@ -25,6 +25,7 @@ from trainkit.job.preflight import (
     SUPERVISOR_VIEW_VARIABLE,
     PreflightFailed,
     check_node,
+    check_space,
     clock_offset_s,
     supervisor_view,
 )
@@ -88,7 +89,7 @@ def test_a_clock_is_wrong_where_the_supervisors_is_right(
     if not fails:
         check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
         return
-    with failing(f"is 6 s {'ahead of' if own_s > 0 else 'behind'} the clock of"):
+    with failing(f"^clock on .*: 6 s {'ahead of' if own_s > 0 else 'behind'} the clock of"):
         check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
 
 
@@ -124,9 +125,16 @@ def test_a_run_folder_that_only_this_node_cannot_write(
 
 
 def test_no_space_for_what_the_ranks_put_on_the_node(attempt: AttemptDir, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "tmp", "8m") as disk, failing(rf"^{disk} on .* has only \d\.\d MiB free$"):
+    with small_disk(tmp_path / "tmp", "8m") as disk, failing(rf"^/tmp on .*: 8 MiB free in {disk}$"):
         check(attempt, TMPDIR=str(disk))
     check(attempt, TMPDIR=str(tmp_path / "made-on-another-node"))
+
+
+@pytest.mark.parametrize(("size", "state"), [("4m", "failure"), ("64m", "warning")])
+def test_small_dev_shm_fails_only_under_what_a_job_refuses(size: str, state: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "shm", size) as shm:
+        found = check_space("/dev/shm", shm, "a hint")
+    assert (found.state, found.value, found.hint) == (state, f"{size[:-1]} MiB free in {shm}", "a hint")
 
 
 def test_the_record_says_that_the_node_is_to_blame(attempt: AttemptDir) -> None:
@@ -204,16 +212,16 @@ WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors":
     ("gpu", "message"),
     [
         ({**WELL, "action": 1}, "needs a reset or a reboot .recovery action 1"),
-        ({**WELL, "rows": (0, 1, 1, 0)}, "a reset would remap"),
+        ({**WELL, "rows": (0, 1, 1, 0)}, "has broken memory rows that a reset would remap"),
         ({**WELL, "rows": (0, 9, 0, 1)}, "failed to remap a broken row"),
-        ({"pages": 1}, "a reset would retire"),
+        ({"pages": 1}, "has broken memory pages that a reset would retire"),
         ({"errors": 3}, "has had 3 uncorrectable memory errors"),
         ({"lost": True}, "does not respond: GPU is lost"),
     ],
 )
 def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
     nvml = FakeNvml(WELL, gpu, {})
-    with failing(f"^GPU 1 of .*{message}"):
+    with failing(f"^GPU 1 on .*: {message}"):
         preflight._check(nvml, (0, 1), None)
     preflight._check(nvml, (0,), None)
     preflight._check(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
@@ -269,7 +277,7 @@ def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None)
     gpus = [*[{"lost": True}] * (num_gpus - 1), WELL]
     preflight._check(FakeNvml(*gpus), (3,), visible, is_task=True)
     if num_gpus == 1 or visible == "3":
-        with failing("GPU . of .* does not respond"):
+        with failing("GPU . on .*: does not respond"):
             preflight._check(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
 
 

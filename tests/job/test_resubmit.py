@@ -185,7 +185,7 @@ def test_a_full_disk_at_the_end_of_a_job(
     def full(*args: object) -> AttemptDir:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainkit.job.preflight.DISK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainkit.job.processes.DISK_PATIENCE_S", 0.0)
     monkeypatch.setattr(resubmit_module, "reopen_attempt", full)
     decision = Decision("resubmit", "saved", 75, "timeout")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "h1")

@@ -199,7 +199,7 @@ def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes the folder away may be what has ended the ranks."""
-    monkeypatch.setattr("trainkit.job.preflight.DISK_RETRY_S", 0.05)
+    monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
     real, stale = attempt_module.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
 
     def away_at_first(attempt: AttemptDir) -> int | None:
@@ -279,7 +279,7 @@ def watch_of(
 def test_a_start_waits_for_room_on_the_disk(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.job.preflight.DISK_RETRY_S", 0.05)
+    monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
 
@@ -291,7 +291,7 @@ def test_a_start_waits_for_room_on_the_disk(
     monkeypatch.setattr(allocation, "claim_attempt", take_later)
     assert supervise_job(run, [sys.executable, "-c", "pass"]) == 0
     assert not full
-    monkeypatch.setattr("trainkit.job.preflight.DISK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainkit.job.processes.DISK_PATIENCE_S", 0.0)
     full.append(OSError(errno.ENOSPC, "No space left on device"))
     assert supervise_job(run, [sys.executable, "-c", "pass"]) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -27,16 +26,13 @@ from trainkit.cli.options import (
     slurm_options,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK
+from trainkit.formats import plural
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.doctor import Finding
+    from trainkit.job.preflight import Finding
 
 TIMEOUT_S = 600.0
-NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w./-])")
-"""A number that is no part of a version, a path or a name."""
-MAX_VALUES = 3
-"""Nodes whose values are listed, if they differ in more than numbers."""
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
 
 
@@ -105,8 +101,6 @@ def command(
     if as_json:
         click.echo(json.dumps({"checks": [asdict(check) for check in found], **counts}, ensure_ascii=False))
     else:
-        from trainkit.doctor import plural
-
         warnings, failures = (plural(counts[state], state) for state in ("warning", "failure"))
         click.echo(f"{counts['ok']} ok, {warnings}, {failures}", err=True)
     return EXIT_FAILED if counts["failure"] else EXIT_OK
@@ -149,39 +143,17 @@ def _line(check: Finding) -> str:
 
 
 def _echo_nodes(checks: Sequence[Finding]) -> None:
-    """Print what is the same on all nodes once, and what is not well on some of them for each."""
+    """Print what is well once for all nodes, and what is not well for each; the checks in their order."""
     num_nodes = len({check.host for check in checks})
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for check in sorted(checks, key=lambda item: item.state == "ok"):
-        groups.setdefault((check.name, check.state, check.hint), []).append(check)
     for name in dict.fromkeys(check.name for check in checks):
-        for (of_name, state, _), same in groups.items():
-            if of_name == name:
-                _echo_group(same, num_nodes, is_ok=state == "ok")
-
-
-def _echo_group(checks: Sequence[Finding], num_nodes: int, *, is_ok: bool) -> None:
-    """Print the checks of several nodes that differ in their values at most."""
-    merged = _range([check.value for check in checks])
-    if len(checks) > 1 and merged is not None and (is_ok or len(checks) == num_nodes):
-        nodes = f"all {num_nodes}" if len(checks) == num_nodes else f"{len(checks)} of {num_nodes}"
-        click.echo(_line(replace(checks[0], host=None, value=f"{merged} on {nodes} nodes")))
-    elif is_ok and len(checks) > MAX_VALUES:
-        others = f"{len(checks) - 1} other nodes are ok, with other values"
-        click.echo(_line(replace(checks[0], value=f"{checks[0].value}; {others}")))
-    else:
-        for check in checks:
-            click.echo(_line(check))
-
-
-def _range(values: Sequence[str]) -> str | None:
-    """Texts that differ only in numbers as one with their ranges; None if they differ in more."""
-    if len({NUMBER.sub("#", value) for value in values}) != 1:
-        return None
-    columns = zip(*(NUMBER.findall(value) for value in values), strict=True)
-    ranges = []
-    for column in columns:
-        least, *_, most = sorted((*column, *column), key=lambda text: float(text.replace(",", "")))
-        ranges.append(least if least == most else f"{least} to {most}")
-    numbers = iter(ranges)
-    return NUMBER.sub(lambda _: next(numbers), values[0])
+        same = [check for check in checks if check.name == name]
+        well = [check for check in same if check.state == "ok"]
+        for check in same:
+            if check.state != "ok":
+                click.echo(_line(check))
+        if len({check.value for check in well}) == 1 and len(well) > 1:
+            nodes = f"all {num_nodes}" if len(well) == num_nodes else f"{len(well)} of {num_nodes}"
+            click.echo(_line(replace(well[0], host=None, value=f"{well[0].value} on {nodes} nodes")))
+        elif well:
+            others = f"; {plural(len(well) - 1, 'other node')} ok, with other values" if well[1:] else ""
+            click.echo(_line(replace(well[0], value=f"{well[0].value}{others}")))

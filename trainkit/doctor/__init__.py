@@ -9,19 +9,23 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from trainkit.job.preflight import Finding
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
+def to_json(value: Any) -> str:
+    """One of the dataclasses that travel between nodes as one line of JSON."""
+    return json.dumps(asdict(value), default=str)
 
-    name: str
-    state: Literal["ok", "warning", "failure"]
-    value: str
-    hint: str = ""
-    host: str | None = None
-    """None for what concerns no single host."""
+
+def from_json(kind: type[T], text: str) -> T:
+    """What `to_json` has made of a dataclass of this kind."""
+    return TypeAdapter(kind).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -51,21 +55,6 @@ class Request:
         """One of the other hosts; None without any."""
         return self.peers[0] if self.peers else None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        values = json.loads(text)
-        for name in ("folder", "code"):
-            values[name] = None if values[name] is None else Path(values[name])
-        return cls(**{name: _with_tuples(value) for name, value in values.items()})
-
-
-def _with_tuples(value: Any) -> Any:
-    """JSON knows lists only, which cannot be hashed."""
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
-
 
 @dataclass(frozen=True)
 class NodeReport:
@@ -73,32 +62,16 @@ class NodeReport:
 
     host: str
     num_gpus: int
-    ports: list[int]
+    port: int
     """At which rank 0 of a measurement can listen."""
-    peers: list[str] = field(default_factory=list)
+    peers: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     links: dict[str, float] = field(default_factory=dict)
     """As `link_gbit_s` returns them."""
-    file_server_offset_s: float | None = None
-    """Seconds by which its clock is ahead of that of the run folder's file server."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: tuple[Finding, ...] = ()
     step: str = ""
     """What `scancel` takes to end its step."""
     time_s: float = 0.0
     """Its clock when it sent this, which the reader compares with its own."""
     arrived_s: float = 0.0
     """The reader's clock then."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str, arrived_s: float) -> NodeReport:
-        values = json.loads(text)
-        findings = [Finding(**item) for item in values["findings"]]
-        return cls(**{**values, "findings": findings, "arrived_s": arrived_s})
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
@@ -11,11 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from trainkit.doctor import Finding
+from trainkit.doctor import from_json, to_json
+from trainkit.job.preflight import Finding
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
 MARK = "trainkit-bandwidth:"
@@ -34,14 +34,6 @@ class Layout:
     addr: str
     port: int
     """Where rank 0 listens."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Layout:
-        values = json.loads(text)
-        return cls(tuple(values["hosts"]), tuple(values["num_ranks"]), values["addr"], int(values["port"]))
 
     @property
     def world_size(self) -> int:
@@ -64,13 +56,6 @@ class Bandwidth:
     all_reduce_gbit_s: float = 0.0
     links: list[tuple[str, str, float]] = field(default_factory=list)
     """(from, to, Gbit/s)"""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Bandwidth:
-        return cls(**json.loads(text))
 
 
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
@@ -114,7 +99,7 @@ def run_ranks(
                 out, errors = (files.enter_context(_output_file()) for _ in range(2))
                 variables = {
                     **environ,
-                    LAYOUT_VARIABLE: layout.to_json(),
+                    LAYOUT_VARIABLE: to_json(layout),
                     "RANK": str(first + local_rank),
                     "LOCAL_RANK": str(local_rank),
                     "OMP_NUM_THREADS": "1",
@@ -142,7 +127,7 @@ def run_ranks(
         line = next((line for line in _lines(ranks[0][1]) if line.startswith(MARK)), None)
         if line is None:
             return Bandwidth(f"rank 0 on {host} ended without a result")
-        return Bandwidth.from_json(line.removeprefix(MARK))
+        return from_json(Bandwidth, line.removeprefix(MARK))
 
 
 def _output_file() -> IO[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from trainkit import __version__
 from trainkit.cluster.machine import NVIDIA_DRIVER
 from trainkit.config import LoadedConfig
-from trainkit.doctor import Finding, Request
+from trainkit.doctor import Request
+from trainkit.job.preflight import Finding
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
 

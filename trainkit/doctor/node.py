@@ -8,40 +8,41 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.cluster.machine import NVIDIA_DRIVER, NoDriver, nvml
-from trainkit.doctor import Finding, NodeReport, Request, plural
+from trainkit.cluster.machine import NVIDIA_DRIVER, NoDriver, detect_machine, nvml
+from trainkit.doctor import NodeReport, Request, from_json, to_json
 from trainkit.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
 from trainkit.doctor.environment import check_python, check_torch, versions
 from trainkit.errors import TrainkitError
+from trainkit.formats import plural
 from trainkit.job.node.health import host_memory_gib
 from trainkit.job.node.network import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.node.rendezvous import candidate_ports, choose_port, ephemeral_range, is_free
 from trainkit.job.preflight import (
-    MAX_CLOCK_OFFSET_S,
-    MIN_FREE_MIB,
+    Finding,
+    check_clock,
+    check_gpu,
+    check_temporary_folders,
     clock_offset_s,
-    direction,
     free_mib,
-    gpu_problem,
 )
+from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import visible_gpus
 from trainkit.run.files import refresh_listing
 from trainkit.run.process import own_host
 from trainkit.slurm.hosts import expand_hosts, node_addr
 
 PREFIX, CHUNK_CHARS = "trainkit-doctor", 700
-SHM_HINT = "in a container, `docker run --shm-size=8g` enlarges it; data loaders with processes need it"
-TMP_HINT = "remove old files there, or set TMPDIR to another folder"
 T = TypeVar("T")
 
 
@@ -54,8 +55,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
     yield check_interface(request)
     yield check_ports(request)
     yield from check_folder(request)
-    yield check_space("/tmp", Path(os.environ.get("TMPDIR") or "/tmp"), TMP_HINT)
-    yield check_space("/dev/shm", Path("/dev/shm"), SHM_HINT)
+    yield from check_temporary_folders(os.environ)
     if not request.quick:
         yield from check_torch(request)
 
@@ -64,16 +64,17 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
     """The report of this host with these findings."""
     interface = None if request.peer is None else interface_to(request.peer)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
-    candidates, free = tried_ports()
+    port = 0
+    with contextlib.suppress(TrainkitError):  # `check_ports` reports it
+        port = choose_port(str(os.getpid()), 0)
     return NodeReport(
         own_host(),
-        num_gpus(),
-        free[:NUM_PORTS] if candidates else [choose_port(str(os.getpid()), 0)],
-        list(request.peers),
-        {**versions(request), **driver_versions()},
+        detect_machine().num_gpus,
+        port,
+        request.peers,
+        {**versions(request), **({"NVIDIA driver": driver} if (driver := driver_version()) else {})},
         link_gbit_s(interface if request.network in PRESETS else request.network),
-        file_server_offset_s(request.folder),
-        [replace(item, host=own_host()) for item in findings],
+        tuple(replace(item, host=own_host()) for item in findings),
         step if step.strip(".") else "",
     )
 
@@ -92,18 +93,18 @@ def main() -> int:
 
     Then measures the bandwidth for each `Layout` that arrives on stdin, and prints that too.
     """
-    request = Request.from_json(sys.argv[1])
+    request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
     if hosts is not None:
         peers = tuple(host for host in expand_hosts(hosts) if host != own_host())
         request = replace(request, peers=peers)
     report = node_report(request, list(node_findings(request)))
-    send(replace(report, time_s=time.time()).to_json())
+    send(to_json(replace(report, time_s=time.time())))
     for line in sys.stdin:
-        layout = Layout.from_json(line)
+        layout = from_json(Layout, line)
         # Each node finds the first one by its own name service.
         addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
-        send(measure(request, replace(layout, addr=addr)).to_json())
+        send(to_json(measure(request, replace(layout, addr=addr))))
     return 0
 
 
@@ -154,22 +155,22 @@ def check_gpus() -> Iterator[Finding]:
         with nvml() as driver:
             number = _known(driver, driver.nvmlSystemGetCudaDriverVersion)
             cuda = "unknown" if number is None else f"{number // 1000}.{number % 1000 // 10}"
-            yield Finding("driver", "ok", f"{_driver_version(driver) or 'unknown version'}, CUDA {cuda}")
+            yield Finding("driver", "ok", f"{driver_version()}, CUDA {cuda}")
             chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
             for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0):
                 if chosen is None or str(index) in chosen or not all(map(str.isdigit, chosen)):
-                    yield check_gpu(driver, index)
+                    yield gpu_finding(driver, index)
     except NoDriver as error:
         hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
         yield Finding("GPU", "failure", str(error), hint)
 
 
-def check_gpu(nvml: Any, index: int) -> Finding:
+def gpu_finding(nvml: Any, index: int) -> Finding:
     """Errors, temperature, free memory and other processes of one GPU."""
-    name = f"GPU {index}"
-    problem = gpu_problem(nvml, index)
-    if problem:
-        return Finding(name, "failure", problem, "administrators can reset or replace it; exclude the node")
+    checked = check_gpu(nvml, index)
+    if checked.state == "failure":
+        return checked
+    name = checked.name
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     model = _known(nvml, lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown model"
     memory = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -192,28 +193,13 @@ def check_gpu(nvml: Any, index: int) -> Finding:
     return Finding(name, "ok", value)
 
 
-def num_gpus() -> int:
-    """The GPUs that a process would see here, as the driver and CUDA_VISIBLE_DEVICES say."""
-    if not NVIDIA_DRIVER.exists():
-        return 0
-    chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if chosen is not None:
-        return len(chosen)
-    with contextlib.suppress(NoDriver), nvml() as driver:  # `check_gpus` reports it
-        return _known(driver, driver.nvmlDeviceGetCount) or 0
-    return 0
-
-
-def driver_versions() -> dict[str, str]:
-    """The version of the driver, by which nodes are compared; empty without one."""
-    if NVIDIA_DRIVER.exists():
-        with contextlib.suppress(NoDriver), nvml() as driver:  # `check_gpus` reports it
-            return {"NVIDIA driver": _driver_version(driver) or "unknown"}
-    return {}
-
-
-def _driver_version(nvml: Any) -> str | None:
-    return _known(nvml, lambda: str(nvml.nvmlSystemGetDriverVersion()))
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty without one."""
+    try:
+        found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
+    except OSError:
+        return ""
+    return found[0] if found else "unknown version"
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
@@ -222,10 +208,6 @@ def _known(nvml: Any, query: Callable[[], T]) -> T | None:
         return query()
     except nvml.NVMLError:
         return None
-
-
-NUM_PORTS = 4
-"""How many ports a measurement may try."""
 
 
 def check_name(request: Request) -> Finding:
@@ -297,29 +279,22 @@ def check_ports(request: Request) -> Finding:
             return Finding("port", "ok", f"{request.port} is free")
         hint = f"`ss -ltnp 'sport = :{request.port}'` shows who listens; trainkit chooses a free port itself"
         return Finding("port", "failure", f"{request.port} is in use", hint)
-    candidates, free = tried_ports()
-    value = f"{len(free)} of {len(candidates)} tried ports are free"
-    if candidates and not free:
+    candidates = candidate_ports(str(os.getpid()), 0, ephemeral_range())
+    num_free = sum(map(is_free, candidates))
+    value = f"{num_free} of {len(candidates)} tried ports are free"
+    if candidates and not num_free:
         return Finding("port", "failure", value, "`ss -ltn` shows what listens on this host")
     return Finding("port", "ok", value)
 
 
-def tried_ports() -> tuple[Sequence[int], list[int]]:
-    """The ports of this host at which rank 0 would try to listen, and those of them that are free."""
-    candidates = candidate_ports(str(os.getpid()), 0, ephemeral_range())
-    return candidates, [port for port in candidates if is_free(port)]
-
-
 MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
 """Free space that is too little for any checkpoint, and that is little."""
-FEW_TEMPORARY_GIB = 0.5
 PROBE_MIB = 32
 SLOW_MIB_S, SLOW_FSYNC_S = 50.0, 0.5
 NUM_FSYNCS = 3
 VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
 """How long a file of another host may take to be visible: an NFS client may have cached its folder."""
 FOLDER_PREFIX = ".doctor-"
-CLOCK_HINT = "ask the administrators to synchronize it; `chronyc tracking` shows the offset"
 
 
 class NoFolder(Exception):
@@ -350,8 +325,7 @@ def check_folder(request: Request) -> Iterator[Finding]:
                 yield _is_shared(*request.shared)
             yield _write_speed(Path(name), request.quick)
             yield _renames(Path(name))
-            if request.shared is None:  # else the clocks of all nodes are compared
-                yield _clock(Path(name))
+            yield check_clock(clock_offset_s(Path(name)))
     except (NoFolder, OSError) as error:
         yield _unwritable(existing, error)
 
@@ -362,7 +336,7 @@ def _unwritable(folder: Path, error: NoFolder | OSError) -> Finding:
     if error.errno == errno.ENOENT:  # as below /proc
         return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
     hint = "choose another --run-dir, or check its mount options and `ls -ld`"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_SPACE:
         hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or check `quota`"
     return Finding("disk", "failure", f"{folder} cannot be written: {error.strerror or error}", hint)
 
@@ -401,18 +375,6 @@ def _is_shared(name: str, host: str) -> Finding:
         refresh_listing(path.parent)
         time.sleep(VISIBLE_POLL_S)
     return Finding("shared", "ok", f"a file of {host} is visible")
-
-
-def check_space(name: str, folder: Path, hint: str) -> Finding:
-    """The free space of a folder for temporary files; under what a job refuses, a failure."""
-    free = free_mib(folder)
-    if free is None:
-        return Finding(name, "ok", "there is none")
-    size = f"{free / 1024:,.1f} GiB" if free >= 1024 else f"{free:,.0f} MiB"
-    value = f"{size} free in {folder}"
-    if free >= FEW_TEMPORARY_GIB * 1024:
-        return Finding(name, "ok", value)
-    return Finding(name, "failure" if free < MIN_FREE_MIB else "warning", value, hint)
 
 
 def _free_space(folder: Path) -> Finding:
@@ -457,22 +419,6 @@ def _renames(folder: Path) -> Finding:
         hint = "checkpoints are published by renaming a folder: use another filesystem"
         return Finding("rename", "failure", f"a renamed folder is not complete in {folder.parent}", hint)
     return Finding("rename", "ok", "a folder can be published by renaming it")
-
-
-def _clock(folder: Path) -> Finding:
-    """This host's clock against that of the file server, or against itself on a local disk."""
-    offset_s = clock_offset_s(folder)
-    if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-        value = f"{abs(offset_s):.0f} s {direction(offset_s)} the clock of the run folder's file server"
-        return Finding("clock", "failure", value, CLOCK_HINT)
-    return Finding("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
-
-
-def file_server_offset_s(folder: Path) -> float | None:
-    """`clock_offset_s` of the run folder; None if it cannot be written, which `check_folder` reports."""
-    with contextlib.suppress(NoFolder, OSError):
-        return clock_offset_s(nearest_folder(folder))
-    return None
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from dataclasses import replace
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig
-from trainkit.doctor import Finding, NodeReport, Request, plural
+from trainkit.doctor import NodeReport, Request, from_json, to_json
 from trainkit.doctor.bandwidth import TIMEOUT_S as MEASURE_TIMEOUT_S
 from trainkit.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks
-from trainkit.doctor.node import CLOCK_HINT, measure, node_report, received, shared_file
+from trainkit.doctor.node import measure, node_report, received, shared_file
 from trainkit.errors import TrainkitError
+from trainkit.formats import plural
 from trainkit.job.node.rendezvous import LOCAL_ADDR
-from trainkit.job.preflight import MAX_CLOCK_OFFSET_S, direction
+from trainkit.job.preflight import CLOCK_HINT, MAX_CLOCK_OFFSET_S, Finding, apart
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
@@ -39,10 +40,9 @@ WAIT_S, QUICK_WAIT_S = 150, 15
 """How long the other nodes may still take after the first has reported, or after its task has ended."""
 STOP_S = 10.0
 """How long srun may take to end its step."""
-NEEDED_TO_MEASURE = {"name", "interface", "Python", "torch", "GPU"}
+NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
 """Checks without which ranks cannot find each other or start; those of a GPU have its number, too."""
 NOT_FOR_SRUN = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task", "time")
-ADDRESS_IN_USE = ("EADDRINUSE", "address already in use", "Address already in use")
 
 
 def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[str]:
@@ -50,7 +50,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 
     Inside an allocation it takes the nodes of that. Raises ConfigError with every problem of the config.
     """
-    worker = module_argv("trainkit.doctor.node", request.to_json())
+    worker = module_argv("trainkit.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.nodes
     # A node that cannot start its task must not keep the others waiting.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
@@ -124,18 +124,18 @@ class NodesStep:
         """The reports of `count` nodes, by host; fewer in the cases of `_received`."""
         found = []
         for text, arrived_s in self._received(count, timeout_s, wait_s):
-            found.append(NodeReport.from_json(text, arrived_s))
+            found.append(replace(from_json(NodeReport, text), arrived_s=arrived_s))
             self._step = found[-1].step
         return sorted(found, key=lambda item: item.host)
 
     def measure(self, layout: Layout) -> list[Bandwidth]:
-        """What the nodes, which have reported, measure; not all if a rank fails by more than its port."""
-        self._send(layout.to_json())
+        """What the nodes, which have reported, measure; not all if a rank fails."""
+        self._send(to_json(layout))
         limit_s = MEASURE_TIMEOUT_S + STOP_S
         answers = []
         for text, _ in self._received(len(layout.hosts), limit_s, limit_s):
-            answers.append(Bandwidth.from_json(text))
-            if answers[-1].error and not _has_taken_port(answers[-1]):
+            answers.append(from_json(Bandwidth, text))
+            if answers[-1].error:
                 break
         return answers
 
@@ -243,27 +243,16 @@ def local_bandwidth(request: Request) -> Iterator[Finding]:
 def _bandwidth(
     reports: Sequence[NodeReport], measured: Callable[[Layout], Sequence[Bandwidth]]
 ) -> Iterator[Finding]:
-    """Measure with a rank for each GPU or host without; at the next port if another program has taken one."""
+    """Measure with a rank for each GPU, or host without."""
     hosts, num_ranks = tuple(item.host for item in reports), tuple(max(1, item.num_gpus) for item in reports)
-    layouts = [Layout(hosts, num_ranks, LOCAL_ADDR, port) for port in reports[0].ports]
-    if not layouts or layouts[0].world_size < 2:
+    layout = Layout(hosts, num_ranks, LOCAL_ADDR, reports[0].port)
+    if layout.world_size < 2:
         return
-    answers: Sequence[Bandwidth] = ()
-    for layout in layouts:
-        answers = measured(layout)
-        if not any(map(_has_taken_port, answers)):
-            break
+    answers = measured(layout)
     errors = [answer for answer in answers if answer.error]
     whole = [answer for answer in answers if answer.links]
     silent = Bandwidth("the ranks ended without a result")
-    yield from bandwidth_checks(layouts[0], (errors + whole + [silent])[0], [item.links for item in reports])
-
-
-def _has_taken_port(answer: Bandwidth) -> bool:
-    return any(text in answer.error for text in ADDRESS_IN_USE)
-
-
-FILE_SERVER = "the run folder's file server"
+    yield from bandwidth_checks(layout, (errors + whole + [silent])[0], [item.links for item in reports])
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
@@ -301,63 +290,20 @@ def _names(values: Mapping[str, object], value: object, most: int = 3) -> str:
 
 
 def compare_clocks(reports: Sequence[NodeReport], caller: str) -> Iterator[Finding]:
-    """The checks of the clocks of all nodes, of this host (the `caller`), and of the file server.
-
-    Each clock has one vote; those that differ from the largest group that agrees are off.
-    """
-    offsets_s = {item.host: item.time_s - item.arrived_s for item in reports}
-    nodes = set(offsets_s)
-    offsets_s.setdefault(caller, 0.0)
-    server_s = _server_offset_s(reports)
-    if server_s is not None:
-        offsets_s[FILE_SERVER] = server_s
-    groups = _agreeing(offsets_s)
-    if len(groups) == 1:
-        spread_s = max(offsets_s[host] for host in nodes) - min(offsets_s[host] for host in nodes)
-        yield Finding("clock", "ok", f"of {plural(len(nodes), 'node')} within {spread_s:.1f} s")
-        return
-    if len(groups[0]) == len(groups[1]):
-        first, second = (statistics.median(offsets_s[name] for name in group) for group in groups[:2])
-        ahead, behind = (groups[0], groups[1]) if first > second else (groups[1], groups[0])
-        text = f"that of {' and '.join(ahead)} is {abs(first - second):.0f} s ahead of {' and '.join(behind)}"
-        yield Finding("clock", "failure", text, CLOCK_HINT)
-        return
-    time_s = statistics.median(offsets_s[name] for name in groups[0])
-    for name in (name for group in groups[1:] for name in group):
-        apart_s = offsets_s[name] - time_s
-        text = f"{abs(apart_s):.0f} s {direction(apart_s)} the other clocks"
-        if name in nodes:
-            yield Finding("clock", "failure", text, CLOCK_HINT, name)
-        elif name == FILE_SERVER:
-            yield Finding("clock", "failure", f"{name} is {text}", CLOCK_HINT)
-        else:  # no rank runs there
-            yield Finding("clock", "warning", f"this host, {name}, is {text}", CLOCK_HINT)
-
-
-def _server_offset_s(reports: Sequence[NodeReport]) -> float | None:
-    """Seconds by which the file server is ahead of this host; None if the nodes disagree.
-
-    They disagree when the folder is on a disk of each node: its times are then those of the node.
-    """
-    found = [
-        item.time_s - item.arrived_s - item.file_server_offset_s
-        for item in reports
-        if item.file_server_offset_s is not None
-    ]
-    if not found or max(found) - min(found) > MAX_CLOCK_OFFSET_S:
-        return None
-    return statistics.median(found)
-
-
-def _agreeing(offsets_s: Mapping[str, float]) -> list[list[str]]:
-    """Groups of clocks that agree, the largest first; each clock is in one group."""
-    groups: list[list[str]] = []
-    for name in sorted(offsets_s, key=lambda item: offsets_s[item]):
-        if groups and offsets_s[name] - offsets_s[groups[-1][0]] <= MAX_CLOCK_OFFSET_S:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-    return sorted(groups, key=len, reverse=True)
+    """The checks of the clocks of all nodes and of this host (the `caller`), against the median of all."""
+    offsets_s = {caller: 0.0, **{item.host: item.time_s - item.arrived_s for item in reports}}
+    usual_s = statistics.median_low(offsets_s.values())
+    is_well = True
+    for host, offset_s in offsets_s.items():
+        if abs(offset_s - usual_s) > MAX_CLOCK_OFFSET_S:
+            is_well, text = False, f"{apart(offset_s - usual_s)} the other clocks"
+            if any(item.host == host for item in reports):
+                yield Finding("clock", "failure", text, CLOCK_HINT, host)
+            else:  # no rank runs there
+                yield Finding("clock", "warning", f"this host, {host}, is {text}", CLOCK_HINT)
+    if is_well:
+        spread_s = max(offsets_s.values()) - min(offsets_s.values())
+        yield Finding("clock", "ok", f"of {plural(len(reports), 'node')} within {spread_s:.1f} s")
 
 
 OLDEST_SLURM = (22, 5)

@@ -44,8 +44,8 @@ from trainkit.job.failure.launcher_report import hosts_without_launch, launch_er
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.node.rendezvous import choose_port
-from trainkit.job.preflight import retry_on_disk_error, supervisor_view
-from trainkit.job.processes import log_line, module_argv
+from trainkit.job.preflight import supervisor_view
+from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
 from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
 from trainkit.job.watch.progress import slow_hosts

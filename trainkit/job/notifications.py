@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from shlex import quote
@@ -53,29 +53,29 @@ class Notification:
     text: str
     """One sentence without the name of the run."""
     command: str
-    """The command that shows more, such as ``trainkit diagnose RUN``."""
-    reason: str
+    """The command of trainkit that shows more, such as ``diagnose``."""
+    reason: str | None = None
+    """By default `text`."""
     state: str | None = "running"
     step: int | None = None
     rank: int | None = None
     host: str | None = None
 
 
-def end_notification(attempt: AttemptDir, end: AttemptEnd) -> Notification | None:
+def end_notification(end: AttemptEnd) -> Notification | None:
     """The notification of an ended attempt; None if a person stopped it, or it stopped as configured."""
-    state, reason = end.state, str(end.reason)
-    folder, failure = quote(str(attempt.run.path)), end.verdict or RankFailure()
+    state, reason, failure = end.state, str(end.reason), end.verdict or RankFailure()
     fields = (reason, state, end.step, failure.rank, failure.host)
     if end.action == "finished":
-        return Notification("finished", "finished", f"trainkit report {folder}", *fields)
+        return Notification("finished", "finished", "report", *fields)
     first = _first_failure(failure)
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
         if end.cause == "slow_host":
             text = reason  # restarts without HOST: …
-        return Notification("requeued", f"{text}{first}", f"trainkit status {folder}", *fields)
+        return Notification("requeued", f"{text}{first}", "status", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):
-        return Notification("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", *fields)
+        return Notification("failed", f"{state}: {reason}{first}", "diagnose", *fields)
     return None
 
 
@@ -88,38 +88,15 @@ def _first_failure(failure: RankFailure) -> str:
     return f"; {where}{kind}{failure.message}"
 
 
-def stall_notification(attempt: AttemptDir, silent_s: float, step: int | None) -> Notification:
-    """The notification of a run without progress for some time; `step` is the last step that was logged."""
-    after = "" if step is None else f" after step {step}"
-    text = f"no progress for {silent_s / 60:.0f} minutes{after}"
-    command = f"trainkit stacks {quote(str(attempt.run.path))}"
-    return Notification("stalled", text, command, text, step=step)
-
-
-def slowdown_notification(attempt: AttemptDir, event: Event) -> Notification:
-    """The notification of an event ``slow_rank`` or ``slow_run``."""
-    rank, host = event.rank, event.host
-    who = "all ranks are" if rank is None else f"rank {rank} on {host} is"
-    than = "before" if rank is None else "the others"
+def event_notification(event: Event) -> Notification:
+    """The notification of an event ``slow_rank`` or ``slow_run``, or ``silent``: a COMMAND without output."""
+    rank, host, step = event.rank, event.host, event.step
+    if event.name == "silent":
+        return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
+    who, than = ("all ranks are", "before") if rank is None else (f"rank {rank} on {host} is", "the others")
     times = f"{event.number('ratio') or 0.0:.1f} times as long as {than}"
     text = f"{who} slow since step {event.count('since_step')} ({event.text('phase')}), {times}"
-    command = f"trainkit status {quote(str(attempt.run.path))}"
-    return Notification("slow", text, command, text, step=event.step, rank=rank, host=host)
-
-
-def silence_notification(attempt: AttemptDir, event: Event) -> Notification:
-    """The notification of an event ``silent``: a COMMAND that prints nothing."""
-    text, command = str(event.reason), f"trainkit diagnose {quote(str(attempt.run.path))}"
-    return Notification("stalled", text, command, text, step=event.step, rank=event.rank, host=event.host)
-
-
-def unsaved_notification(attempt: AttemptDir, failed: Sequence[Event]) -> Notification:
-    """The notification of saves in a row that failed, as events ``checkpoint_failed``."""
-    last = failed[-1]
-    text = f"cannot save checkpoints: {len(failed)} in a row failed, since step {failed[0].step}"
-    text = f"{text}: {last.text('error')}"
-    command = f"trainkit status {quote(str(attempt.run.path))}"
-    return Notification("stalled", text, command, text, step=last.step)
+    return Notification("slow", text, "status", step=step, rank=rank, host=host)
 
 
 class Notifier:
@@ -168,7 +145,7 @@ class Notifier:
 
 def notify_end(attempt: AttemptDir, end: AttemptEnd) -> None:
     """Notify of the end of an attempt that no supervisor runs."""
-    notification, notifier = end_notification(attempt, end), Notifier()
+    notification, notifier = end_notification(end), Notifier()
     if notification is not None:
         notifier.send(attempt, notification)
         notifier.wait()
@@ -176,17 +153,14 @@ def notify_end(attempt: AttemptDir, end: AttemptEnd) -> None:
 
 def _send_limited(url: str, attempt: AttemptDir, notification: Notification, min_interval_s: float) -> None:
     """Send a notification unless one of its kind was sent recently; counts those that are not sent."""
-    file, event, state = attempt.run.path / STATE_NAME, notification.event, read_state(attempt.run)
-    withheld = State(state.sent, {**state.withheld, event: state.withheld.get(event, 0) + 1})
-    if state.is_due(event, datetime.now(timezone.utc), min_interval_s):
-        try:
+    event, state = notification.event, read_state(attempt.run)
+    after = State(state.sent, {**state.withheld, event: state.withheld.get(event, 0) + 1})
+    try:
+        if state.is_due(event, datetime.now(timezone.utc), min_interval_s):
             post(url, message(attempt, notification, state.withheld))
-        except DeliveryError:
-            write_json(file, asdict(withheld))
-            raise
-        write_json(file, asdict(State({**state.sent, event: utc_now()})))
-    else:
-        write_json(file, asdict(withheld))
+            after = State({**state.sent, event: utc_now()})
+    finally:
+        write_json(attempt.run.path / STATE_NAME, asdict(after))
 
 
 @dataclass(frozen=True)
@@ -224,21 +198,22 @@ def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[s
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
     text = f"{name} {notification.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
+    command = f"trainkit {notification.command} {quote(str(run.path))}"
     value = {
-        "text": f"{text}\n`{notification.command}`",
+        "text": f"{text}\n`{command}`",
         "event": notification.event,
         "run": name,
         "run_dir": str(run.path),
         "job_id": entry and entry.job_id,
         "attempt": attempt.number,
         "state": notification.state,
-        "reason": notification.reason,
+        "reason": notification.reason or notification.text,
         "rank": notification.rank,
         "host": notification.host,
         "step": step,
         "total_steps": total_steps,
         "withheld": withheld,
-        "command": notification.command,
+        "command": command,
         "time": utc_now(),
     }
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""Cheap checks on a node before ranks start, for problems that would otherwise surface later.
+"""The checks of a node that a job runs before its ranks start; `doctor` shows them with its own.
 
 The supervisor checks the run folder before the step starts, and every agent checks its own node. The run does
 not use a node again that failed.
@@ -7,23 +7,35 @@ not use a node again that failed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from trainkit.cluster.machine import NoDriver, nvml
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
-from trainkit.job import processes
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
+from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    state: Literal["ok", "warning", "failure"]
+    value: str
+    hint: str = ""
+    host: str | None = None
+    """None for what concerns no single host."""
 
 
 class PreflightFailed(TrainkitError):
@@ -37,7 +49,10 @@ class PreflightFailed(TrainkitError):
         """Whether the problem is this node's, so that another node could pass."""
 
 
-GPU_HINT = "run `nvidia-smi -q -d ECC,ROW_REMAPPER` there; administrators can reset or replace the GPU"
+def _require(finding: Finding) -> None:
+    """Raise PreflightFailed if a check of this node has failed."""
+    if finding.state == "failure":
+        raise PreflightFailed(f"{finding.name} on {socket.gethostname()}: {finding.value}", finding.hint)
 
 
 def check_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
@@ -71,9 +86,7 @@ def _check(
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
-        problem = gpu_problem(nvml, int(name))
-        if problem:
-            raise PreflightFailed(f"GPU {name} of {socket.gethostname()} {problem}", hint=GPU_HINT)
+        _require(check_gpu(nvml, int(name)))
 
 
 def _missing_gpu(
@@ -98,12 +111,16 @@ def _missing_gpu(
     return PreflightFailed(message, hint)
 
 
-def gpu_problem(nvml: Any, index: int) -> str | None:
-    """What is wrong with a GPU, as its driver says; None if nothing is."""
+def check_gpu(nvml: Any, index: int) -> Finding:
+    """Whether a GPU responds, and has no errors, as its driver says."""
     try:
-        return next(_gpu_problems(nvml, nvml.nvmlDeviceGetHandleByIndex(index)), None)
+        problem = next(_gpu_problems(nvml, nvml.nvmlDeviceGetHandleByIndex(index)), None)
     except nvml.NVMLError as error:
-        return f"does not respond: {error}"
+        problem = f"does not respond: {error}"
+    if problem is None:
+        return Finding(f"GPU {index}", "ok", "no errors")
+    hint = "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows more; administrators can reset or replace it"
+    return Finding(f"GPU {index}", "failure", problem, hint)
 
 
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
@@ -144,8 +161,10 @@ SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
 PROBE_BYTES = 65_536
 """Bytes to write as a test: only a write reveals an exhausted quota."""
 MIN_FREE_MIB = 16
+"""Free space under which a folder for temporary files is a failure."""
+FEW_FREE_MIB = 512
 MAX_CLOCK_OFFSET_S = 5.0
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+CLOCK_HINT = "ask the administrators to synchronize it; `chronyc tracking` shows the offset"
 
 
 def supervisor_view(attempt: AttemptDir) -> str:
@@ -169,10 +188,19 @@ def check_node(
     """
     if checks_disk:
         offset_s = _clock_offset_s(attempt)
-        if SUPERVISOR_VIEW_VARIABLE in environ:
-            _compare_views(attempt, offset_s, environ[SUPERVISOR_VIEW_VARIABLE])
-        _check_space(Path(environ.get("TMPDIR") or "/tmp"))
-        _check_space(Path("/dev/shm"))
+        if view := environ.get(SUPERVISOR_VIEW_VARIABLE):
+            digest, _, supervisor_offset_s = view.partition(" ")
+            if plan_digest(attempt) != digest:
+                raise PreflightFailed(
+                    f"{attempt.plan_file} on {socket.gethostname()} differs from the file that the first "
+                    "node of the job sees",
+                    hint="all nodes must share the filesystem of the run folder",
+                )
+            # If the supervisor's clock is off as well, the file server's clock is the wrong one.
+            if abs(float(supervisor_offset_s)) <= MAX_CLOCK_OFFSET_S:
+                _require(check_clock(offset_s))
+        for finding in check_temporary_folders(environ):
+            _require(finding)
     if plan.device == "cuda":
         check_gpus(plan, local_ranks, environ)
 
@@ -207,30 +235,21 @@ def _clock_offset_s(attempt: AttemptDir) -> float:
         raise PreflightFailed(
             f"{attempt.path} cannot be written on {socket.gethostname()}: {error.strerror or error}",
             hint="check `df -h` and `quota`; the run folder must be writable on every node",
-            is_node=error.errno not in _NO_SPACE,
-        ) from None
+            is_node=error.errno not in NO_SPACE,
+        ) from error
 
 
-def _compare_views(attempt: AttemptDir, offset_s: float, view: str) -> None:
-    digest, _, supervisor_offset_s = view.partition(" ")
-    host = socket.gethostname()
-    if plan_digest(attempt) != digest:
-        raise PreflightFailed(
-            f"{attempt.plan_file} on {host} differs from the file that the first node of the job sees",
-            hint="all nodes must share the filesystem of the run folder",
-        )
-    # If the supervisor's clock is off as well, the file server's clock is the wrong one.
-    if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisor_offset_s)):
-        ahead = direction(offset_s)
-        raise PreflightFailed(
-            f"the clock of {host} is {abs(offset_s):.0f} s {ahead} the clock of the run folder's file server",
-            hint="ask the administrators to synchronize it; `chronyc tracking` there shows the offset",
-        )
+def check_clock(offset_s: float) -> Finding:
+    """Whether this host's clock agrees with that of the run folder's file server."""
+    if abs(offset_s) <= MAX_CLOCK_OFFSET_S:
+        return Finding("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
+    value = f"{apart(offset_s)} the clock of the run folder's file server"
+    return Finding("clock", "failure", value, CLOCK_HINT)
 
 
-def direction(offset_s: float) -> str:
+def apart(offset_s: float) -> str:
     """Where a clock is by its offset."""
-    return "ahead of" if offset_s > 0 else "behind"
+    return f"{abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'}"
 
 
 def free_mib(folder: Path) -> float | None:
@@ -242,43 +261,26 @@ def free_mib(folder: Path) -> float | None:
     return found.f_bavail * found.f_frsize / 2**20 if found.f_blocks else math.inf
 
 
-def _check_space(folder: Path) -> None:
+def check_temporary_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The free space of the folders in which ranks put temporary files."""
+    yield check_space(
+        "/tmp",
+        Path(environ.get("TMPDIR") or "/tmp"),
+        "remove the files that other jobs left there, or set TMPDIR to another folder",
+    )
+    yield check_space(
+        "/dev/shm",
+        Path("/dev/shm"),
+        "in a container, `docker run --shm-size=8g` enlarges it; data loaders with processes need it",
+    )
+
+
+def check_space(name: str, folder: Path, hint: str) -> Finding:
+    """The free space of a folder for temporary files."""
     free = free_mib(folder)
-    if free is not None and free < MIN_FREE_MIB:
-        raise PreflightFailed(
-            f"{folder} on {socket.gethostname()} has only {free:.1f} MiB free",
-            hint="remove the files that other jobs left there, or set TMPDIR to another folder",
-        )
-
-
-DISK_PATIENCE_S = 300.0
-DISK_RETRY_S = 5.0
-_UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
-"""Errors of a network filesystem whose server restarts or that is being remounted."""
-T = TypeVar("T")
-
-
-def retry_on_disk_error(action: Callable[[], T]) -> T:
-    """Call `action`, retrying for five minutes while the disk or quota is full or the disk is unavailable.
-
-    Returns its result. Raises other errors immediately, and the disk error if a stop signal arrives.
-    """
-    deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
-    while True:
-        try:
-            return action()
-        except (OSError, PreflightFailed, UsageError) as error:
-            if not _is_transient(error) or time.monotonic() > deadline_s:
-                raise
-            if not logged:
-                logged = True
-                processes.log_line(f"{error}; retrying for {DISK_PATIENCE_S:g} s")
-            if processes.wait_for_notice(DISK_RETRY_S) is not None:
-                raise
-
-
-def _is_transient(error: Exception) -> bool:
-    if isinstance(error, PreflightFailed):
-        return not error.is_node
-    cause = error.__cause__ if isinstance(error, UsageError) else error
-    return isinstance(cause, OSError) and cause.errno in (*_NO_SPACE, *_UNAVAILABLE)
+    if free is None:
+        return Finding(name, "ok", "there is none")
+    value = f"{free / 1024:,.1f} GiB" if free >= 1024 else f"{free:,.0f} MiB"
+    state: Literal["ok", "warning", "failure"]
+    state = "ok" if free >= FEW_FREE_MIB else "failure" if free < MIN_FREE_MIB else "warning"
+    return Finding(name, state, f"{value} free in {folder}", "" if state == "ok" else hint)

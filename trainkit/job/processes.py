@@ -8,6 +8,7 @@ that arrives while a child's interpreter starts stays pending instead of killing
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
 from trainkit.run.process import PROC, process_stat
 
@@ -71,6 +72,35 @@ def log_line(text: str) -> None:
     """Print a line, ignoring I/O errors: a full disk must not change what the job does."""
     with contextlib.suppress(OSError):
         os.write(1, f"{text}\n".encode(errors="replace"))
+
+
+DISK_PATIENCE_S = 300.0
+DISK_RETRY_S = 5.0
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
+"""Errors of a network filesystem whose server restarts or that is being remounted."""
+T = TypeVar("T")
+
+
+def retry_on_disk_error(action: Callable[[], T]) -> T:
+    """Call `action`, retrying for five minutes while the disk or quota is full or the disk is unavailable.
+
+    Returns its result. Raises other errors immediately, and the disk error if a stop signal arrives.
+    """
+    deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
+    while True:
+        try:
+            return action()
+        except (OSError, TrainkitError) as error:
+            cause = error.__cause__ if isinstance(error, TrainkitError) else error
+            is_transient = isinstance(cause, OSError) and cause.errno in (*NO_SPACE, *_UNAVAILABLE)
+            if not is_transient or time.monotonic() > deadline_s:
+                raise
+            if not logged:
+                logged = True
+                log_line(f"{error}; retrying for {DISK_PATIENCE_S:g} s")
+            if wait_for_notice(DISK_RETRY_S) is not None:
+                raise
 
 
 def redirect_output(log: Path) -> None:

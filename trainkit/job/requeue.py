@@ -12,8 +12,7 @@ from pathlib import Path
 
 from trainkit.errors import TrainkitError
 from trainkit.job import processes
-from trainkit.job.preflight import retry_on_disk_error
-from trainkit.job.processes import log_line
+from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event

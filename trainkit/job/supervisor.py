@@ -32,8 +32,7 @@ from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification
-from trainkit.job.preflight import retry_on_disk_error
-from trainkit.job.processes import log_line, redirect_output
+from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.watch.attempt import AttemptWatch
@@ -267,7 +266,7 @@ class Supervisor:
         return decision.exit_code
 
     def _notify(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        notification = end_notification(attempt, end)
+        notification = end_notification(end)
         if notification is not None:
             self.notifier.send(attempt, notification)
 

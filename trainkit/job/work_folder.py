@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainkit.folders import ensure_folder
-from trainkit.job.preflight import retry_on_disk_error
+from trainkit.job.processes import retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import read_job

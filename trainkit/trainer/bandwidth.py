@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 
+from trainkit.doctor import from_json, to_json
 from trainkit.doctor.bandwidth import LAYOUT_VARIABLE, MARK, Bandwidth, Layout, ring_rounds
 
 START_TIMEOUT_S = 60.0
@@ -27,7 +28,7 @@ NUM_WARMUPS, NUM_REPEATS = 1, 5
 
 def main() -> int:
     """Measure as one rank; rank 0 prints the result as one line of JSON."""
-    layout = Layout.from_json(os.environ[LAYOUT_VARIABLE])
+    layout = from_json(Layout, os.environ[LAYOUT_VARIABLE])
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
     backend, device = ("nccl", torch.device("cuda", local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
@@ -86,7 +87,7 @@ def main() -> int:
             for index in range(count)
         ]
         result = Bandwidth("", backend, SIZE_MIB[backend], reduced, found)
-        print(f"\n{MARK} {result.to_json()}", flush=True)
+        print(f"\n{MARK} {to_json(result)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -132,27 +132,6 @@ class TestFromOutside:
         assert seen.threads == {"MainThread 0xb": ["f (a.py:3)"], "data 0xa": []}
         assert seen.main_stack == ("f (a.py:3)",)
 
-    def test_the_lock_that_a_stack_names(self, start, spy, tmp_path):
-        """The lock of torch is in the folder that its second frame names; other variables are not kept."""
-        lock = tmp_path / "cpu_adam/lock"
-        lock.parent.mkdir()
-        lock.touch()
-        frames = [
-            {"name": "wait", "locals": [{"name": "token", "repr": '"hf_secret"'}]},
-            {"name": "_jit_compile", "locals": [{"name": "build_directory", "repr": f'"{lock.parent}"'}]},
-            *({"name": "main", "locals": None} for _ in range(2)),
-            {"name": "main", "locals": [{"name": "own", "repr": f'"{lock}"'}]},
-        ]
-        frames = [{"filename": "a.py", "line": 3, **frame} for frame in frames]
-        thread = {"thread_id": 11, "thread_name": "MainThread", "os_thread_id": 0, "frames": frames}
-        spy(f"import json\nprint(json.dumps({[thread]!r}))")
-        seen = spy_on(2, start(LISTENS))
-        assert [(one.path, one.is_certain) for one in seen.locks if one.is_certain] == [(str(lock), True)]
-        assert "hf_secret" not in repr(seen)
-        frames[:2] = frames[2:4]
-        spy(f"import json\nprint(json.dumps({[thread]!r}))")
-        assert [one for one in spy_on(2, start(LISTENS)).locks if one.is_certain] == [], "far from the wait"
-
     def test_py_spy_that_may_not_look(self, start, spy):
         spy("import sys\nsys.exit('Error: Permission Denied: try again as root\\n\\nStack backtrace:')")
         seen = spy_on(2, start(LISTENS))

@@ -15,7 +15,7 @@ import pytest
 from job_tree import Job, wait_for
 
 from trainkit.job.attempt_end import repeatable_failure
-from trainkit.job.failure.stacks import LockFile, Reply, find_lock_files, find_requests
+from trainkit.job.failure.stacks import LockFile, Reply, find_locks, find_requests
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.watch.silence import SilenceWatch, explain_silence
 from trainkit.observe.diagnose import diagnose
@@ -208,25 +208,39 @@ def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
         child.communicate()
 
 
+BATON = ["wait (torch/utils/file_baton.py:49)", "_jit_compile (torch/utils/cpp_extension.py:9)"]
+COMPILES = ["communicate (subprocess.py:9)"]
+
+
 def test_the_lock_files_of_a_process(tmp_path: Path, start: Callable[..., int]) -> None:
     lock = tmp_path / ".cache/torch_extensions/py311_cu128/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    free = tmp_path / ".triton/cache/aaa/lock"
-    free.parent.mkdir(parents=True)
-    free.touch()  # a flock that nobody holds
     pid = start("")
-    [found] = find_lock_files(pid, ())
+    [found] = find_locks(pid)
     assert (found.path, found.is_certain, found.holder) == (str(lock), False, "")
-    [found] = find_lock_files(pid, [str(lock), str(tmp_path / "missing/lock")])
+    assert find_locks(pid, COMPILES) == [], "it does not wait, and nobody has it"
+    [found] = find_locks(pid, BATON)
     assert found.is_certain
-    holder = start(f"import fcntl; f = open({str(free)!r}); fcntl.flock(f, 2); g = open({str(lock)!r})")
-    extension, triton = find_lock_files(pid, [])
-    assert (triton.path, triton.holder) == (str(free), extension.holder)
-    assert triton.holder.startswith(f"process {holder} (")
-    other = start("", TORCH_EXTENSIONS_DIR=lock.parents[1], TRITON_CACHE_DIR=tmp_path / "empty")
-    assert [one.path for one in find_lock_files(other, [])] == [str(lock)]
-    assert find_lock_files(start("", XDG_CACHE_HOME=tmp_path, TRITON_HOME=tmp_path / "empty"), []) == []
+    other = start("", TORCH_EXTENSIONS_DIR=lock.parents[1])
+    assert [one.path for one in find_locks(other)] == [str(lock)]
+    assert find_locks(start("", XDG_CACHE_HOME=tmp_path)) == []
+
+
+def test_a_rank_that_compiles_holds_the_lock_itself(tmp_path: Path, start: Callable[..., int]) -> None:
+    """A rank that waits is shown with the newest lock file, which it has not open itself."""
+    for name, time_s in (("cpu_adam", 2e9), ("old", 1e9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        os.utime(tmp_path / name / "lock", (time_s, time_s))
+    lock = str(tmp_path / "cpu_adam/lock")
+    pid = start(f"f = open({lock!r})", TORCH_EXTENSIONS_DIR=tmp_path)
+    [found] = find_locks(pid, COMPILES)
+    assert (found.path, found.holder.partition(" (")[0]) == (lock, f"process {pid}")
+    [found] = find_locks(pid, BATON)
+    assert (found.path, found.holder) == (lock, "")
+    holder = start(f"f = open({lock!r})")
+    assert find_locks(pid, BATON)[0].holder.startswith(f"process {holder} (")
 
 
 WAITS = """
@@ -237,16 +251,6 @@ WAITS = """
     while not os.path.exists(RUN_DIR + "/go"):
         time.sleep(0.02)
 """
-
-
-def test_a_rank_that_compiles_holds_the_lock_itself(tmp_path: Path, start: Callable[..., int]) -> None:
-    lock = tmp_path / "cpu_adam/lock"
-    lock.parent.mkdir()
-    pid = start(f"f = open({str(lock)!r}, 'w')", TORCH_EXTENSIONS_DIR=tmp_path)
-    [found] = find_lock_files(pid, [])
-    assert found.holder.startswith(f"process {pid} (")
-    [found] = find_lock_files(pid, [str(lock)])
-    assert found.holder == "", "it waits, so what it has open is not the lock"
 
 
 def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
 
 from trainkit.job import processes
 from trainkit.job.signals import STACKS_SIGNAL
@@ -170,8 +169,8 @@ REPLY_S = 3.0
 """How long a rank may take to reply itself."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
-LOCK_FRAMES = 3
-"""The frames in which a rank that waits for a lock file has its path: torch's is in the second."""
+WAITS_FOR_LOCK = "file_baton.py:"
+"""The file of torch in which a rank waits for the lock of an extension, in one of its innermost frames."""
 
 STATE_PROBLEMS = {
     "T": "its process is stopped (SIGSTOP, or Slurm suspended it)",
@@ -237,80 +236,41 @@ def spy_on(rank: int, pid: int) -> Reply:
     problem = describe_state(pid)
     if spy is None:
         problem = problem or "py-spy, which can read its stacks, is not installed"
-        return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
+        return Reply(rank, host, pid, "", problem=problem, locks=find_locks(pid))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
-            spied = _spy(spy, candidate)
+            threads = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             problem = problem or f"py-spy: {error}"
         else:
-            threads = {name: [frame.text for frame in frames] for name, frames in spied.items()}
-            named = _named_locks(spy, candidate)
-            return Reply(rank, host, candidate, "py-spy", threads, locks=_locks(candidate, named))
-    return Reply(rank, host, pid, "", problem=problem, locks=_locks(pid, None))
+            found = Reply(rank, host, candidate, "py-spy", threads)
+            return replace(found, locks=find_locks(candidate, found.main_stack))
+    return Reply(rank, host, pid, "", problem=problem, locks=find_locks(pid))
 
 
-def _locks(pid: int, named: Sequence[str] | None) -> list[LockFile]:
-    """The lock files that a rank may wait for; of those that its stack does not name, only held ones.
-
-    Without a stack, `named` is None. What one rank holds can be what another one waits for.
-    """
-    found = find_lock_files(pid, named or ())
-    return [lock for lock in found if named is None or lock.is_certain or lock.holder]
-
-
-class _Frame(NamedTuple):
-    text: str
-    """Function, file and line."""
-    variables: list[str]
-    """As Python prints their values; empty unless asked for."""
-
-
-def _spy(spy: str, pid: int, *options: str) -> dict[str, list[_Frame]]:
+def _spy(spy: str, pid: int) -> dict[str, list[str]]:
     """The frames of each thread of a Python process as py-spy dumps them, the main thread first."""
-    argv = [spy, "dump", *options, "--json", "--pid", str(pid)]
+    argv = [spy, "dump", "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().partition("\n")[0] or f"ended with {done.returncode}")
     threads = sorted(json.loads(done.stdout), key=lambda thread: bool(thread["os_thread_id"] != pid))
     return {
         f"{thread['thread_name'] or 'native'} {thread['thread_id']:#x}": [
-            _Frame(
-                f"{frame['name']} ({frame['filename']}:{frame['line']})",
-                [str(local["repr"]) for local in frame.get("locals") or ()],
-            )
-            for frame in thread["frames"]
+            f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]
         ]
         for thread in threads
     }
 
 
-def _named_locks(spy: str, pid: int) -> list[str] | None:
-    """The lock files that variables of the innermost frames name, directly or by their folder.
-
-    Nothing else of the variables is kept: they may contain secrets. None if py-spy cannot read them, as some
-    versions cannot in some versions of Python.
-    """
-    try:
-        # Twice: once cuts a path to a few characters.
-        threads = _spy(spy, pid, "--locals", "--locals")
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
-        return None
-    frames = next(iter(threads.values()), [])[:LOCK_FRAMES]
-    texts = [text for frame in frames for text in frame.variables]
-    paths = [text[1:-1] for text in texts if text.startswith('"/') and text.endswith('"')]
-    return [path if path.endswith("lock") else f"{path}/lock" for path in paths]
-
-
 # torch locks the build of an extension by the existence of a file, which stays when its holder is killed: a
-# process that needs the extension then waits forever, without output. Triton and filelock use flock.
+# process that needs the extension then waits forever, without output.
 EXTENSIONS = (
     ("TORCH_EXTENSIONS_DIR", ""),
     ("XDG_CACHE_HOME", "torch_extensions"),
     ("HOME", ".cache/torch_extensions"),
 )
-TRITON = (("TRITON_CACHE_DIR", ""), ("TRITON_HOME", ".triton/cache"), ("HOME", ".triton/cache"))
-"""The variables that set the folder of a cache, in their order, and the folder below their value."""
+"""The variables that set the folder of the extensions, in their order, and the folder below their value."""
 
 
 @dataclass(frozen=True)
@@ -319,9 +279,9 @@ class LockFile:
 
     path: str
     time: str
-    """When the file was last changed: torch's is empty, so when it was created."""
+    """When it was created: it is empty, so that is when it was last changed."""
     is_certain: bool
-    """Whether the stack of the rank shows that it waits for this file."""
+    """Whether the stack of the rank shows that it waits for such a file, and this is the newest."""
     holder: str
     """The process on the host of the rank that has it open, as ``process 7 (python)``; empty if none has.
 
@@ -329,33 +289,27 @@ class LockFile:
     """
 
 
-def find_lock_files(pid: int, named: Iterable[str]) -> list[LockFile]:
-    """The lock files that a process may wait for; `named` are those in the frames of its stack."""
-    certain = [path for path in map(Path, dict.fromkeys(named)) if path.is_file()]
+def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
+    """The lock files that a process may wait for, the newest first; with its stack, only those that matter.
+
+    These are the one that it waits for, and those that are held: what one rank holds can be what another one
+    waits for.
+    """
     environ = _environ(pid)
-    held = _held_files()
-    others = [
-        *_files(_folder(EXTENSIONS, environ), "*/lock", "*/*/lock"),
-        *(path for path in _files(_folder(TRITON, environ), "*/lock") if _identity(path) in held),
-    ]
-    return [
-        found
-        for path, is_certain in [*((path, True) for path in certain), *((path, False) for path in others)]
-        if (is_certain or path not in certain) and (found := _lock_file(path, pid, is_certain)) is not None
-    ]
-
-
-def _lock_file(path: Path, pid: int, is_certain: bool) -> LockFile | None:
-    try:
-        changed = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
-    except OSError:
-        return None  # released meanwhile
-    return LockFile(
-        str(path),
-        as_utc(changed, "seconds"),
-        is_certain,
-        _holder(path, other_than=pid if is_certain else None),
-    )
+    folder = next((Path(environ[name], below) for name, below in EXTENSIONS if name in environ), None)
+    found = []
+    for path in () if folder is None else (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
+        with contextlib.suppress(OSError):  # released meanwhile
+            found.append((path.stat().st_mtime, path))
+    waits = any(WAITS_FOR_LOCK in frame for frame in stack[:3])
+    locks = []
+    for index, (time_s, path) in enumerate(sorted(found, reverse=True)):
+        is_certain = waits and index == 0
+        holder = _holder(path, other_than=pid if is_certain else None)
+        if is_certain or holder or not stack:
+            time = as_utc(datetime.fromtimestamp(time_s, timezone.utc), "seconds")
+            locks.append(LockFile(str(path), time, is_certain, holder))
+    return locks
 
 
 def _environ(pid: int) -> dict[str, str]:
@@ -365,34 +319,6 @@ def _environ(pid: int) -> dict[str, str]:
         return {}  # it has ended
     pairs = (os.fsdecode(line).partition("=") for line in lines)
     return {name: value for name, _, value in pairs if value}
-
-
-def _folder(variables: Iterable[tuple[str, str]], environ: Mapping[str, str]) -> Path | None:
-    return next((Path(environ[name], below) for name, below in variables if name in environ), None)
-
-
-def _files(folder: Path | None, *patterns: str) -> Iterator[Path]:
-    if folder is not None:
-        for pattern in patterns:
-            yield from sorted(folder.glob(pattern))
-
-
-def _identity(path: Path) -> str:
-    """A file as ``/proc/locks`` names it; empty if it is gone."""
-    try:
-        found = path.stat()
-    except OSError:
-        return ""
-    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-
-
-def _held_files() -> set[str]:
-    """The files with a lock that a process on this host holds or waits for."""
-    try:
-        lines = (PROC / "locks").read_text().splitlines()
-    except OSError:
-        return set()
-    return {word for line in lines for word in line.split() if word.count(":") == 2}
 
 
 def _holder(path: Path, other_than: int | None) -> str:

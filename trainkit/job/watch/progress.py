@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from trainkit.errors import TrainkitError
 from trainkit.job.attempt_end import last_step, previous_attempts
 from trainkit.job.decision import SlowHost, slow_restart_refusal
-from trainkit.job.notifications import (
-    Notifier,
-    silence_notification,
-    slowdown_notification,
-    stall_notification,
-    unsaved_notification,
-)
+from trainkit.job.notifications import Notification, Notifier, event_notification
 from trainkit.job.processes import log_line
 from trainkit.job.requeue import excludable
 from trainkit.job.watch.silence import OutputWatch
@@ -134,18 +128,20 @@ class ProgressWatch:
         if not self._is_stalled and silent_s > max(self._limit_s, STALL_INTERVALS * self._longest_s):
             self._is_stalled = True
             step = last_step(self._attempt, None)
-            self._notifier.send(self._attempt, stall_notification(self._attempt, silent_s, step))
+            after = "" if step is None else f" after step {step}"
+            text = f"no progress for {silent_s / 60:.0f} minutes{after}"
+            self._notifier.send(self._attempt, Notification("stalled", text, "stacks", step=step))
         for event in events_of(self._events.read()):
             if event.attempt == self._attempt.number:
                 self._report(event)
 
     def _report(self, event: Event) -> None:
-        name, attempt = event.name, self._attempt
-        if name in ("slow_rank", "slow_run"):
-            self._notifier.send(attempt, slowdown_notification(attempt, event))
-        elif name == "silent":
-            self._notifier.send(attempt, silence_notification(attempt, event))
-        elif name in SAVE_EVENTS:
+        if event.name in ("slow_rank", "slow_run", "silent"):
+            self._notifier.send(self._attempt, event_notification(event))
+        elif event.name in SAVE_EVENTS:
             self._seen.add(event)
-            if len(self._seen.failed_saves) == FAILED_SAVES:
-                self._notifier.send(attempt, unsaved_notification(attempt, self._seen.failed_saves))
+            failed = self._seen.failed_saves
+            if len(failed) == FAILED_SAVES:
+                since = f"{len(failed)} in a row failed, since step {failed[0].step}"
+                text = f"cannot save checkpoints: {since}: {event.text('error')}"
+                self._notifier.send(self._attempt, Notification("stalled", text, "status", step=event.step))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.folders import ensure_folder
-from trainkit.job.failure.stacks import Gathering, LockFile, Reply, group_replies
+from trainkit.job.failure.stacks import Gathering, Reply, group_replies
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
@@ -98,63 +98,35 @@ class Silence:
 def explain_silence(replies: Sequence[Reply], started: str = "") -> Silence:
     """What the ranks of an attempt wait for that began at the time `started`, from their stacks and locks."""
     found = [(reply, lock) for reply in replies for lock in reply.locks]
-    in_the_way = {
-        lock.path
+    holders = {lock.path: f"{lock.holder} on {reply.host}" for reply, lock in reversed(found) if lock.holder}
+    in_the_way = [
+        lock
         for reply, lock in found
         # A rank with a stack that does not show that it waits has the lock itself, or works next to a holder.
         if lock.is_certain or not reply.threads or not lock.holder
-    }
+    ]
     if in_the_way:
-        paths = {path: _Lock.of(found, path) for path in in_the_way}
         # Of several, the one that a stack shows, then one that nobody releases, then the newest.
-        lock = max(paths.values(), key=lambda lock: (lock.is_certain, not lock.holders, lock.time))
-        return lock.silence(started)
+        lock = max(in_the_way, key=lambda lock: (lock.is_certain, lock.path not in holders, lock.time))
+        seen = [(reply, other) for reply, other in found if other.path == lock.path]
+        hosts = ", ".join(sorted({reply.host for reply, _ in seen}))
+        first, *others = [reply for reply, other in seen if other.is_certain >= lock.is_certain]
+        more = f" (and {len(others)} more)" if others else ""
+        waits = "waits" if lock.is_certain else "may wait"
+        text = (
+            f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}, "
+            f"which {holders.get(lock.path, f'no process on {hosts}')} has open"
+        )
+        made, began = parse_time(lock.time), parse_time(started)
+        is_older = made is not None and began is not None and made < began
+        is_left = lock.is_certain and lock.path not in holders and is_older
+        return Silence(text, first.rank, first.host, lock.path, is_left)
     if not replies:
         return Silence(f"none of its ranks could be looked at within {LOOK_S:.0f} s")
     groups = group_replies(replies)
     first = groups[0][0] if groups else replies[0]
     where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
     return Silence(f"rank {first.rank} on {first.host}{where}", first.rank, first.host)
-
-
-@dataclass(frozen=True)
-class _Lock:
-    """One lock file, as the agents of all hosts see it."""
-
-    path: str
-    time: str
-    is_certain: bool
-    waiting: Reply
-    num_others: int
-    holders: list[str]
-    hosts: list[str]
-
-    @classmethod
-    def of(cls, found: Sequence[tuple[Reply, LockFile]], path: str) -> _Lock:
-        seen = [(reply, lock) for reply, lock in found if lock.path == path]
-        waiting = [reply for reply, lock in seen if lock.is_certain]
-        return cls(
-            path=path,
-            time=seen[0][1].time,
-            is_certain=bool(waiting),
-            waiting=(waiting or [seen[0][0]])[0],
-            num_others=len(waiting or seen) - 1,
-            holders=[f"{lock.holder} on {reply.host}" for reply, lock in seen if lock.holder],
-            hosts=sorted({reply.host for reply, _ in seen}),
-        )
-
-    def silence(self, started: str) -> Silence:
-        more = f" (and {self.num_others} more)" if self.num_others else ""
-        waits = "waits" if self.is_certain else "may wait"
-        holder = self.holders[0] if self.holders else f"no process on {', '.join(self.hosts)}"
-        text = (
-            f"rank {self.waiting.rank} on {self.waiting.host}{more} {waits} for the lock file {self.path}"
-            f" of {self.time}, which {holder} has open"
-        )
-        made, began = parse_time(self.time), parse_time(started)
-        is_older = made is not None and began is not None and made < began
-        is_left = self.is_certain and not self.holders and is_older
-        return Silence(text, self.waiting.rank, self.waiting.host, self.path, is_left)
 
 
 class SilenceWatch:
