@@ -91,6 +91,28 @@ def test_every_command_has_help_with_examples(name, capsys):
         (["watch", "--interval", "x"], "--interval is x, which is not a number", "for example: --interval 2"),
         (["qqq"], "unknown command 'qqq'", "`trainkit --help` lists the commands"),
         (["status", "--jsn"], "unknown option --jsn", "did you mean --json?"),
+        (["submit", "-N", "2"], "unknown option -N", "did you mean --nodes?"),
+        (
+            ["submit", "--nproc", "2", "--", "python", "x.py"],
+            "unknown option --nproc",
+            "did you mean --gpus-per-node?",
+        ),
+        (
+            ["submit", "python", "x.py", "--lr", "1"],
+            "unknown option --lr",
+            "a program of your own comes after --: `trainkit submit -- python x.py --lr 1`",
+        ),
+        (
+            ["run", "--", "x.py", "-v"],
+            "unknown option -v",
+            "a program of your own comes after --: `trainkit submit --follow -- x.py -v`",
+        ),
+        (["logs", "-n", "2"], "unknown option -n", "see `trainkit logs --help`"),
+        (
+            ["submit", "tiny", "--launcher", "torchrun", "--", "python3", "x.py", "--lr", "1"],
+            "--launcher torchrun starts Python itself, but the COMMAND begins with python3",
+            "leave it out: -- x.py --lr 1",
+        ),
         (["logs"], "missing argument 'RUN'", "see `trainkit logs --help`"),
     ],
 )

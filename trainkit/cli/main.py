@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrainkitError, click.ClickException) as error:
         if debug:
             raise
-        return _report(error if isinstance(error, TrainkitError) else _from_click(error), as_json)
+        return _report(error if isinstance(error, TrainkitError) else _from_click(error, args), as_json)
     except Exception as error:
         if debug:
             raise
@@ -231,13 +232,44 @@ def _discard_stdout() -> None:
 NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid (?P<type>integer|float)")
 
 
-def _from_click(error: click.ClickException) -> TrainkitError:
+PROGRAM = re.compile(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)|.*\.py")
+OTHER_NAMES = {
+    **dict.fromkeys(["-N", "--nnodes", "--num_machines", "--num-machines"], "--nodes"),
+    **dict.fromkeys(["-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"], "--gpus-per-node"),
+    **dict.fromkeys(
+        ["--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes"], "--gpus-per-node"
+    ),
+    **{"-p": "--partition", "-A": "--account", "-q": "--qos", "-C": "--constraint", "-t": "--time"},
+    **{
+        "-J": "--name",
+        "--job-name": "--name",
+        "--walltime": "--time",
+        "--config": "CONFIG, without an option",
+    },
+}
+"""Options of Slurm's commands and of launchers -> the option that means the same here."""
+
+
+def _command_of(args: Sequence[str]) -> str:
+    """The command line that was meant where a program to run has no ``--`` before it; empty without one."""
+    if not args or args[0] not in ("submit", "run") or (args[0] == "submit" and "--" in args):
+        return ""
+    args = [arg for arg in args if arg != "--"]
+    own = list(itertools.takewhile(lambda arg: not PROGRAM.fullmatch(arg), args[1:]))
+    first = ["submit", "--follow"] if args[0] == "run" else ["submit"]
+    program = args[1 + len(own) :]
+    return shlex.join(["trainkit", *first, *own, "--", *program]) if program else ""
+
+
+def _from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
     """Convert a click error; most are usage errors and exit with 2."""
     message = error.format_message().rstrip(".")
     hint = ""
-    if isinstance(error, click.NoSuchOption) and error.possibilities:
-        message = f"unknown option {error.option_name}"
-        hint = f"did you mean {' or '.join(sorted(error.possibilities))}?"
+    if isinstance(error, click.NoSuchOption):
+        message, same = f"unknown option {error.option_name}", OTHER_NAMES.get(error.option_name, "")
+        known = [] if error.ctx is None else [name for item in error.ctx.command.params for name in item.opts]
+        names = [same] if same in known else error.possibilities or ()
+        hint = f"did you mean {' or '.join(sorted(names))}?" if names else ""
     elif (
         isinstance(error, click.BadParameter) and (found := NOT_A_NUMBER.match(error.message)) and error.param
     ):
@@ -245,6 +277,8 @@ def _from_click(error: click.ClickException) -> TrainkitError:
         kind = "a whole number" if found["type"] == "integer" else "a number"
         message = f"{option} is {found['value']}, which is not {kind}"
         hint = f"for example: {option} 2"
-    elif isinstance(error, click.UsageError) and error.ctx is not None:
+    if isinstance(error, click.UsageError) and (meant := _command_of(args)):
+        hint = f"a program of your own comes after --: `{meant}`"
+    if isinstance(error, click.UsageError) and not hint and error.ctx is not None:
         hint = f"see `{error.ctx.command_path} --help`"
     return TrainkitError(message[:1].lower() + message[1:], hint, error.exit_code or EXIT_FAILED)

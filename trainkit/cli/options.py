@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from inspect import cleandoc
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -384,7 +385,13 @@ def trailing_workload(launcher: str) -> Workload:
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
-    return workload_of(argv, launcher)
+    workload = workload_of(argv, launcher)
+    if workload.has_launcher and PurePath(workload.argv[0]).name.startswith("python"):
+        raise UsageError(
+            f"--launcher {launcher} starts Python itself, but the COMMAND begins with {workload.argv[0]}",
+            hint=f"leave it out: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",
+        )
+    return workload
 
 
 @dataclass(frozen=True)

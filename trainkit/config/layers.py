@@ -44,7 +44,7 @@ class Layers:
         """The config with this name and its path: a file takes precedence over a shipped config."""
         path = self.cwd / Path(name).expanduser()
         shipped = None if path.is_file() else find_shipped_config(str(name))
-        if shipped is None and not path.exists():
+        if shipped is None and (not path.exists() or path.suffix == ".py"):
             self.problems.append(self._missing(str(name), path))
             return EMPTY, path
         return self.file(shipped or path), shipped or path
