@@ -104,7 +104,7 @@ def test_every_command_has_help_with_examples(name, capsys):
         ),
         (
             ["run", "--", "x.py", "-v"],
-            "unknown option -v",
+            "got unexpected extra argument (-v)",
             "a program of your own comes after --: `trainkit submit --follow -- x.py -v`",
         ),
         (["logs", "-n", "2"], "unknown option -n", "see `trainkit logs --help`"),
