@@ -277,5 +277,5 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
     for words in (("--train-iters", "9"), ("--train-iters=9",)):
         with pytest.raises(ConfigError, match="--train-iters is in the command, and a key of the config"):
             launcher_input(job, ("pretrain_gpt.py", *words), "megatron")
-    assert "set optimizer.lr" in refusal(tmp_path, "megatron", "schedule: {name: cosine}")
+    assert "optimizer.lr: is not set" in refusal(tmp_path, "megatron", "schedule: {name: cosine}")
     assert "does not pass on" in refusal(tmp_path, "megatron", "parallel: {offload: true}")
