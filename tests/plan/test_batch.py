@@ -12,10 +12,15 @@ from trainkit.config import LoadedConfig, load_config
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError
 from trainkit.plan import batch as batch_module
-from trainkit.plan.batch import BatchRequest, batch_reason, fitting_device_sizes, fitting_global_sizes
+from trainkit.plan.batch import (
+    BatchRequest,
+    batch_reason,
+    fitting_device_sizes,
+    fitting_global_sizes,
+    parallel_with,
+)
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
-from trainkit.plan.step_work import parallel_with
 from trainkit.resources import shipped_config_names
 
 sizes = st.integers(1, 64)

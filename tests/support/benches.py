@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun, write_bench
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts.axis import DEGREES, layout_name
+from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.rundir import RunDir
 

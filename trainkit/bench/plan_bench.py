@@ -20,70 +20,54 @@ from trainkit.bench.run_bench import (
 )
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, short_training, with_values
-from trainkit.errors import ConfigError, UsageError
+from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
+from trainkit.observe.sweep_report import REPEAT
+from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, possible_batch
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layouts.axis import (
-    DEGREES,
-    LayoutConstraints,
-    all_layouts,
-    fill_degrees,
-    parse_layout,
-    refuse_duplicates,
-    requested_layout,
-)
+from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.plan.layout_rules import DEGREES, layout_name, make_layout, parse_layout
+from trainkit.plan.layouts.choices import LONG_SEQUENCE, enumerate_layouts
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.submit.create import new_folder
 from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.submission import LoadedPoint, PlannedPoint, job_difference
 
 ORIGIN = "trainkit bench"
 OPTION = "--out"
-REPEAT = "repeat"
-"""The key of the repeat in the values of a group's point."""
 MAX_LAYOUTS = 16
 """Maximum number of layouts to run without --layout, to limit the duration of a bench."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A point to plan."""
-
-    values: JsonObject
-    """The layout, or the values of the swept keys."""
-    loaded: LoadedConfig | ConfigError
-    """Its config, or why that is invalid; for a layout, the config of all."""
-    settings: Mapping[str, object]
-    """The values in the config that make it this point, by dotted key."""
-    notes: tuple[str, ...] = ()
-    """The values adapted to the layout, one sentence each."""
 
 
 @dataclass(frozen=True)
 class BenchPoint:
     """One point of a bench before its first run."""
 
-    of: Candidate
+    values: JsonObject
+    """The layout, or the values of the swept keys."""
+    settings: Mapping[str, object]
+    """The values in the config that make it this point, by dotted key."""
+    notes: tuple[str, ...]
+    """The values adapted to the layout, one sentence each."""
     config: RunConfig
     plan: LaunchPlan
 
     @property
     def name(self) -> str:
-        return point_name(self.of.values)
+        return point_name(self.values)
 
     def run(self, folder: str, repeat: int) -> BenchRun:
         """One of its runs."""
         layout, batch = self.plan.layout, self.plan.batch
         return BenchRun(
             run=folder,
-            values=self.of.values,
+            values=self.values,
             repeat=repeat,
             degrees={name: getattr(layout, name) for name in DEGREES},
             device_batch_size=batch.device_batch_size,
             pp_microbatches=batch.pp_microbatches,
-            notes=list(self.of.notes),
+            notes=list(self.notes),
         )
 
 
@@ -158,15 +142,15 @@ class PlannedBench:
         ]
 
     def _group_values(self, point: BenchPoint, repeat: int) -> dict[str, Any]:
-        return {**point.of.values, REPEAT: repeat} if self.request.repeats > 1 else point.of.values
+        return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values
 
     def to_dict(self) -> dict[str, Any]:
         """The points that would run, and those that would not, as a JSON object."""
         points = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
-                "values": dict(item.of.settings),
-                "notes": list(item.of.notes),
+                "values": dict(item.settings),
+                "notes": list(item.notes),
             }
             for item in self.points
         ]
@@ -187,7 +171,7 @@ class PlannedBench:
             device=self.plan.device,
             length=self.request.length,
             repeats=self.request.repeats,
-            keys=tuple(self.points[0].of.values),
+            keys=tuple(self.points[0].values),
             runs=tuple(
                 self.points[index % num_points].run(name, index // num_points + 1)
                 for index, name in enumerate(run_names)
@@ -261,8 +245,10 @@ def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> Plann
 
     Raises the ConfigError of the first point if none can run, and UsageError for a key that a bench sets.
     """
-    found = (Candidate(point.values, point.loaded, point.values) for point in points)
-    return _plan("settings", request, found, Gatherer(), {})
+    planner = _Planner("settings", request, Gatherer())
+    for point in points:
+        planner.add(point.values, point.values, point.loaded)
+    return planner.planned()
 
 
 def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[str]) -> PlannedBench:
@@ -276,79 +262,143 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
         or_own=True,
     )
-    gatherer = Gatherer()
-    constraints = _find_constraints(loaded, gatherer.facts(loaded))
-    impossible: dict[str, str] = {}
-    if not layouts:
-        found, impossible = all_layouts(loaded.config.parallel, constraints)
-    else:
-        found = []
-        for text in layouts:
-            values = {f"parallel.{key}": value for key, value in fill_degrees(parse_layout(text)).items()}
-            parallel = with_values(loaded, values, f"--layout {text}").config.parallel
-            found.append(requested_layout(text, parallel, constraints))
-        refuse_duplicates(found)
-    candidates = (Candidate({LAYOUT: item.name}, loaded, item.values, item.notes) for item in found)
-    return _plan("layouts", request, candidates, gatherer, impossible, must_all=bool(layouts))
-
-
-def _plan(
-    kind: Kind,
-    request: BenchRequest,
-    candidates: Iterable[Candidate],
-    gatherer: Gatherer,
-    impossible: Mapping[str, str],
-    must_all: bool = False,
-) -> PlannedBench:
-    """Plan the candidates that can run, all of them if they `must`, or of untyped layouts the first.
-
-    Raises the ConfigError of the first if none can run.
-    """
-    refused, left_out = dict(impossible), list[str]()
-    points: list[BenchPoint] = []
-    errors: list[ConfigError] = []
-    changes: list[Change] = []
-    for item in candidates:
-        name = point_name(item.values)
-        if kind == "layouts" and not must_all and len(points) == MAX_LAYOUTS:
-            left_out.append(name)
-            continue
+    planner = _Planner("layouts", request, Gatherer())
+    facts = planner.gatherer.facts(loaded)
+    assert facts.data is not None
+    shape, ranks = resolve_model_shape(loaded.config.model, facts.data.vocab_size), _ranks(loaded, facts)
+    for text in layouts:
+        origin, typed = f"--layout {text}", parse_layout(text)
+        own = with_values(loaded, {f"parallel.{key}": value for key, value in typed.items()}, origin)
         try:
-            point, own = _plan_point(kind, request, item, gatherer)
+            layout = make_layout(own.config.parallel, ranks.world_size)[0]
+            planner.add_layout(own, layout, ranks, shape, typed)
         except ConfigError as error:
-            if must_all:
+            problems = [Problem(item.key, item.message, origin, item.hint) for item in error.problems]
+            raise ConfigError(problems) from None
+    if not layouts:
+        splits_sequence = loaded.config.parallel.cp > 1 or loaded.config.data.seq_len >= LONG_SEQUENCE
+        found = enumerate_layouts(ranks.world_size, ranks.workers_per_node, splits_sequence)
+        for layout in sorted(found, key=_complexity):
+            planner.add_layout(loaded, layout, ranks, shape)
+    return planner.planned()
+
+
+def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
+    """A plan without model, layout and batch, which says how many processes there are."""
+    neutral = {f"parallel.{name}": -1 if name == "dp_shard" else 1 for name in DEGREES}
+    sizes = {"train.device_batch_size": 1, "train.global_batch_size": None}
+    without_data = replace(facts, data=None, missing=frozenset())
+    return make_plan(with_values(loaded, {**neutral, **sizes}, ORIGIN), without_data)
+
+
+def _complexity(layout: Layout) -> tuple[int, ...]:
+    """A sort key: fewer kinds of parallelism first, then the more common ones."""
+    degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
+    return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
+
+
+def layout_settings(
+    config: RunConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: JsonObject
+) -> tuple[JsonObject, tuple[str, ...]]:
+    """The config values of a layout, with the global batch of all of them, and what is adapted to it.
+
+    `typed` are the values of ``--layout``. Raises ConfigError if the layout is not possible.
+    """
+    train, parallel = config.train, config.parallel
+    total = train.global_batch_size or train.device_batch_size * ranks.world_size
+    fixed = {GLOBAL, *([MICROBATCHES] if "pp_microbatches" in typed else [])}
+    request = BatchRequest(train.device_batch_size, total, parallel, frozenset(fixed))
+    batch = possible_batch(request, layout, shape, config.data.seq_len)
+    settings = {
+        **{f"parallel.{key}": value for key, value in typed.items()},
+        **{f"parallel.{name}": getattr(layout, name) for name in DEGREES},
+        "train.global_batch_size": total,
+        "train.device_batch_size": batch.device_batch_size,
+        "parallel.pp_microbatches": batch.pp_microbatches or parallel.pp_microbatches,
+    }
+    return settings, tuple(f"{note} to fit this layout" for note in batch_changes(batch, request))
+
+
+class _Planner:
+    """Collects the points of a bench that can run, and why others cannot."""
+
+    def __init__(self, kind: Kind, request: BenchRequest, gatherer: Gatherer) -> None:
+        self.kind, self.request, self.gatherer = kind, request, gatherer
+        self._points: list[BenchPoint] = []
+        self._changes: list[Change] = []
+        self._errors: dict[str, ConfigError] = {}
+        self._left_out: list[str] = []
+
+    def planned(self) -> PlannedBench:
+        """The bench; raises the ConfigError of the first point if none can run."""
+        if not self._points:
+            raise next(iter(self._errors.values()))
+        impossible = {name: error.problems[0].sentence for name, error in self._errors.items()}
+        left_out = tuple(self._left_out)
+        return PlannedBench(self.kind, self.request, self._points, self._changes, impossible, left_out)
+
+    def add_layout(
+        self,
+        loaded: LoadedConfig,
+        layout: Layout,
+        ranks: LaunchPlan,
+        shape: ModelShape,
+        typed: JsonObject | None = None,
+    ) -> None:
+        """Plan a layout; a `typed` one must be possible, of the others only the first ones run."""
+        name = layout_name(layout, {key: item for key, item in (typed or {}).items() if key not in DEGREES})
+        if name in (point.name for point in self._points):
+            raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
+        try:
+            settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed or {})
+            if typed is None and len(self._points) == MAX_LAYOUTS:
+                self._left_out.append(name)
+                return
+            own = with_values(loaded, settings, f"layout {name}")
+        except ConfigError as error:
+            if typed is not None:
                 raise
-            errors.append(error)
-            refused[name] = error.problems[0].sentence
-        else:
-            points.append(point)
-            changes = changes or own
-    if not points:
-        raise errors[0]
-    return PlannedBench(kind, request, points, changes, refused, tuple(left_out))
+            self._errors[name] = error
+            return
+        self.add({LAYOUT: name}, settings, own, notes)
+        if typed is not None and name in self._errors:
+            raise self._errors[name]
 
+    def add(
+        self,
+        values: JsonObject,
+        settings: Mapping[str, object],
+        loaded: LoadedConfig | ConfigError,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        """Plan a point whose config is `loaded`, or has an error."""
+        try:
+            if isinstance(loaded, ConfigError):
+                raise loaded
+            config, plan, changes = self._shortened(loaded, values)
+        except ConfigError as error:
+            self._errors[point_name(values)] = error
+            return
+        self._points.append(BenchPoint(values, settings, notes, config, plan))
+        self._changes = self._changes or changes
 
-def _plan_point(
-    kind: Kind, request: BenchRequest, item: Candidate, gatherer: Gatherer
-) -> tuple[BenchPoint, list[Change]]:
-    """Plan a point, and what a bench changes in its config; raises ConfigError if it cannot run."""
-    loaded, length = item.loaded, request.length
-    if isinstance(loaded, ConfigError):
-        raise loaded
-    if kind == "layouts":
-        loaded = with_values(loaded, item.settings, f"layout {point_name(item.values)}")
-    own = bench_changes(loaded.config, kind, length, request.keep_name)
-    if kind == "settings":
-        _refuse_set_by_bench(item.values, [*own, *profiler_changes(loaded.config, length, 1)])
-    facts = gatherer.facts(loaded)
-    if facts.target.backend == "submitit":
-        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
-    changes = effective(own)
-    short = with_values(loaded, {change.key: change.value for change in changes}, ORIGIN)
-    plan = plan_run(short, facts)
-    profiler = effective(profiler_changes(short.config, length, plan.world_size))
-    full = with_values(short, {change.key: change.value for change in profiler}, ORIGIN)
-    return BenchPoint(item, full.config, plan), [*changes, *profiler]
+    def _shortened(
+        self, loaded: LoadedConfig, values: JsonObject
+    ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
+        """The config and plan of a point, and what a bench changes in it."""
+        length = self.request.length
+        own = bench_changes(loaded.config, self.kind, length, self.request.keep_name)
+        if self.kind == "settings":
+            _refuse_set_by_bench(values, [*own, *profiler_changes(loaded.config, length, 1)])
+        facts = self.gatherer.facts(loaded)
+        if facts.target.backend == "submitit":
+            raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+        changes = effective(own)
+        short = with_values(loaded, {change.key: change.value for change in changes}, ORIGIN)
+        plan = plan_run(short, facts)
+        profiler = effective(profiler_changes(short.config, length, plan.world_size))
+        full = with_values(short, {change.key: change.value for change in profiler}, ORIGIN)
+        return full.config, plan, [*changes, *profiler]
 
 
 def _refuse_set_by_bench(values: JsonObject, changes: Sequence[Change]) -> None:
@@ -362,23 +412,3 @@ def _refuse_set_by_bench(values: JsonObject, changes: Sequence[Change]) -> None:
                 raise UsageError(
                     f"--sweep {key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
                 )
-
-
-def _find_constraints(loaded: LoadedConfig, facts: Facts) -> LayoutConstraints:
-    """The sizes of the config and the number of processes, from a plan without layout and batch."""
-    degrees = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "pp": 1, "cp": 1}
-    values = {f"parallel.{key}": value for key, value in degrees.items()}
-    neutral = with_values(
-        loaded, {**values, "train.device_batch_size": 1, "train.global_batch_size": None}, ORIGIN
-    )
-    assert facts.data is not None
-    plan = make_plan(neutral, replace(facts, data=None, missing=frozenset()))
-    config, train = loaded.config, loaded.config.train
-    return LayoutConstraints(
-        world_size=plan.world_size,
-        node_size=plan.workers_per_node,
-        shape=resolve_model_shape(config.model, facts.data.vocab_size),
-        seq_len=config.data.seq_len,
-        device_batch_size=train.device_batch_size,
-        global_batch_size=train.global_batch_size or train.device_batch_size * plan.world_size,
-    )

@@ -279,7 +279,7 @@ def _describe(planned: PlannedBench) -> None:
     if num_arrays > 1:
         _print_fact("arrays", f"{num_arrays}, one after another, because the points need different jobs")
     for item in planned.points:
-        for note in item.of.notes:
+        for note in item.notes:
             _print_fact("adapted", f"{item.name}: {note}")
     for name, reason in planned.impossible.items():
         _print_fact("not possible", f"{name}: {reason}")
@@ -303,12 +303,12 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(planned.to_dict(), ensure_ascii=False))
         return EXIT_OK
-    keys = list(planned.points[0].of.values)
+    keys = list(planned.points[0].values)
     rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
     for point in planned.points:
         batch = point.plan.batch
         microbatches = "-" if batch.pp_microbatches is None else str(batch.pp_microbatches)
-        values = [shown_value(value) for value in point.of.values.values()]
+        values = [shown_value(value) for value in point.values.values()]
         rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
     click.echo(table(rows))
     return EXIT_OK

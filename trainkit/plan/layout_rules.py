@@ -1,11 +1,13 @@
-"""Layout rules: checks degrees against the number of processes, the model and the batch."""
+"""Layout rules: checks degrees against the number of processes, the model and the batch; names of layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from trainkit.config.running import ParallelConfig
-from trainkit.errors import ConfigError, Problem
+from trainkit.config.yamlfile import parse_value
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.schedules import SPLIT_BACKWARD, num_stages
@@ -213,3 +215,46 @@ def _description(layout: Layout) -> str:
 def _processes(world_size: int, model: int) -> str:
     text = "1 process" if world_size == 1 else f"{world_size} processes"
     return text if model == 1 else f"{text} / {model} (tp x pp x cp)"
+
+
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+
+
+def parse_layout(text: str) -> JsonObject:
+    """The values of ``--layout tp=2,dp_shard=2``, keys of the section `parallel`, with all degrees.
+
+    Raises UsageError if the text is invalid.
+    """
+    origin = f"--layout {text}"
+    values: dict[str, object] = {}
+    for part in text.split(","):
+        key, _, raw = (piece.strip() for piece in part.partition("="))
+        if not raw:
+            hint = "for example --layout tp=2,dp_shard=2"
+            raise UsageError(f"{origin}: {part.strip()!r} is not KEY=VALUE", hint=hint)
+        if key not in ParallelConfig.model_fields:
+            hint = f"its keys are {', '.join(ParallelConfig.model_fields)}"
+            raise UsageError(f"{origin}: the section parallel has no key {key}", hint=hint)
+        if key in values:
+            raise UsageError(f"{origin}: {key} appears twice", hint="give each key once")
+        try:
+            values[key] = parse_value(raw)
+        except ValueError as error:
+            raise UsageError(f"{origin}: {key}: {error}", hint="values are written as in a config") from None
+    missing = dict.fromkeys(DEGREES, 1)
+    if values.get("dp_replicate") != -1:
+        missing["dp_shard"] = -1  # derived
+    return {**missing, **values}
+
+
+def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
+    """The name of a layout, in the form of ``--layout``: degrees above 1, then other keys of `parallel`."""
+    degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
+    return (
+        ",".join(f"{key}={yaml_text(value)}" for key, value in {**degrees, **others}.items()) or "dp_shard=1"
+    )
+
+
+def yaml_text(value: object) -> str:
+    """A value of `parallel` as a config has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

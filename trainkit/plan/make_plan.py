@@ -14,6 +14,7 @@ from trainkit.config.training import DECODER
 from trainkit.data.checks import DataFacts, mixture_note
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import gib, memory_mib
+from trainkit.plan.batch import parallel_with
 from trainkit.plan.facts import Facts
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
@@ -22,7 +23,7 @@ from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, key
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory import FLOAT32, state_bytes
 from trainkit.plan.model_shape import ModelShape, num_params, resolve_model_shape, vocabulary_note
-from trainkit.plan.step_work import optimizer_bytes, parallel_with
+from trainkit.plan.step_work import optimizer_bytes
 from trainkit.plan.workload import TRAINER, Workload
 
 

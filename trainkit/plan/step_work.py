@@ -9,6 +9,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
+from trainkit.plan.batch import parallel_with
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import loss_chunks
 from trainkit.plan.model_shape import ModelShape
@@ -153,13 +154,6 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
         blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
         return 2 * (1 + 4 * max(blocks))
     return 4 if optimizer.state_dtype == "bf16" else 8
-
-
-def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
-    """The section with the number of microbatches that a plan derived."""
-    if batch.pp_microbatches is None:
-        return parallel
-    return parallel.model_copy(update={"pp_microbatches": batch.pp_microbatches})
 
 
 def work_of(

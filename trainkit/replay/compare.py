@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.config import read_effective
-from trainkit.plan.layouts.axis import DEGREES, layout_name
+from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
 from trainkit.replay.steps import Start, StepSample, attempt_starts, refuse_other_data

@@ -15,7 +15,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layouts.axis import DEGREES, fill_degrees, parse_layout
+from trainkit.plan.layout_rules import DEGREES, parse_layout
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.run.events import read_metrics
 from trainkit.run.files import parse_time
@@ -249,7 +249,7 @@ def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, int | None]:
         if plan.batch.pp_microbatches is not None:
             values["parallel.pp_microbatches"] = plan.batch.pp_microbatches
     else:
-        degrees = fill_degrees(parse_layout(layout))
+        degrees = parse_layout(layout)
     return values | {f"parallel.{name}": value for name, value in degrees.items()}
 
 

@@ -10,14 +10,14 @@ from itertools import product
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.plan.batch import BatchRequest, make_batch
+from trainkit.plan.batch import BatchRequest, possible_batch
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.layouts.cost import Cost, cost_of
 from trainkit.plan.memory import Memory, memory_of
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.step_work import StepWork, parallel_with, work_of
+from trainkit.plan.step_work import StepWork, work_of
 
 LONG_SEQUENCE = 16_384
 """From this many tokens on, context parallelism is tried although parallel.cp is 1."""
@@ -183,19 +183,13 @@ def configured_layout(
 ) -> tuple[Choice | None, list[Problem]]:
     """The layout of the config, or None and all problems that rule it out on this hardware."""
     config = loaded.config
-    seq_len = config.data.seq_len
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
-        batch = make_batch(BatchRequest.of(loaded), layout, seq_len)
+        batch = possible_batch(BatchRequest.of(loaded), layout, shape, config.data.seq_len)
     except ConfigError as error:
-        found = error.problems
-    else:
-        size, steps = batch.device_batch_size, batch.accumulation_steps
-        parallel = parallel_with(config.parallel, batch)
-        found = list(layout_problems(layout, parallel, shape, size, seq_len, steps))
-        if not found:
-            return Choice(work_of(config, shape, layout, batch), hardware), []
-    return None, [loaded.problem(problem.key, problem.message, problem.hint) for problem in found]
+        found = [loaded.problem(problem.key, problem.message, problem.hint) for problem in error.problems]
+        return None, found
+    return Choice(work_of(config, shape, layout, batch), hardware), []
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:

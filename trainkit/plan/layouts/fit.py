@@ -14,6 +14,7 @@ from trainkit.formats import GIB, gib, table
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import yaml_text
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
 from trainkit.plan.memory import state_bytes
 from trainkit.plan.model_shape import ModelShape
@@ -204,10 +205,7 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
 
 def set_flags(values: dict[str, object]) -> list[str]:
     """The ``--set`` flags for `settings`."""
-    return [
-        f"--set {key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in values.items()
-    ]
+    return [f"--set {key}={yaml_text(value)}" for key, value in values.items()]
 
 
 def _configured(config: RunConfig, key: str) -> object:

@@ -1,0 +1,151 @@
+"""Which layouts a bench runs, and what is adapted to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.bench.plan_bench import BenchPoint, BenchRequest, PlannedBench, plan_layouts
+from trainkit.bench.run_bench import BenchLength
+from trainkit.config import load_config
+from trainkit.errors import ConfigError, UsageError
+from trainkit.plan.launch import Layout
+from trainkit.plan.layout_rules import parse_layout
+from trainkit.plan.layouts.choices import LONG_SEQUENCE, enumerate_layouts
+
+SIZES = (
+    *("device=cpu", "launch.backend=local", "data.seq_len=64"),
+    *("train.device_batch_size=4", "train.global_batch_size=16"),
+)
+MODEL = ("model.preset=nano", "model.num_layers=8", "model.num_kv_heads=4")
+
+
+def planned(folder: Path, ranks: int, layouts: tuple[str, ...] = (), *settings: str) -> PlannedBench:
+    """A bench on one node of the nano model with enough layers and heads to be split."""
+    overrides = (*SIZES, *MODEL, f"resources.gpus_per_node={ranks}", *settings)
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=folder)
+    return plan_layouts(BenchRequest("mine.yaml", BenchLength(30, 5), 1, keep_name=False), loaded, layouts)
+
+
+def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> BenchPoint:
+    [point] = planned(folder, ranks, (text,), *settings).points
+    return point
+
+
+def names(found: PlannedBench) -> list[str]:
+    return [point.name for point in found.points]
+
+
+def test_every_way_to_split_four_processes(tmp_path: Path) -> None:
+    assert names(planned(tmp_path, 4)) == [
+        *("dp_shard=4", "dp_replicate=4", "tp=4", "pp=4"),
+        *("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2", "dp_shard=2,pp=2"),
+        *("dp_replicate=2,tp=2", "dp_replicate=2,pp=2", "tp=2,pp=2"),
+    ]
+    assert names(planned(tmp_path, 1)) == ["dp_shard=1"]
+
+
+def test_each_layout_is_there_once_and_has_all_processes() -> None:
+    for world_size in (1, 6, 8, 12):
+        found = list(enumerate_layouts(world_size, world_size, splits_sequence=True))
+        assert len(found) == len(set(found))
+        assert {layout.world_size for layout in found} == {world_size}
+    assert len(list(enumerate_layouts(8, 8, splits_sequence=True))) == 35
+    # Tensor parallelism stays within a node.
+    assert {layout.tp for layout in enumerate_layouts(8, 2, splits_sequence=False)} == {1, 2}
+
+
+def test_sequences_are_split_when_they_are_long_or_the_config_does_it(tmp_path: Path) -> None:
+    for settings in ((), ("parallel.cp=2",), (f"data.seq_len={LONG_SEQUENCE}",)):
+        assert ("cp=4" in names(planned(tmp_path, 4, (), *settings))) == bool(settings)
+
+
+def test_what_is_not_possible_has_a_reason(tmp_path: Path) -> None:
+    found = planned(tmp_path, 4, (), "model.num_layers=2", "model.num_kv_heads=2")
+    assert "tp=4" not in names(found)
+    assert found.impossible == {
+        "tp=4": "parallel.tp is 4, which does not divide model.num_kv_heads 2",
+        "pp=4": "parallel.pp is 4, which needs 4 stages, but the model has 2 layers",
+    }
+    three = planned(tmp_path, 3)
+    assert names(three) == ["pp=3"]
+    why = "train.global_batch_size is 16, which is not a multiple of 3 data-parallel processes"
+    assert three.impossible["dp_shard=3"] == why
+
+
+def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> None:
+    for ranks in (2, 4, 8):
+        for point in planned(tmp_path, ranks).points:
+            assert point.plan.batch.global_batch_size == point.settings["train.global_batch_size"] == 16
+            assert point.plan.batch.device_batch_size == point.settings["train.device_batch_size"]
+            if ranks < 8:
+                assert (point.plan.batch.device_batch_size, point.notes) == (4, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "settings", "batch", "note"),
+    [
+        ("dp_shard=8", 8, (), (2, None), "train.device_batch_size is 2 instead of 4"),
+        ("tp=2", 2, ("train.device_batch_size=7",), (4, None), "train.device_batch_size is 4 instead of 7"),
+        ("pp=2", 2, ("parallel.pp_microbatches=3",), (4, 2), "parallel.pp_microbatches is 2 instead of 3"),
+        ("pp=8", 8, ("parallel.pp_microbatches=2",), (4, 2), ""),  # those of a whole step fill it
+        ("pp=2,pp_microbatches=4", 2, (), (4, 4), ""),
+    ],
+)
+def test_the_batch_is_adapted_to_the_layout(
+    text: str, ranks: int, settings: tuple[str, ...], batch: tuple[int, int | None], note: str, tmp_path: Path
+) -> None:
+    point = asked(tmp_path, text, ranks, *settings)
+    assert (point.plan.batch.device_batch_size, point.plan.batch.pp_microbatches) == batch
+    assert point.notes == ((f"{note} to fit this layout",) if note else ())
+
+
+def test_what_is_left_out_is_what_a_config_would_take(tmp_path: Path) -> None:
+    assert asked(tmp_path, "tp=2").plan.layout == Layout(1, 2, tp=2)
+    assert asked(tmp_path, "dp_replicate=2,tp=2").plan.layout == Layout(2, 1, tp=2)
+    assert asked(tmp_path, "dp_replicate=-1").plan.layout == Layout(4, 1)
+    assert asked(tmp_path, "zero=2").name == "dp_shard=4,zero=2"
+    assert asked(tmp_path, "tp=2,sequence_parallel=false").settings["parallel.sequence_parallel"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp", "--layout tp: 'tp' is not KEY=VALUE"),
+        ("tp=2,,pp=2", "--layout tp=2,,pp=2: '' is not KEY=VALUE"),
+        ("tq=2", "--layout tq=2: the section parallel has no key tq"),
+        ("tp=2,tp=4", "--layout tp=2,tp=4: tp appears twice"),
+        ("tp=[", "--layout tp=[: tp: "),
+    ],
+)
+def test_what_was_typed_wrong(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_layout(text)
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "problem"),
+    [
+        ("tp=3", 4, "--layout tp=3: parallel.tp: is 3: parallel.tp 3 does not divide 4 processes"),
+        ("dp_shard=2", 4, "--layout dp_shard=2: parallel.dp_shard: is 2: parallel.dp_replicate 1 x 2 = 2,"),
+        ("pp=4,pp_schedule=zbv,pp_microbatches=3", 4, "parallel.pp_microbatches: is 3, which does not"),
+        ("pp=2,pp_microbatches=8", 2, "parallel.pp_microbatches: is 8, which does not divide"),
+    ],
+)
+def test_an_impossible_layout_that_was_asked_for(text: str, ranks: int, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asked(tmp_path, text, ranks)
+    assert problem in caught.value.problems[0].render()
+
+
+def test_a_step_that_is_too_small_for_a_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.pp_microbatches: .* needs with parallel\.pp 8"):
+        asked(tmp_path, "pp=8", 8, "train.global_batch_size=4")
+
+
+def test_two_that_mean_the_same(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"two --layout are the same: dp_shard=2,tp=2"):
+        planned(tmp_path, 4, ("tp=2", "dp_shard=2,tp=2"))
