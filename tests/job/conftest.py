@@ -96,7 +96,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(supervisor, "redirect_output", lambda log: None)
     monkeypatch.setattr(supervisor.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
-    monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s: slurm.job)
+    monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s=0.0: slurm.job)
     monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
     monkeypatch.setattr(
         allocation, "node_states", lambda hosts: {host: "down*" for host in hosts if host in slurm.down}

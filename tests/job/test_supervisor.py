@@ -389,7 +389,7 @@ class TestHeldLocks:
         assert f"{run.supervisor_lock_file} is held by process {os.getpid()} on " in end["reason"]
 
     def test_but_not_for_ever(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(supervisor, "MAX_STARTS", 3)
+        monkeypatch.setattr("trainkit.job.decision.MAX_STARTS", 3)
         with file_lock(run.supervisor_lock_file):
             assert [self.start(run) for _ in range(3)] == [EXIT_STOPPED, EXIT_STOPPED, EXIT_FAILED]
         end = read_json(run.attempt(3).end_file)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path, PurePath
 
@@ -21,6 +22,7 @@ from trainkit.job import processes
 from trainkit.job.attempt_end import (
     close_dead_attempts,
     judge,
+    previous_attempts,
     previous_failures,
     reached_its_stop,
     write_end,
@@ -36,6 +38,7 @@ from trainkit.job.decision import (
     Decision,
     Outcome,
     RestartOptions,
+    decide_no_start,
     is_ending,
     termination_cause,
 )
@@ -53,7 +56,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.failure import RankFailure
 from trainkit.run.group import create_task_run
-from trainkit.run.lock import run_lock
+from trainkit.run.lock import RunLocked, run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
     add_attempt,
@@ -147,6 +150,10 @@ class Allocation:
     ) -> Decision:
         """Decide what follows a stop signal that arrived while the run waited to restart."""
         raise NotImplementedError
+
+    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
+        """Decide what follows when a lock of the run was not obtained in time."""
+        return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         """Leave the allocation as decided; returns why the run does not resume, None when it does."""
@@ -386,6 +393,14 @@ class SlurmAllocation(Allocation):
         outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
         self.inspect(attempt, plan, outcome)
         return judge(attempt, plan, outcome, self.restart_options(plan))
+
+    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
+        # A job starts again later: the file server releases the locks of a dead host.
+        self.job = query_job(self.job_id)
+        starts = [previous for _, previous in previous_attempts(attempt)]
+        options = self.restart_options(plan)
+        decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
+        return decision if decision.resumes else replace(decision, reason=f"{decision.reason}; {locked.hint}")
 
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         try:

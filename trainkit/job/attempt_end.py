@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
 
-from trainkit.errors import EXIT_FAILED
 from trainkit.job.decision import (
     FAILURES,
     AttemptResult,
@@ -18,7 +17,7 @@ from trainkit.job.decision import (
     PreviousAttempt,
     RestartOptions,
     decide,
-    max_restarts_reached,
+    decide_dead,
 )
 from trainkit.job.failure.records import (
     agent_failure,
@@ -28,7 +27,7 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.run.end import KILLED, WITHOUT_RECORD, AttemptEnd, Best, read_end
+from trainkit.run.end import KILLED, AttemptEnd, Best, read_end
 from trainkit.run.events import Entry, best_result, log_event, read_events
 from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
@@ -110,28 +109,15 @@ def close_dead_attempts(
             # A lost host also explains the errors of ranks on other hosts.
             failure = first_rank_failure(dead) if lost_host is None else None
             outcome = Outcome(failure=failure or dead_host_failure(host, last_log_write(dead)))
-            decision = _decide_dead(dead, lost_host, previous, policy)
+            result = None
+            if lost_host is not None:
+                codes, hosts = [signal_exit_code(signal.SIGKILL)], (lost_host,)
+                step = last_step(dead, None)
+                result = AttemptResult(codes, lost_nodes=hosts, progress=progress_of(dead), step=step)
+            decision = decide_dead(result, previous, policy)
             write_end(dead, outcome, decision, guessed=lost_host is None)
             refusal = (outcome, decision) if decision.action == "failed" else None
     return refusal
-
-
-def _decide_dead(
-    dead: AttemptDir, lost_host: str | None, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
-) -> Decision:
-    if lost_host is not None:
-        result = AttemptResult(
-            exit_codes=[signal_exit_code(signal.SIGKILL)],
-            lost_nodes=(lost_host,),
-            progress=progress_of(dead),
-            step=last_step(dead, None),
-        )
-        return decide(result, previous, policy, RestartOptions(requeue=True))
-    reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
-    if len(previous) >= policy.max:
-        reason += f"; not started again: {max_restarts_reached(policy, len(previous))}"
-        return Decision("failed", reason, EXIT_FAILED, "node_fail")
-    return Decision("requeue", reason, EXIT_FAILED, "node_fail")
 
 
 def write_end(

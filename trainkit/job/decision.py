@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from itertools import takewhile
 
-from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import RESUME_ACTIONS, Action, Cause
+from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, Cause
 from trainkit.run.failure import RankFailure
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
@@ -200,23 +200,40 @@ def decide(
     if saved:
         return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
     if result.not_started and not result.lost_nodes and not was_stopped:
-        return _after_no_start(result, starts, options)
+        summary = "Slurm could not start the step"
+        return decide_no_start(summary, _failure_code(result), starts, options, in_place=True)
     return _after_failure(result, previous, policy, options)
 
 
-def _after_no_start(
-    result: AttemptResult, starts: Sequence[PreviousAttempt], options: RestartOptions
+def decide_no_start(
+    summary: str, code: int, starts: Sequence[PreviousAttempt], options: RestartOptions, *, in_place: bool
 ) -> Decision:
-    """Retry with growing delays; `starts` includes the attempts that Slurm could not start."""
+    """Start a job or step that could not start once more, `in_place` with growing delays, a few times.
+
+    `starts` includes the attempts that could not start.
+    """
     count = len(list(takewhile(lambda attempt: attempt.cause == "not_started", reversed(starts))))
-    summary = "Slurm could not start the step"
     if count + 1 >= MAX_STARTS:
-        reason = f"{summary} {count + 1} times in a row"
-        return Decision("failed", reason, _failure_code(result), "not_started")
+        return Decision("failed", f"{summary} {count + 1} times in a row", code, "not_started")
     delay_s = min(MAX_DELAY_S, 2.0**count)
-    return _resume(
-        summary, "not_started", _failure_code(result), starts, options, in_place=True, delay_s=delay_s
-    )
+    return _resume(summary, "not_started", code, starts, options, in_place=in_place, delay_s=delay_s)
+
+
+def decide_dead(
+    result: AttemptResult | None, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
+) -> Decision:
+    """What follows an attempt whose supervisor died, and whose job Slurm has requeued by itself.
+
+    `result` is that of an attempt whose host is lost; None when that is unknown: the job may also have been
+    preempted without grace time.
+    """
+    if result is not None:
+        return decide(result, previous, policy, RestartOptions(requeue=True))
+    reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
+    limit = _restarts_limit(previous, policy)
+    if limit is not None:
+        return Decision("failed", f"{reason}; not started again: {limit}", EXIT_FAILED, "node_fail")
+    return Decision("requeue", reason, EXIT_FAILED, "node_fail")
 
 
 def _after_request(
@@ -335,12 +352,9 @@ def _is_same(failure: Failure, progress: int, before: PreviousAttempt) -> bool:
 
 
 def _restarts_limit(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
-    return max_restarts_reached(policy, len(previous)) if len(previous) >= policy.max else None
-
-
-def max_restarts_reached(policy: RequeuePolicy, num_restarts: int) -> str:
-    """The reason for not restarting a run with this many restarts."""
-    return f"requeue.max is {policy.max}, and the run has restarted {num_restarts} times"
+    if len(previous) < policy.max:
+        return None
+    return f"requeue.max is {policy.max}, and the run has restarted {len(previous)} times"
 
 
 def _failures_without_progress(

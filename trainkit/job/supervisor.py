@@ -26,8 +26,8 @@ from trainkit.job.allocation import (
     SlurmAllocation,
     query_job,
 )
-from trainkit.job.attempt_end import judge, previous_attempts, write_end
-from trainkit.job.decision import FAILURES, MAX_STARTS, Decision, Outcome, termination_cause
+from trainkit.job.attempt_end import judge, write_end
+from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.node.slurm_step import slurm_job_id
@@ -39,7 +39,7 @@ from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import Action, AttemptEnd, end_line, read_end
+from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.lock import RunLocked, become_sole_supervisor
@@ -149,21 +149,23 @@ class Supervisor:
     def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         """Leave without running an attempt, because the supervisor's lock could not be obtained."""
         log_line(locked.render())
-        outcome, decision = self._decide_locked(attempt, locked)
+        outcome = Outcome()
+        try:
+            plan = self.plan(attempt)
+            if locked.stopped:
+                received = processes.wait_for_notice(0.0) or signal.SIGTERM
+                # No rank has started; as after a signal that ended ranks before they could save.
+                outcome.exits = [(0, signal_exit_code(received))]
+                decision = self.allocation.after_notice(attempt, plan, outcome, received)
+            else:
+                decision = self.allocation.after_lock(attempt, plan, locked)
+        except (OSError, ValueError, TrainkitError) as error:
+            decision = Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
         if decision.resumes:
             return self._leave(attempt, outcome, decision)
         if locked.stopped:
             return self._end(attempt, outcome, decision)
         return self.conclude(attempt, outcome, decision)
-
-    def _decide_locked(self, attempt: AttemptDir, locked: RunLocked) -> tuple[Outcome, Decision]:
-        try:
-            plan = self.plan(attempt)
-            if locked.stopped:
-                return after_stop(self.allocation, attempt, plan)
-            return Outcome(), retry_elsewhere(self.allocation, attempt, plan, locked)
-        except (OSError, ValueError, TrainkitError) as error:
-            return Outcome(), Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
         """Run one attempt, from the start of its processes to the decision on what follows."""
@@ -220,7 +222,7 @@ class Supervisor:
                 if locked.stopped:
                     received = processes.wait_for_notice(0.0) or signal.SIGTERM
                     return self.allocation.after_notice(attempt, plan, outcome, received)
-                return retry_elsewhere(self.allocation, attempt, plan, locked)
+                return self.allocation.after_lock(attempt, plan, locked)
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
         return (
@@ -342,39 +344,6 @@ def _stop_cause(allocation: SlurmAllocation, plan: LaunchPlan) -> str | None:
         restarts=allocation.restarts,
         lost=False,
     )
-
-
-def after_stop(allocation: Allocation, attempt: AttemptDir, plan: LaunchPlan) -> tuple[Outcome, Decision]:
-    """Decide what follows a stop signal that arrived while the supervisor waited for its lock."""
-    received = processes.wait_for_notice(0.0) or signal.SIGTERM
-    # No rank has started; as after a signal that ended ranks before they could save.
-    outcome = Outcome(exits=[(0, signal_exit_code(received))])
-    return outcome, allocation.after_notice(attempt, plan, outcome, received)
-
-
-def retry_elsewhere(
-    allocation: Allocation, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked
-) -> Decision:
-    """Decide what follows when a lock was not obtained in time: a Slurm job is started again, a few times."""
-    reason = locked.message
-    if not isinstance(allocation, SlurmAllocation):
-        return Decision("failed", f"{reason}, perhaps another supervisor of the run", EXIT_FAILED)
-    allocation.job = query_job(allocation.job_id)
-    options = allocation.restart_options(plan)
-    candidates: tuple[tuple[Action, bool], ...] = (
-        ("requeue", options.requeue),
-        ("resubmit", options.resubmit),
-        ("follow_up", options.follow_up),
-    )
-    action = next((action for action, is_possible in candidates if is_possible), None)
-    earlier = [previous.cause for _, previous in previous_attempts(attempt)]
-    if earlier[1 - MAX_STARTS :].count("not_started") >= MAX_STARTS - 1:
-        reason = f"{reason}; not started again: {MAX_STARTS} attempts in a row could not start"
-    elif action is None:
-        reason = f"{reason}; not started again: {options.unavailable_reason}"
-    else:
-        return Decision(action, f"{reason}; tries again later", EXIT_STOPPED, "not_started")
-    return Decision("failed", f"{reason}; {locked.hint}", EXIT_FAILED, "not_started")
 
 
 if __name__ == "__main__":

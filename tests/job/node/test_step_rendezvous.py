@@ -7,8 +7,6 @@ import signal
 import socket
 import stat
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,21 +14,18 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node import agent, node_broadcast, rendezvous
-from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
+from trainkit.job.node import agent, rendezvous
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
     StopSignalReceived,
     await_port,
     check_step,
     local_rendezvous,
-    publish_port,
-    share_on_node,
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.run.files import read_jsonl, wait_for_json, write_json
+from trainkit.run.files import read_jsonl, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -187,65 +182,14 @@ def test_a_port_of_another_start_does_not_count(attempt: AttemptDir) -> None:
         await_port(attempt, task_of(node_rank=1), timeout_s=0.2)
 
 
-def test_one_task_of_a_node_reads_the_file(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(path: Path, *args: object, **options: object) -> object:
-        readers.append(threading.current_thread())
-        return wait_for_json(path, *args, **options)  # type: ignore[arg-type]
-
-    readers: list[threading.Thread] = []
-    monkeypatch.setattr(rendezvous, "wait_for_json", wait)
-    others = [task_of(1, local_task, (1, 4)) for local_task in (1, 2, 3)]
-    with ThreadPoolExecutor() as threads:
-        waiting = [threads.submit(share_on_node, attempt, task, None) for task in others]
-        first = threads.submit(share_on_node, attempt, task_of(1, 0, (1, 4)), None)
-        while not attempt.rendezvous_file.exists():  # the first task creates it, to wait for its content
-            time.sleep(0.01)
-        assert not any(future.done() for future in (*waiting, first))
-        # Without the file the others can have got it only from the first one.
-        published = publish_port(attempt, task_of(tasks=(1, 4)), "host0")
-        assert [future.result() for future in (first, *waiting)] == [published] * 4
-    assert len(readers) == 1
-
-
-def test_the_first_task_of_a_node_ends_before_the_rendezvous() -> None:
-    broadcast = NodeBroadcast("trainkit/test/ends", 1)
-    with pytest.raises(ConnectionError, match="it has ended"):
-        receive_on_node("trainkit/test/ends", 60.0, lambda: None, lambda seconds: broadcast.close())
-
-
-def test_the_first_task_of_a_node_ends_before_another_connects(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short command may: its agent ends with it."""
-    monkeypatch.setattr(node_broadcast, "LOOK_S", 0.1)
-    published = publish_port(attempt, task_of(tasks=(1, 2)), "host0")
-    assert share_on_node(attempt, task_of(1, 1, (1, 2)), None, timeout_s=60.0) == published
-
-
-def test_the_first_task_of_a_node_ends_while_another_is_connected(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = publish_port(attempt, task_of(tasks=(1, 2)), "host0")
-    broadcast = NodeBroadcast("trainkit/test/connected", 1)
-    found = receive_on_node(
-        "trainkit/test/connected", 60.0, lambda: published, lambda seconds: broadcast.close()
-    )
-    assert found == published
-
-
 def test_a_task_waits_for_another_that_has_failed(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "FAILURE_POLL_S", 0.1)
     write_json(attempt.rank_error(2), {"rank": 2})
     with pytest.raises(TrainkitError, match="another rank failed before the rendezvous") as caught:
-        share_on_node(attempt, task_of(1, 1), None, is_supervised=False)
+        await_port(attempt, task_of(1, 1), is_supervised=False)
     assert str(attempt.rank_error(2)) in caught.value.hint
-
-
-def test_the_first_task_of_a_node_never_starts(attempt: AttemptDir) -> None:
-    with pytest.raises(TrainkitError, match=r"within 0\.2 s: it has not started"):
-        share_on_node(attempt, task_of(1, 1), None, timeout_s=0.2)
 
 
 def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:

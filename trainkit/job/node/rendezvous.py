@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.files import (
     read_jsonl,
-    read_object,
     read_record,
     wait_for_json,
     write_json_in_place,
@@ -98,8 +94,6 @@ def choose_port(job_id: str, attempt: int) -> int:
 RENDEZVOUS_TIMEOUT_S = 300.0
 RESOLVE_PATIENCE_S = 20.0
 RESOLVE_RETRY_S = 2.0
-NODE_TIMEOUT_S = RENDEZVOUS_TIMEOUT_S + 10.0
-"""Longer, so that the error comes from the task that waits for the file."""
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
 """An NFS client may remember for a minute that a name is missing."""
@@ -220,8 +214,10 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
     local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
-    published = publish_port(attempt, task, master_address(task)) if task.task == 0 else None
-    record = share_on_node(attempt, task, published, is_supervised=plan.has_supervisor)
+    if task.task == 0:
+        record = publish_port(attempt, task, master_address(task))
+    else:
+        record = await_port(attempt, task, is_supervised=plan.has_supervisor)
     assert record.port is not None
     addr = master_address(task, record.addr)
     peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
@@ -311,38 +307,6 @@ def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousR
     return record
 
 
-def share_on_node(
-    attempt: AttemptDir,
-    task: SlurmTask,
-    record: RendezvousRecord | None,
-    *,
-    is_supervised: bool = True,
-    timeout_s: float = NODE_TIMEOUT_S,
-) -> RendezvousRecord:
-    """The content of the rendezvous file, which the first task of each node reads for all its tasks.
-
-    `record` is what this task has published. Raises TrainkitError after the timeout and, in a step that no
-    supervisor ends, when another task has failed.
-    """
-    folder = hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:16]
-    name = f"trainkit/{os.getuid()}/{folder}/{task.key}/{task.node_rank}"
-    if task.local_task != 0:
-        pause = _pause if is_supervised else PauseUntilFailure(attempt)
-        return _receive(attempt, task, name, timeout_s, pause)
-    num_others = task.tasks[task.node_rank] - 1
-    if num_others == 0:
-        return record or await_port(attempt, task)
-    # Before the wait, so that the others are connected when it ends.
-    broadcast = NodeBroadcast(name, num_others)
-    try:
-        found = record or await_port(attempt, task)
-    except BaseException:
-        broadcast.close()
-        raise
-    broadcast.send(asdict(found))
-    return found
-
-
 class PauseUntilFailure:
     """Pauses while a task waits for others, which may be gone.
 
@@ -367,37 +331,25 @@ class PauseUntilFailure:
             raise StopSignalReceived(received)
 
 
-def _receive(
-    attempt: AttemptDir, task: SlurmTask, name: str, timeout_s: float, pause: Callable[[float], object]
-) -> RendezvousRecord:
-    def look() -> object | None:
-        record = read_object(attempt.rendezvous_file)
-        return record if record.get("step") == task.key else None
-
-    try:
-        return read_record(RendezvousRecord, receive_on_node(name, timeout_s, look, pause))
-    except (TimeoutError, ConnectionError) as error:
-        raise TrainkitError(
-            f"the first task of step {task.job_id}.{task.step_id} on {task.hosts[task.node_rank]} has not "
-            f"passed the rendezvous on within {timeout_s:g} s: {error}",
-            hint=f"check {attempt.node_log(task.node_rank)}",
-        ) from None
-
-
 def await_port(
-    attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S
+    attempt: AttemptDir,
+    task: SlurmTask,
+    timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    *,
+    is_supervised: bool = True,
 ) -> RendezvousRecord:
     """Wait for the port that the first task of the step publishes; returns the rendezvous file's content.
 
-    Raises TrainkitError after the timeout.
+    Raises TrainkitError after the timeout and, in a step without a supervisor, when another task has failed.
     """
+    pause = _pause if is_supervised else PauseUntilFailure(attempt)
 
     def is_from_this_step(record: dict[str, object]) -> bool:
         return record.get("step") == task.key
 
     try:
         record = wait_for_json(
-            attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause, creates=True
+            attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=pause, creates=True
         )
     except TimeoutError:
         raise TrainkitError(
