@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 
 from trainkit.cli.main import main
-from trainkit.data.questions import QuestionFormat, validate_questions
-from trainkit.data.tokenize import Tokenizer
-from trainkit.data.validate import LineProblem
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError
+from trainkit.trainer.multimodal_lm import MediumFormat, MediumSamples
 
 GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
 BAD_CURVE = "its curve is not a list of at least two finite numbers, or pairs of them"
 BAD: list[tuple[Any, str]] = [
-    ("{", "it is not JSON: Expecting property name"),
-    (b'{"answer": "\xff"}', "it is not UTF-8: byte 0xff at column 13"),
+    ("{", "it is not JSON in UTF-8: Expecting property name"),
+    (b'{"answer": "\xff"}', "it is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),
     ([1], "it is not an object"),
     ({"question": "a", "answer": "b"}, "it has no key 'curve'"),
     ({**GOOD, "question": " "}, "its question is empty"),
@@ -43,112 +41,55 @@ def write(file: Path, rows: list[Any]) -> Path:
     return file
 
 
-def problems(file: Path, medium: Any = "curve", max_tokens: int | None = 60) -> list[LineProblem]:
-    found: list[LineProblem] = []
-    validate_questions(file, medium, Tokenizer("bytes"), max_tokens, found.append)
-    return found
-
-
 @pytest.mark.parametrize(("row", "message"), BAD)
 def test_a_bad_row(tmp_path: Path, row: Any, message: str) -> None:
-    file = write(tmp_path / "rows.jsonl", [GOOD, "", row, GOOD])
-    [found] = problems(file)
-    assert (found.file, found.line) == (str(file), 3)
-    assert found.message.startswith(message)
+    file = write(tmp_path / "rows.jsonl", [GOOD, "", row, {**GOOD, "curve": [[0, 1], [1, 2]], "answer": 3}])
+    with pytest.raises(UsageError) as caught:
+        MediumSamples(file, MediumFormat("curve", 16, 4), "bytes", 60)
+    assert caught.value.message.startswith(f"{file}:3: {message}")
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
 
 
-def test_good_rows(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", [GOOD, "", {**GOOD, "curve": [[0, 1], [1, 2]], "answer": 3}])
-    summary = validate_questions(file, "curve", Tokenizer("bytes"), 60, lambda problem: None)
-    assert (summary.lines, summary.documents, summary.empty, summary.problems) == (3, 2, 1, 0)
-    assert summary.tokens == len("up?\nyes") + 1 + len("up?\n3") + 1
-
-
-def test_a_file_without_rows(tmp_path: Path) -> None:
-    [found] = problems(write(tmp_path / "rows.jsonl", [""]))
-    assert (found.line, found.message) == (None, "it has no rows")
-    with pytest.raises(UsageError, match="none cannot be read: No such file"):
-        problems(tmp_path / "none")
-
-
-def test_images(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
-    image.effect_noise((64, 64), 50).save(tmp_path / "good.jpg")
-    whole = {kind: (tmp_path / f"good.{kind}").read_bytes() for kind in ("png", "jpg")}
-    for kind, content in whole.items():
-        (tmp_path / f"cut.{kind}").write_bytes(content[: len(content) // 2])
-    (tmp_path / "text.png").write_text("no image")
-    names = ["good.png", "good.jpg", "cut.png", "cut.jpg", "text.png", "none.png", "good.png", "cut.png"]
-    rows = [{"image": name, "question": "what?", "answer": "noise"} for name in names]
-    found = problems(write(tmp_path / "rows.jsonl", rows), "image")
-    assert [problem.line for problem in found] == [3, 4, 5, 6, 8]
-    assert found[0].message.startswith(f"image {tmp_path / 'cut.png'} cannot be opened: ")
-    assert "truncated" in found[1].message
-    assert "UnidentifiedImageError" in found[2].message
-    assert found[3].message == f"there is no image {tmp_path / 'none.png'}"
-
-
-def config(folder: Path, rows: list[Any], args: str = ", patch: 4", task: str = "multimodal_lm") -> str:
+def config(folder: Path, rows: list[Any], args: str = "medium: curve, size: 16, patch: 4") -> str:
     train = write(folder / "train.jsonl", rows)
     file = folder / "task.yaml"
     file.write_text(
-        f"task: {task}\ndata: {{seq_len: 64}}\ntask_args: {{train: {train}, medium: curve, size: 16{args}}}\n"
+        f"task: multimodal_lm\ndata: {{seq_len: 64, num_workers: 0}}\ntask_args: {{train: {train}, {args}}}\n"
     )
     return str(file)
 
 
-def test_the_files_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whose patches take 4 of the 64 positions."""
-    rows = [GOOD, *[row for row, _ in BAD] * 3]
-    assert main(["data", "validate", config(tmp_path, rows)]) == EXIT_FAILED
+@pytest.mark.slow
+def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The patches of a curve take 4 of the 64 positions."""
+    assert main(["data", "validate", config(tmp_path, [GOOD, *[row for row, _ in BAD] * 3])]) == EXIT_FAILED
     shown = capsys.readouterr()
-    lines = shown.out.splitlines()
-    file = tmp_path / "train.jsonl"
+    lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
     assert len(lines) == 21
-    assert lines[0].startswith(f"{file}:2: it is not JSON")
+    assert lines[0].startswith(f"task is multimodal_lm, but {file}:2: it is not JSON")
     assert lines[13] == f"{file}:15: it has 105 tokens, more than 60"
-    assert lines[20] == f"{file}: {3 * len(BAD) - 20} more problems"
-    assert "1 rows to train on" in shown.err
-    assert main(["data", "validate", config(tmp_path, rows), "--json"]) == EXIT_FAILED
-    value = json.loads(capsys.readouterr().out)
-    assert len(value["problems"]) == 3 * len(BAD)
-    assert main(["data", "validate", config(tmp_path, [GOOD], ", patch: 4, queries: 2")]) == EXIT_OK
+    assert lines[20] == f"and {3 * len(BAD) - 20} more"
+    assert "1 problems" in shown.err
+    image = pytest.importorskip("PIL.Image")
+    image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:999])
+    rows = [
+        {"image": name, "question": "what?", "answer": "noise"}
+        for name in ("good.png", "cut.png", "good.png")
+    ]
+    assert main(["data", "validate", config(tmp_path, rows, "medium: image"), "--json"]) == EXIT_FAILED
+    [found] = json.loads(capsys.readouterr().out)["problems"]
+    assert f"sample 1: ValueError: image {tmp_path / 'cut.png'} cannot be opened: " in found
 
 
-def test_files_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "rows.jsonl", [GOOD, {**GOOD, "question": "long " * 2000}])
-    assert main(["data", "validate", str(file), "--medium", "curve"]) == EXIT_OK
-    assert main(["data", "validate", str(file), "--medium", "image"]) == EXIT_FAILED
-    assert f"{file}:1: it has no key 'image'" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "task", "message"),
-    [
-        (", patch: 3", "multimodal_lm", "task_args.patch is 3, which does not divide task_args.size 16"),
-        (", patch: 4, queries: 63", "multimodal_lm", "data.seq_len is 64, of which the medium takes 63"),
-        (", patch: 4", "causal_lm", "has the task causal_lm"),
-    ],
-)
-def test_configs_without_files_to_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: str, task: str, message: str
-) -> None:
-    path = config(tmp_path, [GOOD], args, task)
-    assert main(["data", "validate", path]) == EXIT_USAGE
-    assert message in capsys.readouterr().err
-
-
-def test_a_config_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, [GOOD])
     assert main(["data", "validate", path, "stdlib"]) == EXIT_USAGE
-    assert "give only configs, or only files" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("values", [{"medium": "sound"}, {"size": 0}, {"patch": "4"}, {"queries": -1}])
-def test_other_arguments(values: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"task_args.{next(iter(values))} is "):
-        QuestionFormat(**values)
+    assert "is a config, which names its files" in capsys.readouterr().err
+    Path(path).write_text("task: causal_lm\n")
+    assert main(["data", "validate", path]) == EXIT_USAGE
+    assert "has the task causal_lm" in capsys.readouterr().err
 
 
 OWN = """

@@ -16,22 +16,10 @@ import torch
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
 from trainkit.cli.ckpt import chosen_checkpoint
-from trainkit.config.training import ModelConfig
-from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import UsageError
-from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.build import init_parameters
-from trainkit.trainer.generate import (
-    GenerateRequest,
-    _DecoderSession,
-    _TextStream,
-    _WholeSession,
-    choose_token,
-    generate,
-    main,
-)
-from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer import generate as generate_module
+from trainkit.trainer.generate import GenerateRequest, choose_token, generate, main
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0])
 
@@ -56,30 +44,6 @@ def test_tokens_are_chosen_among_the_allowed_ones(options: dict[str, Any], expec
     assert choices(**options) == expected
 
 
-def make_decoder() -> Decoder:
-    shape = resolve_model_shape(ModelConfig(preset="nano"), 257)
-    model = Decoder(shape, seq_len=16)
-    model.rebuild_buffers()
-    init_parameters(model, seed=0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(5.0)  # so that the logits differ by more than rounding
-    return model.eval()
-
-
-@torch.inference_mode()
-def test_earlier_tokens_are_not_computed_again_and_count() -> None:
-    tokens = torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(1))
-    whole, cached = _WholeSession(make_decoder()), _DecoderSession(make_decoder())
-    pieces = [tokens[:, :5], *tokens[:, 5:].split(1, dim=1)]
-    differences = [(whole(piece) - cached(piece)).abs().max().item() for piece in pieces]
-    assert max(differences) < 1e-4
-    other = tokens.clone()
-    other[0, 0] += 1
-    again = _DecoderSession(make_decoder())
-    assert (again(other) - whole(tokens[:, :0])).abs().max().item() > 1e-3
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -87,20 +51,24 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_characters_are_shown_once_they_are_complete(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
     out = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    stream = _TextStream(Tokenizer("bytes"), is_shown=True)
-    shown = []
-    for token in [*"a\t€\x1b[2J".encode(), 0xE2]:
-        stream.add(token)
+    written, shown = [*"a\t€\x1b[2J".encode(), 0xE2], []
+
+    def next_logits(tokens: torch.Tensor) -> torch.Tensor:
         shown.append(out.getvalue())
-    stream.finish()
-    assert shown[:5] == ["a", "a\t", "a\t", "a\t", "a\t€"]
-    assert stream.text == "a\t€\x1b[2J\ufffd"
+        return torch.nn.functional.one_hot(torch.tensor(written[tokens.shape[1] - 2]), 257).float()
+
+    monkeypatch.setattr(generate_module, "_load", lambda *asked: next_logits)
+    file = tmp_path / "config.yaml"
+    file.write_text("name: test\n")
+    values = {**VALUES, "prompt": "> ", "max_tokens": len(written)}
+    generate(GenerateRequest(**{**values, "run": str(tmp_path), "config_file": str(file)}))
+    assert [item.removeprefix("> ") for item in shown[:6]] == ["", "a", "a\t", "a\t", "a\t", "a\t€"]
     escape = "\ufffd" if is_terminal else "\x1b"
-    assert out.getvalue() == f"a\t€{escape}[2J\ufffd\n"
+    assert out.getvalue() == f"> a\t€{escape}[2J\ufffd\n"
 
 
 def ask(*args: str) -> dict[str, Any]:

@@ -191,31 +191,6 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
     assert torch.allclose(CURVE.read_curve([0.0, 8.0]).view(16, 9)[:, 0], values)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{", "train.jsonl:2: "),
-        ([1], "train.jsonl:2: it is not an object"),
-        ({"curve": [1, 2], "answer": "x"}, "train.jsonl:2: it has no key 'question'"),
-        ({"curve": [1, 2], "question": "q", "answer": " "}, "train.jsonl:2: its answer is empty"),
-        ({"curve": [1], "question": "q", "answer": "x"}, "train.jsonl:2: its curve is not a list of"),
-        ({"curve": [1, "a"], "question": "q", "answer": "x"}, "train.jsonl:2: its curve is not a list of"),
-        ({"curve": [[1, 2, 3]], "question": "q", "answer": "x"}, "train.jsonl:2: its curve is not a list of"),
-        (
-            {"curve": [1, 2], "question": "q" * 60, "answer": "x"},
-            "train.jsonl:2: it has 63 tokens",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_used(tmp_path: Path, row: object, message: str) -> None:
-    good = {"curve": [1, 2], "question": "q", "answer": "x"}
-    file = write_rows(tmp_path / "train.jsonl", [good, row, good])
-    with pytest.raises(UsageError) as caught:
-        MediumSamples(file, CURVE, "bytes", 50)
-    assert message in caught.value.message
-    assert caught.value.hint
-
-
 def test_a_row_without_its_image(tmp_path: Path) -> None:
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write_rows(tmp_path / "train.jsonl", [row])
@@ -230,6 +205,9 @@ def test_a_row_without_its_image(tmp_path: Path) -> None:
         ("medium: sound", "task_args.medium is sound"),
         ("medium: curve, size: 16, patch: 4, width: 30", "task_args.heads is 4, which does not divide"),
         ("medium: curve, size: 16, patch: 4, layers: 0", "task_args.layers is 0"),
+        ("size: 0", "task_args.size is 0"),
+        ("patch: '4'", "task_args.patch is 4"),
+        ("queries: -1", "task_args.queries is -1"),
         ("medium: curve, size: 64, patch: 1", "data.seq_len is 64, of which the medium takes 64"),
         ("mediun: curve", "task_args do not fit: got an unexpected keyword argument 'mediun'"),
     ],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -15,12 +14,8 @@ from trainkit.cli.help import Group, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
-if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
-    from trainkit.data.questions import Medium
-
 MAX_SHOWN = 20
-"""Problems of a file or a task that are listed."""
+"""Problems of a task that are listed."""
 
 _tokenizer_option = click.option(
     "--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes (default), or a tokenizer.json."
@@ -131,35 +126,19 @@ def prepare(
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
 @_tokenizer_option
 @_text_key_option
-@click.option(
-    "--medium",
-    type=click.Choice(["image", "curve"]),
-    help="SRC are files of questions about images or curves, as for the task multimodal_lm.",
-)
 @json_option
-def validate(
-    sources: tuple[str, ...], tokenizer: str, text_key: str, medium: Medium | None, as_json: bool
-) -> int:
+def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
     """Read the texts completely and report every line or row that `prepare` would refuse.
 
     Also counts the rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a source of
     `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their hashes. Exits
     with 1 if there are problems.
 
-    SRC can also be the config, a .yaml file, of the task multimodal_lm: every row and image of its files is
-    read, and the first 20 problems of each are listed. With --medium, SRC are such files; their rows may
-    then have any length. The config of a task of your own reads every sample of its datasets.
+    SRC can also be the config, a .yaml file, of the task multimodal_lm or of one of your own: every sample
+    of its datasets is read, and the first 20 problems are listed.
     """
-    configs = _configs(sources, medium)
-    own = [loaded for loaded in configs if not _asks_questions(loaded)]
-    if own:
-        return _validate_own_task(own[0], as_json)
-    if medium is not None:
-        return _validate_questions(
-            [_QuestionFile(Path(name), medium, tokenizer) for name in sources], as_json
-        )
-    if configs:
-        return _validate_questions([file for one in configs for file in _files_of(one)], as_json)
+    if sources[0].endswith((".yaml", ".yml")):
+        return _validate_task(sources, as_json)
     from trainkit.data.dataset_file import is_dataset
     from trainkit.data.sources import DatasetSpec, find_inputs
     from trainkit.data.tokenize import Tokenizer
@@ -196,104 +175,25 @@ def validate(
     return 1 if num_problems else 0
 
 
-@dataclass(frozen=True)
-class _QuestionFile:
-    """A file for the task multimodal_lm, and what its rows are checked against."""
-
-    path: Path
-    medium: Medium
-    tokenizer: str
-    max_tokens: int | None = None
-
-
-def _configs(sources: tuple[str, ...], medium: Medium | None) -> list[LoadedConfig]:
-    """The sources that are configs of tasks; UsageError unless they are all configs, or none is."""
+def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
+    """Read every sample of the task of a config."""
     from trainkit.config import load_config
-
-    names = [source for source in sources if source.endswith((".yaml", ".yml"))]
-    if names and (medium is not None or len(names) < len(sources)):
-        hint = "give only configs, or only files"
-        raise UsageError(f"{names[0]} is a config, which names its files", hint=hint)
-    found = [load_config(Path(name)) for name in names]
-    for name, loaded in zip(names, found, strict=True):
-        task = loaded.config.task
-        if not loaded.config.has_user_task:
-            raise UsageError(f"{name} has the task {task}", hint="name the files of data.source instead")
-        if not _asks_questions(loaded) and len(names) > 1:
-            raise UsageError(f"{name} has the task {task}", hint="validate it by itself")
-    return found
-
-
-def _asks_questions(loaded: LoadedConfig) -> bool:
-    from trainkit.config.schema import MULTIMODAL
-
-    return loaded.config.task == MULTIMODAL
-
-
-def _validate_own_task(loaded: LoadedConfig, as_json: bool) -> int:
     from trainkit.submit.trainer_process import sample_problems
 
+    if len(sources) > 1:
+        raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it by itself")
+    loaded = load_config(Path(sources[0]))
     name = loaded.config.task
+    if not loaded.config.has_user_task:
+        raise UsageError(f"{sources[0]} has the task {name}", hint="name the files of data.source instead")
     found = [f"{key} {message}" for key, message in sample_problems(loaded)]
     if as_json:
         click.echo(json.dumps({"task": name, "problems": found}, ensure_ascii=False))
     else:
-        _show(found, name)
+        more = [f"{name}: {len(found) - MAX_SHOWN:,} more problems"] if len(found) > MAX_SHOWN else []
+        click.echo("".join(f"{line}\n" for line in [*found[:MAX_SHOWN], *more]), nl=False)
     click.echo(f"every sample of {name} was read: {len(found):,} problems", err=True)
     return EXIT_FAILED if found else EXIT_OK
-
-
-def _show(problems: list[str], source: str) -> None:
-    for problem in problems[:MAX_SHOWN]:
-        click.echo(problem)
-    if len(problems) > MAX_SHOWN:
-        click.echo(f"{source}: {len(problems) - MAX_SHOWN:,} more problems")
-
-
-def _files_of(loaded: LoadedConfig) -> list[_QuestionFile]:
-    """The files of questions of a config of multimodal_lm."""
-    from trainkit.data.questions import DEMO, QuestionFormat
-
-    config = loaded.config
-    args = config.task_args
-    names = [item.name for item in fields(QuestionFormat)]
-    form = QuestionFormat(**{name: args[name] for name in names if name in args})
-    if "train" not in args:
-        raise UsageError("task_args has no train, the file to train on", hint="see docs/multimodal.md")
-    max_tokens = form.max_tokens(config.data.seq_len)
-    files = [args[name] for name in ("train", "val") if args.get(name) not in (None, DEMO)]
-    if not files:
-        raise UsageError(
-            f"task_args.train is {DEMO}, whose rows are built in",
-            hint="name a file, or validate it by itself",
-        )
-    return [_QuestionFile(Path(file), form.medium, config.data.tokenizer, max_tokens) for file in files]
-
-
-def _validate_questions(files: list[_QuestionFile], as_json: bool) -> int:
-    from trainkit.data.questions import validate_questions
-    from trainkit.data.tokenize import Tokenizer
-    from trainkit.data.validate import LineProblem
-
-    summaries, problems = [], []
-    for file in files:
-        found: list[LineProblem] = []
-        tokenizer = Tokenizer(file.tokenizer)
-        summary = validate_questions(file.path, file.medium, tokenizer, file.max_tokens, found.append)
-        if not as_json:
-            _show([problem.render() for problem in found], str(file.path))
-        summaries.append(summary)
-        problems += found
-    if as_json:
-        value = {"files": [asdict(one) for one in summaries], "problems": [asdict(one) for one in problems]}
-        click.echo(json.dumps(value, ensure_ascii=False))
-    click.echo(
-        f"{len(summaries):,} sources: {sum(one.lines for one in summaries):,} lines, "
-        f"{sum(one.documents for one in summaries):,} rows to train on, "
-        f"{sum(one.tokens for one in summaries):,} tokens; {len(problems):,} problems",
-        err=True,
-    )
-    return EXIT_FAILED if problems else EXIT_OK
 
 
 def _absolute(source: str) -> str:

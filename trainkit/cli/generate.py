@@ -12,7 +12,7 @@ import click
 from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from trainkit.errors import EXIT_FAILED
 
 
 @click.command(
@@ -64,15 +64,9 @@ def command(
     run_name: str,
     prompt: str,
     step: int | None,
-    max_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
     tokenizer: str | None,
-    device: str,
-    dtype: str | None,
     as_json: bool,
+    **options: object,
 ) -> int:
     """Continue PROMPT with the best checkpoint of RUN, else the newest, on one process.
 
@@ -91,23 +85,11 @@ def command(
         "config_file": str(config_file.absolute()),
         "checkpoint": str(checkpoint.path.absolute()),
         "prompt": sys.stdin.read() if prompt == "-" else prompt,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
         "tokenizer": None if tokenizer is None else str(Path(tokenizer).absolute()),
         "as_json": as_json,
+        **options,
     }
     # Another process: only the trainer may import torch.
     argv = module_argv("trainkit.trainer.generate")
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, text=True) as process:
-        try:
-            process.communicate(json.dumps(request))
-        except KeyboardInterrupt:  # which the process gets as well
-            process.wait()
-            return EXIT_INTERRUPTED
-    code: int = process.returncode
+    code = subprocess.run(argv, input=json.dumps(request), text=True).returncode
     return code if code >= 0 else EXIT_FAILED

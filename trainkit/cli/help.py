@@ -8,7 +8,7 @@ SECTIONS = {
     "What": (
         *("--set", "--profile", "--name", "--sweep", "--array", "--step", "--steps", "--seed", "--only"),
         *("--layout", "--collect", "--rank", "--node", "--attempt", "--all", "--list", "--keep-last"),
-        *("--tokenizer", "--text-key", "--medium", "--val-fraction", "--task", "--simulate-world"),
+        *("--tokenizer", "--text-key", "--val-fraction", "--task", "--simulate-world"),
         *("--format", "--dtype", "--merge", "--tool"),
         *("--max-tokens", "--temperature", "--top-k", "--top-p"),
     ),

@@ -5,56 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trainkit.data.tokenize import Tokenizer
-from trainkit.data.validate import LineProblem, OnProblem, SourceSummary
-from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 
 Medium = Literal["image", "curve"]
-
-
-@dataclass(frozen=True)
-class QuestionFormat:
-    """The arguments of the task that say which rows it takes, with their defaults."""
-
-    medium: Medium = "image"
-    size: int = 32
-    patch: int = 8
-    queries: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise UsageError for values that the task does not take."""
-        if self.medium not in ("image", "curve"):
-            raise UsageError(f"task_args.medium is {self.medium}", hint="it is image or curve")
-        for name, least in (("size", 1), ("patch", 1), ("queries", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                hint = f"it is a whole number of at least {least}"
-                raise UsageError(f"task_args.{name} is {value}", hint=hint)
-        if self.size % self.patch:
-            message = f"task_args.patch is {self.patch}, which does not divide task_args.size {self.size}"
-            raise UsageError(message)
-
-    def max_tokens(self, seq_len: int) -> int:
-        """Tokens that a row may have; raises UsageError if the medium leaves no room for any."""
-        taken = self.queries or num_patches(self.medium, self.size, self.patch)
-        if seq_len - taken < 2:
-            raise UsageError(f"data.seq_len is {seq_len}, of which the medium takes {taken}")
-        return seq_len - taken
-
-
-def num_patches(medium: Medium, size: int, patch: int) -> int:
-    """Patches of an image of `size` x `size` pixels, or of a curve of `size` points."""
-    sides = size // patch
-    return sides * sides if medium == "image" else sides
 
 
 def read_row(line: bytes, medium: Medium, folder: Path) -> JsonObject:
@@ -64,12 +23,8 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> JsonObject:
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"it is not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
-        ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+        raise ValueError(f"it is not JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
         raise ValueError("it is not an object")
     for key in (medium, "question", "answer"):
@@ -101,79 +56,9 @@ def _check_curve(points: Any) -> None:
         raise ValueError("its curve is not a list of at least two finite numbers, or pairs of them")
 
 
-def token_count(row: JsonObject, tokenizer: Tokenizer) -> int:
-    """Tokens of a row: the question, the answer and the end of the text."""
-    return sum(map(len, tokenizer.encode(row_texts(row)))) + 1
-
-
 def row_texts(row: JsonObject) -> list[bytes]:
     """The question and the answer, as they are tokenised."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
-
-
-def too_long(num_tokens: int, max_tokens: int) -> str:
-    """What is wrong with a row that does not fit."""
-    return f"it has {num_tokens} tokens, more than {max_tokens}"
-
-
-def validate_questions(
-    file: Path, medium: Medium, tokenizer: Tokenizer, max_tokens: int | None, on_problem: OnProblem
-) -> SourceSummary:
-    """Check every row, and decode every image once; without `max_tokens` a row may have any length.
-
-    Raises UsageError if Pillow is missing or the file cannot be read.
-    """
-    summary = SourceSummary(str(file))
-    seen: dict[Path, str] = {}
-    for number, line in enumerate(_lines(file), 1):
-        summary.lines = number
-        if not line.strip():
-            summary.empty += 1
-            continue
-        try:
-            row = read_row(line, medium, file.parent)
-            num_tokens = token_count(row, tokenizer)
-            if max_tokens is not None and num_tokens > max_tokens:
-                raise ValueError(too_long(num_tokens, max_tokens))
-            if medium == "image":
-                path = file.parent / str(row["image"])
-                if path not in seen:
-                    seen[path] = _image_problem(path)
-                if seen[path]:
-                    raise ValueError(seen[path])
-        except ValueError as error:
-            summary.problems += 1
-            on_problem(LineProblem(str(file), number, str(error)))
-            continue
-        summary.documents += 1
-        summary.tokens += num_tokens
-    if not summary.documents and not summary.problems:
-        summary.problems += 1
-        on_problem(LineProblem(str(file), None, "it has no rows"))
-    return summary
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    try:
-        with file.open("rb") as stream:
-            yield from stream
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-
-
-def _image_problem(file: Path) -> str:
-    """Why an image cannot be decoded; empty if it can."""
-    try:
-        from PIL import Image
-    except ImportError:
-        hint = "pip install 'trainkit[vision]'"
-        raise UsageError("images need Pillow, which is not installed", hint=hint) from None
-    try:
-        with Image.open(file) as image:
-            image.convert("RGB")
-    except Exception as error:  # its decoders raise errors of many types
-        return f"image {file} cannot be opened: {type(error).__name__}: {error}"
-    return ""
 
 
 DEMO = "demo"

@@ -6,18 +6,16 @@ stdout as it is generated.
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME
@@ -32,12 +30,11 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import GENERATION_NAME, is_prepared, load_task_model, load_tensors, saved_tensors
 from trainkit.trainer.models import load_architecture
-from trainkit.trainer.models.decoder import Attention, Decoder
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
 
 NextLogits = Callable[[Tensor], Tensor]
-"""Takes the tokens [1, T] that follow those of earlier calls; returns the logits of the next one, [vocab]."""
+"""Takes all tokens [1, T], one more in each call; returns the logits of the next one, [vocab]."""
 UNFINISHED = "\ufffd"
 """What a tokenizer decodes the first bytes of a character to."""
 
@@ -83,30 +80,45 @@ def generate(request: GenerateRequest) -> None:
             f"the prompt has {len(prompt):,} tokens, but the model was trained with {limit:,} (data.seq_len)",
             hint=f"shorten it to at most {limit - 1:,} tokens",
         )
-    device = _device(request.device)
-    dtype = DTYPES[request.dtype or _default_dtype(config, device)]
+    has_gpu = torch.cuda.is_available()
+    if request.device == "cuda" and not has_gpu:
+        raise UsageError("--device is cuda, but this machine has no GPU that torch can use")
+    device = torch.device("cuda" if has_gpu and request.device != "cpu" else "cpu")
+    dtype = DTYPES[request.dtype or (config.precision.dtype if device.type == "cuda" else "fp32")]
     next_logits = _load(config, request, device, dtype, tokenizer.identity.vocab_size)
-    stream = _TextStream(tokenizer, is_shown=not request.as_json)
-    stream.show(request.prompt)
-    stopped_by: Literal["eos", "max_tokens", "seq_len"] = "max_tokens"
-    number = min(request.max_tokens, limit - len(prompt))
-    if number < request.max_tokens:
-        stopped_by = "seq_len"
     ends = _end_tokens(config) | {tokenizer.identity.eos_id}
-    tokens = _sample(next_logits, torch.tensor([prompt], device=device), request)
-    generated = 0
-    for generated, token in enumerate(tokens, 1):
+    # On the CPU, so that a seed means the same on every device.
+    generator = torch.Generator().manual_seed(request.seed)
+    show = (lambda piece: None) if request.as_json else _show
+    show(request.prompt)
+    number = min(request.max_tokens, limit - len(prompt))
+    stopped_by = "max_tokens" if number == request.max_tokens else "seq_len"
+    tokens, generated, text = torch.tensor([prompt], device=device), 0, ""
+    written: list[int] = []
+    while generated < number:
+        token = choose_token(
+            next_logits(tokens).float().cpu(),
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            generator=generator,
+        )
+        generated += 1
         if token in ends:
             stopped_by = "eos"
             break
-        stream.add(token)
-        if generated == number:
-            break
-    stream.finish()
+        tokens = torch.cat((tokens, torch.tensor([[token]], device=device)), dim=1)
+        written.append(token)
+        whole = tokenizer.decode(written)
+        if not whole.endswith(UNFINISHED):
+            show(whole[len(text) :])
+            text = whole
+    whole = tokenizer.decode(written)
+    show(f"{whole[len(text) :]}\n")
     if request.as_json:
         value = {
             "prompt": request.prompt,
-            "text": stream.text,
+            "text": whole,
             "num_tokens": generated,
             "stopped_by": stopped_by,
             "checkpoint": request.checkpoint,
@@ -114,6 +126,14 @@ def generate(request: GenerateRequest) -> None:
         print(json.dumps(value, ensure_ascii=False))
     elif stopped_by == "seq_len":
         print(f"stopped after {limit:,} tokens, the length of the training samples", file=sys.stderr)
+
+
+def _show(piece: str) -> None:
+    """Write a piece of text; to a terminal without the characters that control it."""
+    if sys.stdout.isatty():
+        piece = "".join(char if char.isprintable() or char in "\n\t" else UNFINISHED for char in piece)
+    sys.stdout.write(piece)
+    sys.stdout.flush()
 
 
 def _tokenizer_name(config: RunConfig, given: str | None) -> str:
@@ -135,17 +155,6 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
     return name
 
 
-def _device(name: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise UsageError("--device is cuda, but this machine has no GPU that torch can use")
-    return torch.device(("cuda" if has_gpu else "cpu") if name == "auto" else name)
-
-
-def _default_dtype(config: RunConfig, device: torch.device) -> str:
-    return config.precision.dtype if device.type == "cuda" else "fp32"
-
-
 def _end_tokens(config: RunConfig) -> set[int]:
     """The tokens that end a text, according to the files of `model.hf`."""
     found: set[int] = set()
@@ -161,11 +170,23 @@ def _load(
     config: RunConfig, request: GenerateRequest, device: torch.device, dtype: torch.dtype, vocab_size: int
 ) -> NextLogits:
     run, reader = RunDir(Path(request.run)), SafeReader(request.checkpoint)
-    if config.uses_transformers:
-        _, model = load_task_model(config, run, reader)
-        return _TransformersSession(model.to(device=device, dtype=dtype))
-    decoder = _load_model(config, run, reader, device, dtype, vocab_size)
-    return _DecoderSession(decoder) if type(decoder) is Decoder else _WholeSession(decoder)
+    if not config.uses_transformers:
+        decoder = _load_model(config, run, reader, device, dtype, vocab_size)
+        # Nothing but dropout uses the keys of samples.
+        keys = torch.zeros(1, dtype=torch.int32, device=device)
+        return lambda tokens: decoder(tokens, keys)[0, -1]
+    model: Any = load_task_model(config, run, reader)[1].to(device=device, dtype=dtype)
+    cache: Any = None
+
+    def next_logits(tokens: Tensor) -> Tensor:
+        nonlocal cache
+        new = tokens if cache is None else tokens[:, -1:]
+        out = model(input_ids=new, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+    return next_logits
 
 
 def _load_model(
@@ -192,95 +213,6 @@ def _load_model(
     return model.eval()
 
 
-class _DecoderSession:
-    """The built-in decoder, which keeps the keys and values of earlier tokens."""
-
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
-        self._rope = model.rope
-        self._position = 0
-        for attention in model.attentions:
-            cast(Attention, attention).attend = _CachedAttention(self._rope.shape[1])
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        end = self._position + tokens.shape[1]
-        self._model.rope = self._rope[:, self._position : end]
-        self._position = end
-        # In place of a loss, the head computes the logits of the last position alone.
-        logits: Tensor = self._model(tokens, _no_keys(tokens), lambda x, weight: F.linear(x[:, -1], weight))
-        return logits[0]
-
-
-class _CachedAttention:
-    """Attention of new tokens to themselves and to all earlier ones."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._keys is None or self._values is None:
-            size = (*k.shape[:2], self._limit, k.shape[3])
-            self._keys, self._values = k.new_empty(size), v.new_empty(size)
-        start, self._used = self._used, self._used + k.shape[2]
-        self._keys[:, :, start : self._used] = k
-        self._values[:, :, start : self._used] = v
-        keys, values = self._keys[:, :, : self._used], self._values[:, :, : self._used]
-        assert start == 0 or q.shape[2] == 1  # the only cases for which `is_causal` is right
-        enable_gqa = k.shape[1] != q.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, is_causal=start == 0, enable_gqa=enable_gqa)
-
-
-class _WholeSession:
-    """An architecture of the user's own, which computes all tokens again for each new one."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._tokens: list[Tensor] = []
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        self._tokens.append(tokens)
-        whole = torch.cat(self._tokens, dim=1)
-        logits: Tensor = self._model(whole, _no_keys(whole))
-        return logits[0, -1]
-
-
-class _TransformersSession:
-    """A model of transformers, with its own cache."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._cache: Any = None
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        out = self._model(input_ids=tokens, past_key_values=self._cache, use_cache=True)
-        self._cache = out.past_key_values
-        logits: Tensor = out.logits[0, -1]
-        return logits
-
-
-def _no_keys(tokens: Tensor) -> Tensor:
-    """Keys of samples, which nothing but dropout uses."""
-    return torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
-
-
-def _sample(next_logits: NextLogits, tokens: Tensor, request: GenerateRequest) -> Iterator[int]:
-    # On the CPU, so that a seed means the same on every device.
-    generator = torch.Generator().manual_seed(request.seed)
-    while True:
-        token = choose_token(
-            next_logits(tokens).float().cpu(),
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            generator=generator,
-        )
-        yield token
-        tokens = torch.tensor([[token]], device=tokens.device)
-
-
 def choose_token(
     logits: Tensor,
     *,
@@ -304,48 +236,6 @@ def choose_token(
         before = probabilities.cumsum(0) - probabilities
         probabilities = probabilities[before < top_p]
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-class _TextStream:
-    """Shows the text of tokens as they come, a character only once it is complete."""
-
-    def __init__(self, tokenizer: Tokenizer, *, is_shown: bool) -> None:
-        self._tokenizer = tokenizer
-        self._is_shown = is_shown
-        self._is_terminal = sys.stdout.isatty()
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._tokens: list[int] = []
-        self.text = ""
-        """The text so far, without the prompt."""
-
-    def add(self, token: int) -> None:
-        if self._tokenizer.identity.kind == BYTES:
-            # Rows of the embedding for tokens that the data does not have were never trained.
-            piece = self._bytes.decode(bytes([token])) if token < 256 else UNFINISHED
-        else:
-            self._tokens.append(token)
-            whole = self._tokenizer.decode(self._tokens)
-            piece = "" if whole.endswith(UNFINISHED) else whole[len(self.text) :]
-        self.text += piece
-        self.show(piece)
-
-    def finish(self) -> None:
-        """Show what is left of an incomplete character, and end the line."""
-        piece = self._bytes.decode(b"", final=True)
-        if self._tokens:
-            piece = self._tokenizer.decode(self._tokens)[len(self.text) :]
-        self.text += piece
-        self.show(f"{piece}\n")
-
-    def show(self, piece: str) -> None:
-        if self._is_shown and piece:
-            sys.stdout.write(_printable(piece) if self._is_terminal else piece)
-            sys.stdout.flush()
-
-
-def _printable(text: str) -> str:
-    """A text without the characters that control a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else UNFINISHED for char in text)
 
 
 def main() -> int:

@@ -26,17 +26,7 @@ from torch import Tensor, nn
 
 from trainkit.adapters import is_independent, require
 from trainkit.config.schema import RunConfig
-from trainkit.data.questions import (
-    DEMO,
-    Medium,
-    QuestionFormat,
-    Split,
-    demo_rows,
-    num_patches,
-    read_row,
-    row_texts,
-    too_long,
-)
+from trainkit.data.questions import DEMO, Medium, Split, demo_rows, read_row, row_texts
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.formats import JsonObject
@@ -50,7 +40,7 @@ from trainkit.trainer.models.model import StageSpec
 log = getLogger(__name__)
 FREQUENCIES = 4
 """Pairs of Fourier features of each time of a curve, at frequencies that double."""
-MAX_LISTED = 5
+MAX_LISTED = 20
 IGNORE = -100
 """The label of tokens that are not part of an answer; that of `torch.nn.functional.cross_entropy`."""
 
@@ -67,7 +57,8 @@ class MediumFormat:
 
     @property
     def num_patches(self) -> int:
-        return num_patches(self.kind, self.size, self.patch)
+        sides = self.size // self.patch
+        return sides * sides if self.kind == "image" else sides
 
     @property
     def num_features(self) -> int:
@@ -77,11 +68,14 @@ class MediumFormat:
         return (1 + 2 * FREQUENCIES) * self.patch
 
     def read_image(self, file: Path) -> Tensor:
-        """The patches of an image, float32 [N, features] in -1 to 1."""
+        """The patches of an image, float32 [N, features] in -1 to 1; raises ValueError for a damaged file."""
         from PIL import Image
 
-        with Image.open(file) as image:
-            pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
+        try:
+            with Image.open(file) as image:
+                pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
+        except Exception as error:  # its decoders raise errors of many types, some without the name
+            raise ValueError(f"image {file} cannot be opened: {type(error).__name__}: {error}") from error
         return self.cut(pixels)
 
     def cut(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
@@ -138,7 +132,7 @@ class MediumSamples:
             question, answer = texts.encode(row_texts(row))
             tokens = [*question.tolist(), *answer.tolist(), texts.identity.eos_id]
             if len(tokens) > max_tokens:
-                problems.append(f"{file}:{number}: {too_long(len(tokens), max_tokens)}")
+                problems.append(f"{file}:{number}: it has {len(tokens)} tokens, more than {max_tokens}")
                 continue
             labels = torch.tensor(tokens)
             labels[: len(question)] = IGNORE
@@ -148,7 +142,7 @@ class MediumSamples:
             raise UsageError(
                 "\n".join(problems[:MAX_LISTED]) + more,
                 hint=f'{{"{medium.kind}": …, "question": "…", "answer": "…"}}, at most data.seq_len tokens; '
-                "`trainkit data validate CONFIG` lists all rows",
+                "`trainkit data validate CONFIG` opens the images too",
             )
 
     def __len__(self) -> int:
@@ -329,26 +323,28 @@ class MultimodalLM(Task):
         *,
         train: str,
         val: str | None = None,
-        medium: Medium = QuestionFormat.medium,
-        size: int = QuestionFormat.size,
-        patch: int = QuestionFormat.patch,
+        medium: Medium = "image",
+        size: int = 32,
+        patch: int = 8,
         width: int = 64,
         layers: int = 2,
         heads: int = 4,
-        queries: int = QuestionFormat.queries,
+        queries: int = 0,
         frozen: Sequence[str] = (),
     ) -> None:
         super().__init__(config)
-        for name, value in {
-            "width": width,
-            "layers": layers,
-            "heads": heads,
-        }.items():
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"task_args.{name} is {value}", hint="it is a whole number of at least 1")
-        form = QuestionFormat(medium, size, patch, queries)
-        if width % heads:
-            raise UsageError(f"task_args.heads is {heads}, which does not divide task_args.width {width}")
+        if medium not in ("image", "curve"):
+            raise UsageError(f"task_args.medium is {medium}", hint="it is image or curve")
+        numbers = {"size": size, "patch": patch, "width": width, "layers": layers, "heads": heads}
+        for name, value in {**numbers, "queries": queries}.items():
+            least = 0 if name == "queries" else 1
+            if not isinstance(value, int) or value < least:
+                hint = f"it is a whole number of at least {least}"
+                raise UsageError(f"task_args.{name} is {value}", hint=hint)
+        for name, whole in (("patch", "size"), ("heads", "width")):
+            if numbers[whole] % numbers[name]:
+                divides = f"which does not divide task_args.{whole} {numbers[whole]}"
+                raise UsageError(f"task_args.{name} is {numbers[name]}, {divides}")
         if medium == "image" and {train, val} - {DEMO, None}:
             require("PIL", "task_args.medium: image", "vision")
         self._files = {"train": train, "val": val}
@@ -363,7 +359,10 @@ class MultimodalLM(Task):
                 self._weights = StoredWeights(Path(config.model.hf))
         self._names: dict[str, str] = {}
         """Names in the files by the names of parameters."""
-        self._max_tokens = form.max_tokens(config.data.seq_len)
+        taken = queries or self._medium.num_patches
+        self._max_tokens = config.data.seq_len - taken
+        if self._max_tokens < 2:
+            raise UsageError(f"data.seq_len is {config.data.seq_len}, of which the medium takes {taken}")
 
     def build_model(self) -> nn.Module:
         model = self.config.model

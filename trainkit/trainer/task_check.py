@@ -77,8 +77,14 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
             ):
                 if problem:
                     yield Problem(f"{name}()", f"sample {index}: {problem}")
-    except TaskError as error:
-        yield error.problem
+    except TrainkitError as error:
+        yield _problem_of(config, error)
+
+
+def _problem_of(config: RunConfig, error: TrainkitError) -> Problem:
+    if isinstance(error, TaskError):
+        return error.problem
+    return Problem("task", f"is {config.task}, but {error.message}", hint=error.hint)
 
 
 class Smoke:
@@ -92,10 +98,8 @@ class Smoke:
         """The problems of a task; ends at the first that makes further ones unknowable."""
         try:
             yield from self._problems()
-        except TaskError as error:
-            yield error.problem
         except TrainkitError as error:
-            yield Problem("task", f"is {self._name}, but {error.message}", hint=error.hint)
+            yield _problem_of(self._config, error)
 
     def _problems(self) -> Iterator[Problem]:
         self._user = UserTask(self._config, None)
