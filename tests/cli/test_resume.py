@@ -100,3 +100,26 @@ def test_fork_without_a_checkpoint_is_refused(desk):
     assert done.returncode == 2
     assert "has no intact checkpoint to resume from" in done.stderr
     assert not (desk.folder / "fork").exists()
+
+
+def test_a_finished_run_names_what_extends_it(desk):
+    run = ended_run(desk)
+    publish(run, 10)
+    run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
+    for more in ([], ["--as", "fork"], ["--set", "optimizer.lr=1e-4"]):
+        done = desk.trainkit("resume", "small", *more)
+        assert (done.returncode, "has finished: it has trained for all 10 steps" in done.stderr) == (2, True)
+        assert f"`trainkit resume {run.path} --set train.steps=N` with a larger N extends it" in done.stderr
+
+
+def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):
+    run = ended_run(desk)
+    programs = desk.folder / "programs"
+    programs.mkdir()
+    (programs / "sbatch").symlink_to("/bin/false")
+    desk.environ |= {"PATH": f"{programs}:{desk.environ['PATH']}", "SLURM_CONF": "/nowhere/slurm.conf"}
+    done = desk.trainkit("resume", "small")
+    assert done.returncode == 0, done.stderr
+    assert "local: it ran on this machine; --backend sbatch submits it to Slurm" in done.stderr
+    desk.wait_for_end(run, 2)
+    assert "error: sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr

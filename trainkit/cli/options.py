@@ -221,6 +221,13 @@ def one_node_config_options(function: Function) -> Function:
     return _request_options(function, shape, chooses_backend=False)
 
 
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "sbatch", "submitit", "local"]),
+    help="Where the run starts; auto: Slurm where there is one, else this machine.",
+)
+
+
 def choose_config() -> str:
     """The default config of a command without CONFIG, which is printed to stderr."""
     from trainkit.resources import default_config
@@ -252,8 +259,7 @@ def _request_options(
         flags = shape_flags(nodes, gpus_per_node or procs) | slurm_flags(others)
         if name is not None:
             flags["name"] = (f"--name {name}", name)
-        if backend is not None:
-            flags["launch.backend"] = (f"--backend {backend}", backend)
+        flags |= backend_flag(backend)
         if config is None and (unless is None or others[unless] is None):
             config = choose_config()
         request = None if config is None else ConfigRequest(config, profile, overrides, flags)
@@ -261,13 +267,8 @@ def _request_options(
 
     wrapper.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{CONFIG_HELP}"
     decorated: Any = wrapper
-    backend = click.option(
-        "--backend",
-        type=click.Choice(["auto", "sbatch", "submitit", "local"]),
-        help="Where the run starts; auto: Slurm where there is one, else this machine.",
-    )
     for decorate in (
-        *([backend] if chooses_backend else []),
+        *([backend_option] if chooses_backend else []),
         click.option("--name", metavar="NAME", help="Name of the run."),
         shape,
         set_option,
@@ -345,6 +346,11 @@ def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple
     if gpus_per_node is not None:
         flags["resources.gpus_per_node"] = (f"--gpus-per-node {gpus_per_node}", gpus_per_node)
     return flags
+
+
+def backend_flag(backend: str | None) -> dict[str, tuple[str, object]]:
+    """The config value of ``--backend``."""
+    return {} if backend is None else {"launch.backend": (f"--backend {backend}", backend)}
 
 
 def refuse_other_options(name: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
     HostOptions,
+    backend_flag,
+    backend_option,
     host_options,
     json_option,
     run_argument,
@@ -36,6 +39,7 @@ from trainkit.errors import EXIT_OK, UsageError
 @host_options
 @slurm_options
 @set_option
+@backend_option
 @click.option(
     "--new-code",
     is_flag=True,
@@ -50,6 +54,7 @@ def command(
     gpus_per_node: int | None,
     host: HostOptions,
     overrides: tuple[str, ...],
+    backend: str | None,
     new_code: bool,
     fork_dir: str | None,
     follow: bool,
@@ -58,8 +63,9 @@ def command(
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    It resumes in the same run folder as the next attempt, or with --as in a new run folder. With --node-rank,
-    --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run` does.
+    It resumes in the same run folder as the next attempt, or with --as in a new run folder, and where it ran:
+    on Slurm, or on this machine. With --node-rank, --master-addr and --master-port it runs in the foreground
+    on several hosts, as `trainkit run` does.
     """
     from trainkit.backends.jobs import require_not_running
     from trainkit.cli.following import print_copied, print_started
@@ -72,6 +78,7 @@ def command(
         newest_checkpoint_of,
         note_dead_job,
         plan_again,
+        refuse_finished,
         refuse_replay,
         resume_run,
         submission_folder,
@@ -95,7 +102,10 @@ def command(
     if fork_dir is None and is_first:
         require_not_running(source, "resume")
         note_dead_job(source, lambda text: click.echo(f"warning: {text}", err=True))
-    loaded, workload = load_again(source, overrides, shape_flags(nodes, gpus_per_node) | slurm_flags(slurm))
+    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm) | backend_flag(backend)
+    loaded, workload = load_again(source, overrides, flags)
+    if workload.knows_run:
+        refuse_finished(source, loaded)
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
         target = None if place is None else hosts_target(place)
@@ -125,6 +135,7 @@ def command(
             click.echo(f"resuming from {checkpoint}", err=True)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
+        click.echo(f"`trainkit logs {quote(str(run.path))} -f` follows its log", err=True)
         return EXIT_OK
     from trainkit.cli.following import follow_detachable
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import recover_job_id, require_not_running
 from trainkit.cluster.target import Target, make_target
-from trainkit.config import LoadedConfig, RunConfig, load_config
+from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
@@ -22,6 +22,7 @@ from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.workload import Workload
+from trainkit.run.end import read_end
 from trainkit.run.files import read_json
 from trainkit.run.lock import run_lock
 from trainkit.run.manifest import newest_intact, published
@@ -52,6 +53,20 @@ def load_again(
     return loaded.adjusting(*adjustable, origin=origin), before.workload
 
 
+def refuse_finished(run: RunDir, loaded: LoadedConfig) -> None:
+    """Raise UsageError if the run has computed all steps and the config asks for no others."""
+    before, now = read_effective(run.config_file).train, loaded.config.train
+    end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
+    is_over = end is not None and end.state == "finished" and bool(published(run.checkpoints_dir))
+    if not is_over or (before.steps, before.epochs) != (now.steps, now.epochs):
+        return
+    key, length = ("epochs", f"{now.epochs:g}") if now.epochs is not None else ("steps", f"{now.steps}")
+    raise UsageError(
+        f"{run.path} has finished: it has trained for all {length} {key}",
+        hint=f"`trainkit resume {quote(str(run.path))} --set train.{key}=N` with a larger N extends it",
+    )
+
+
 def plan_again(
     run: RunDir, loaded: LoadedConfig, workload: Workload, target: Target | None, code_dir: Path
 ) -> LaunchPlan:
@@ -59,6 +74,15 @@ def plan_again(
 
     Raises ConfigError, also for values that are incompatible with the newest checkpoint.
     """
+    newest, is_auto = read_job(run).newest, loaded.config.launch.backend == "auto"
+    if (
+        target is None
+        and is_auto
+        and newest is not None
+        and newest.backend is None
+        and newest.is_of_this_host
+    ):
+        target = Target("local", "local: it ran on this machine; --backend sbatch submits it to Slurm")
     target = target or make_target(loaded, run=run.path)
     facts = gather(loaded, workload, target=target, resumes=bool(published(run.checkpoints_dir)))
     plan = plan_run(loaded, facts, workload, code_dir=code_dir)
