@@ -10,7 +10,7 @@ from trainkit.submit.environment import (
     absolute_image,
     container_argv,
     container_problems,
-    container_runtime,
+    container_program,
     make_job_environment,
 )
 
@@ -29,12 +29,12 @@ from trainkit.submit.environment import (
     ],
 )
 def test_runtime(image: str, available: tuple[str, ...], expected: str | None) -> None:
-    assert container_runtime(LaunchConfig(container=image), available) == expected
+    assert container_program(LaunchConfig(container=image), available) == expected
 
 
 def test_runtime_that_was_asked_for() -> None:
-    assert container_runtime(LaunchConfig(container="/x.sif", container_runtime="pyxis")) == "pyxis"
-    assert container_runtime(LaunchConfig()) is None
+    assert container_program(LaunchConfig(container="/x.sif", container_runtime="pyxis")) == "pyxis"
+    assert container_program(LaunchConfig()) is None
 
 
 def test_apptainer() -> None:
@@ -58,9 +58,7 @@ def test_apptainer() -> None:
 
 def test_singularity_without_gpus() -> None:
     launch = LaunchConfig(container="/x.sif")
-    _, prefix = container_argv(
-        launch, "apptainer", folders=["/r"], workdir="/r", cwd="/p", gpus=False, program="singularity"
-    )
+    _, prefix = container_argv(launch, "singularity", folders=["/r"], workdir="/r", cwd="/p", gpus=False)
     assert prefix == ("singularity", "exec", "--bind", "/r:/r", "--pwd", "/r", "/x.sif")
 
 
@@ -119,7 +117,7 @@ def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
         Interpreter(("python3",), ("/submitting/python",), host_options=("-u", "-P")),
         run_dir="/r",
         workdir="/r/code",
-        runtime=container_runtime(launch),
+        program=container_program(launch),
         folders=["/data"],
     )
     assert around.host_python == ("/submitting/python", "-u", "-P")
@@ -128,7 +126,7 @@ def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
         *("python3", "-u"),
     )
     options = make_job_environment(
-        launch, Interpreter(("p",), ("p",)), run_dir="/r", workdir="/r", runtime="pyxis", python_path=["/c"]
+        launch, Interpreter(("p",), ("p",)), run_dir="/r", workdir="/r", program="pyxis", python_path=["/c"]
     ).srun_options
     assert options[-1] == "--container-env=A,PYTHONPATH"
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import yaml
 
 from trainkit.cluster.limits import listed, partition_problems
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, ResourceRequest
+from trainkit.cluster.model import (
+    Account,
+    Cluster,
+    NodeKind,
+    Partition,
+    Qos,
+    ResourceRequest,
+    merged_accounts,
+)
+from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
+from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
@@ -199,11 +210,8 @@ def _default_lines(cluster: Cluster) -> Iterator[str]:
     yield "  launch:"
     yield _commented("    network: auto", "ib, socket, debug, or the name of an interface")
     yield _commented("    env: {}", "for every process, such as {NCCL_SOCKET_IFNAME: =ib0}")
-    runtimes = [
-        name
-        for name in ("pyxis", "apptainer")
-        if name in cluster.containers or _is_singularity(name, cluster)
-    ]
+    known = {"apptainer" if name == "singularity" else name for name in cluster.containers}
+    runtimes = sorted(known & {"pyxis", "apptainer"})
     if len(runtimes) == 1:
         yield _commented(f"    container_runtime: {runtimes[0]}", "runs launch.container")
     else:
@@ -218,10 +226,6 @@ def _default_lines(cluster: Cluster) -> Iterator[str]:
     )
 
 
-def _is_singularity(name: str, cluster: Cluster) -> bool:
-    return name == "apptainer" and "singularity" in cluster.containers
-
-
 def _account_lines(cluster: Cluster) -> Iterator[str]:
     if cluster.accounts is None:
         yield "# Accounts are not checked: Slurm does not enforce them here, or accounting did not answer."
@@ -229,89 +233,51 @@ def _account_lines(cluster: Cluster) -> Iterator[str]:
     else:
         yield "# The accounts that you may charge (other users may have others), and their QOS."
         yield "accounts:"
-        for account in _merged(cluster.accounts):
-            yield f"  {_flow(account.name)}: {_account_text(account)}"
+        for account in merged_accounts(cluster.accounts):
+            yield f"  {_flow(account.name)}: {_flow(_values(AccountProfile, account))}"
     if cluster.qos:
         yield "qos:"
         for qos in cluster.qos:
-            yield f"  {_flow(qos.name)}: {_qos_text(qos)}"
+            yield f"  {_flow(qos.name)}: {_flow(_values(QosProfile, qos))}"
 
 
-def _merged(accounts: tuple[Account, ...]) -> list[Account]:
-    """Merge the entries of each account: Slurm lists an account once per partition."""
-    merged: dict[str, Account] = {}
-    for account in accounts:
-        known = merged.get(account.name)
-        if known is not None:
-            account = Account(
-                account.name,
-                account.is_default or known.is_default,
-                _union(known.partitions, account.partitions),
-                _union(known.qos, account.qos),
-            )
-        merged[account.name] = account
-    return list(merged.values())
+_TEXTS: dict[str, Callable[[int], str]] = {
+    "max_time_s": time_text,
+    "default_time_s": time_text,
+    "mem_mib": memory_text,
+}
+_PARTITION_COMMENTS = {
+    "hidden": "Slurm lists it only with --all",
+    "default_time": "of a job with resources.time: null",
+    "max_nodes": "of one job",
+    "max_cpus_per_node": "that its jobs may use",
+}
 
 
-def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
-
-
-def _account_text(account: Account) -> str:
-    values = {"default": account.is_default or None, "partitions": account.partitions, "qos": account.qos}
-    return _flow_known(**values)
-
-
-def _qos_text(qos: Qos) -> str:
-    limit = None if qos.max_time_s is None else time_text(qos.max_time_s)
-    return _flow_known(max_time=limit, overrides=qos.overrides or None)
-
-
-def _flow_known(**values: object) -> str:
-    """The values that are not None as one line of YAML."""
-    known = {name: value for name, value in values.items() if value is not None}
-    return _flow({name: list(value) if isinstance(value, tuple) else value for name, value in known.items()})
+def _values(section: type[Section], item: object, *always: str) -> dict[str, Any]:
+    """The keys of a section of the profile that are not at their defaults, or are `always` written."""
+    found: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        value: Any = getattr(item, name)
+        if value != info.default or name in always:
+            value = list(value) if isinstance(value, tuple) else value
+            found[info.alias or name] = _TEXTS[name](value) if name in _TEXTS and value is not None else value
+    return found
 
 
 def _partition_lines(partition: Partition) -> Iterator[str]:
     yield f"  {_flow(partition.name)}:"
-    if partition.is_default:
-        yield "    default: true"
-    if partition.is_hidden:
-        yield _commented("    hidden: true", "Slurm lists it only with --all")
-    if partition.max_time_s is None:
-        yield _commented("    max_time: null", "no limit")
-    else:
-        yield f"    max_time: {_flow(time_text(partition.max_time_s))}"
-    if partition.default_time_s is not None:
-        comment = "of a job with resources.time: null"
-        yield _commented(f"    default_time: {_flow(time_text(partition.default_time_s))}", comment)
-    for key, number, comment in (
-        ("max_nodes", partition.max_nodes, "of one job"),
-        ("max_cpus_per_node", partition.max_cpus_per_node, "that its jobs may use"),
-    ):
-        if number is not None:
-            yield _commented(f"    {key}: {number}", comment)
-    for key, names in (
-        ("accounts", partition.allowed_accounts),
-        ("denied_accounts", partition.denied_accounts or None),
-        ("qos", partition.allowed_qos),
-        ("denied_qos", partition.denied_qos or None),
-        ("groups", partition.allowed_groups),
-    ):
-        if names is not None:
-            yield f"    {key}: {_flow(list(names))}"
+    for key, value in _values(PartitionProfile, partition, "max_time_s").items():
+        if key != "nodes":
+            comment = _PARTITION_COMMENTS.get(key, "no limit" if value is None else "")
+            yield _commented(f"    {key}: {_flow(value)}", comment)
     if partition.nodes:
         yield "    nodes:"
         for kind in partition.nodes:
-            yield f"      - {_kind_text(kind)}"
-
-
-def _kind_text(kind: NodeKind) -> str:
-    memory = None if kind.mem_mib is None else memory_text(kind.mem_mib)
-    gpus = kind.gpus[""] if set(kind.gpus) == {""} else kind.gpus or None
-    known = {"count": kind.count, "cpus": kind.cpus, "memory": memory, "gpus": gpus}
-    return _flow_known(**known, features=kind.features or None)
+            known = _values(NodesProfile, kind, "count")
+            if set(kind.gpus) == {""}:
+                known["gpus"] = kind.gpus[""]
+            yield f"      - {_flow(known)}"
 
 
 FIRST_RUN_TIME_S = 1800

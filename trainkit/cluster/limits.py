@@ -19,6 +19,7 @@ from trainkit.cluster.model import (
     ResourceRequest,
     features_of,
     matching_nodes,
+    merged_accounts,
 )
 from trainkit.config.names import near
 from trainkit.formats import memory_mib, memory_text, time_limit_s, time_text
@@ -161,21 +162,12 @@ def _is_in(name: str, names: Iterable[str] | None) -> bool:
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
     """The account that is charged, merged over its partitions; None if unknown."""
-    found = [
+    own = (
         item
         for item in cluster.accounts or ()
         if (item.is_default if request.account is None else _is_in(request.account, [item.name]))
-    ]
-    if not found:
-        return None
-    partitions, qos = [item.partitions for item in found], [item.qos for item in found]
-    return replace(found[0], partitions=_union(partitions), qos=_union(qos))
-
-
-def _union(items: list[tuple[str, ...] | None]) -> tuple[str, ...] | None:
-    if any(item is None for item in items):
-        return None
-    return tuple(dict.fromkeys(name for item in items for name in item or ()))
+    )
+    return next(iter(merged_accounts(own)), None)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

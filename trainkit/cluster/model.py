@@ -6,6 +6,7 @@ Discovery (from Slurm) and profiles (from a file) both produce it; limits, plans
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,6 +85,24 @@ class Account:
     is_default: bool = False
     partitions: tuple[str, ...] | None = None
     qos: tuple[str, ...] | None = None
+
+
+def merged_accounts(accounts: Iterable[Account]) -> list[Account]:
+    """One entry per account: Slurm lists an account once per partition."""
+    merged: dict[str, Account] = {}
+    for account in accounts:
+        known = merged.get(account.name, account)
+        merged[account.name] = Account(
+            account.name,
+            account.is_default or known.is_default,
+            _union(known.partitions, account.partitions),
+            _union(known.qos, account.qos),
+        )
+    return list(merged.values())
+
+
+def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.config.names import near, schema_words, show_value
+from trainkit.config.names import near, show_value
 from trainkit.config.running import SLURM_TIME, OneLine, ResourcesConfig
-from trainkit.config.section import AtLeastOne, Section, list_field
+from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder
-from trainkit.formats import JsonObject, memory_mib, time_limit_s
+from trainkit.formats import memory_mib, time_limit_s
 from trainkit.resources import shipped_configs
 from trainkit.slurm.environment import cluster_name
 
@@ -197,163 +198,105 @@ def _exceeds_a_partition(resources: ResourcesConfig, cluster: Cluster) -> bool:
     )
 
 
-Time = Annotated[
+def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> AfterValidator:
+    def validate(text: str) -> object:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"should be text such as {example}")
+        return parse(text)
+
+    return AfterValidator(validate)
+
+
+Time = Annotated[str, _parsed(SLURM_TIME, '"01:00:00" or "2-12:00:00"', time_limit_s)]
+Memory = Annotated[str, _parsed(r"\d+[KMGT]", '"64G"', lambda text: int(memory_mib(text) or 0))]
+Version = Annotated[
     str,
-    Field(
-        pattern=SLURM_TIME,
-        json_schema_extra={"allowed": 'a time in quotes, such as "01:00:00" or "2-12:00:00"'},
-    ),
-]
-Memory = Annotated[
-    str, Field(pattern=r"^\d+[KMGT]$", json_schema_extra={"allowed": 'an amount such as "64G"'})
+    _parsed(r"\d+\.\d+(\.\d+)?", '"24.05.2"', lambda text: tuple(map(int, text.split(".")))),
 ]
 Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
+GpuCounts = Annotated[
+    dict[str, AtLeastOne] | AtLeastOne,
+    AfterValidator(lambda found: {"": found} if isinstance(found, int) else found),
+]
 
 
 class NodesProfile(Section):
-    """Nodes of a partition with the same hardware and features."""
+    """A `NodeKind`; `gpus` is a number if the cluster does not name types."""
 
-    count: AtLeastOne = Field(default=1, description="Number of nodes.")
-    cpus: AtLeastOne | None = Field(default=None, description="CPUs per node that jobs can use.")
-    memory: Memory | None = Field(default=None, description="Memory per node that jobs can use.")
-    gpus: dict[str, AtLeastOne] | AtLeastOne = Field(
-        default={},
-        description="GPUs per node by type, or their number if the cluster does not name types.",
-        json_schema_extra={"allowed": 'a number, or numbers by type such as "{h100: 8}"'},
-    )
-    features: tuple[OneLine, ...] = list_field((), "Features that resources.constraint can name.")
+    count: AtLeastOne = 1
+    cpus: AtLeastOne | None = None
+    mem_mib: Memory | None = Field(default=None, alias="memory")
+    gpus: GpuCounts = Field(default={})
+    features: Names = ()
 
 
 class PartitionProfile(Section):
-    """A partition; null where there is no limit."""
+    """A `Partition`; null where there is no limit."""
 
-    default: bool = Field(default=False, description="Whether jobs without a partition go here.")
-    hidden: bool = Field(default=False, description="Whether Slurm lists it only with --all.")
-    max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
-    default_time: Time | None = Field(default=None, description="Time limit of a job that requests none.")
-    max_nodes: AtLeastOne | None = Field(default=None, description="Maximum number of nodes of a job.")
-    max_cpus_per_node: AtLeastOne | None = Field(
-        default=None, description="Maximum number of CPUs per node that its jobs may use."
-    )
-    accounts: Names | None = Field(default=None, description="Accounts that may use it; null for all.")
-    denied_accounts: tuple[OneLine, ...] = list_field((), "Accounts that may not.")
-    qos: Names | None = Field(default=None, description="QOS that it accepts; null for all.")
-    denied_qos: tuple[OneLine, ...] = list_field((), "QOS that it rejects.")
-    groups: Names | None = Field(default=None, description="Groups that may use it; null for all.")
-    nodes: tuple[NodesProfile, ...] = list_field((), "Its nodes; leave this out when they are unknown.")
+    is_default: bool = Field(default=False, alias="default")
+    is_hidden: bool = Field(default=False, alias="hidden")
+    max_time_s: Time | None = Field(default=None, alias="max_time")
+    default_time_s: Time | None = Field(default=None, alias="default_time")
+    max_nodes: AtLeastOne | None = None
+    max_cpus_per_node: AtLeastOne | None = None
+    allowed_accounts: Names | None = Field(default=None, alias="accounts")
+    denied_accounts: Names = ()
+    allowed_qos: Names | None = Field(default=None, alias="qos")
+    denied_qos: Names = ()
+    allowed_groups: Names | None = Field(default=None, alias="groups")
+    nodes: Annotated[tuple[NodesProfile, ...], Field(strict=False)] = ()
 
 
 class AccountProfile(Section):
-    """An account that you may charge."""
+    """An `Account`."""
 
-    default: bool = Field(default=False, description="Whether it is charged when a job names none.")
-    partitions: Names | None = Field(default=None, description="Where it can be used; null for anywhere.")
-    qos: Names | None = Field(default=None, description="QOS that it may use; null when unknown.")
+    is_default: bool = Field(default=False, alias="default")
+    partitions: Names | None = None
+    qos: Names | None = None
 
 
 class QosProfile(Section):
-    """A quality of service."""
+    """A `Qos`."""
 
-    max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
-    overrides: tuple[Literal["time", "nodes"], ...] = list_field(
-        (), "Partition limits that do not apply to its jobs."
-    )
+    max_time_s: Time | None = Field(default=None, alias="max_time")
+    overrides: Annotated[tuple[Literal["time", "nodes"], ...], Field(strict=False)] = ()
 
 
 class ClusterProfile(Section):
-    """The cluster that configs are checked against, and the defaults of every run on it."""
+    """A `Cluster` that configs are checked against, and the defaults of every run on it.
 
-    model_config = ConfigDict(title="trainkit cluster profile")
+    Every field of the file has the name that is its alias, or else its own; null or missing is unknown.
+    """
 
-    profile_version: Literal[1] = Field(default=1, description="Version of the profile format.")
-    name: OneLine = Field(description="ClusterName in its slurm.conf.")
-    slurm_version: str | None = Field(
-        default=None,
-        pattern=r"^\d+\.\d+(\.\d+)?$",
-        description="Version of Slurm.",
-        json_schema_extra={"allowed": 'a version in quotes, such as "24.05.2"'},
-    )
-    gpu_option: Literal["gpus-per-node", "gres"] = Field(
-        default="gpus-per-node", description="The sbatch option that requests GPUs."
-    )
-    containers: tuple[Literal["pyxis", "apptainer", "singularity", "enroot"], ...] = list_field(
-        (), "Container runtimes that are installed."
-    )
-    modules: bool = Field(default=False, description="Whether environment modules are installed.")
-    expedited_requeue: bool | None = Field(
-        default=None,
-        description="Whether jobs use sbatch --requeue=expedite (Slurm 25.11 and later).",
-    )
-    accounts: dict[str, AccountProfile | None] | None = Field(
-        default=None, description="Accounts that you may charge; null to not check accounts."
-    )
-    qos: dict[str, QosProfile | None] | None = Field(
-        default=None, description="Qualities of service; null to not check them."
-    )
-    partitions: dict[str, PartitionProfile | None] | None = Field(
-        default=None, description="Its partitions; null queries Slurm each time."
-    )
-    defaults: dict[str, JsonValue] | None = Field(
-        default=None,
-        description="Run config keys for every run on this cluster; your own configs override them.",
-        json_schema_extra={"allowed": "keys of a run config"},
-    )
+    profile_version: Literal[1] = 1
+    name: OneLine
+    slurm_version: Version | None = None
+    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    containers: Annotated[
+        tuple[Literal["pyxis", "apptainer", "singularity", "enroot"], ...], Field(strict=False)
+    ] = ()
+    has_modules: bool = Field(default=False, alias="modules")
+    expedited_requeue: bool | None = None
+    accounts: dict[str, AccountProfile | None] | None = None
+    qos: dict[str, QosProfile | None] | None = None
+    partitions: dict[str, PartitionProfile | None] | None = None
+    defaults: dict[str, JsonValue] | None = None
+    """Run config keys for every run on this cluster; the user's own configs override them."""
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
         """The profile as a `Cluster`."""
-        accounts, qos = self.accounts, self.qos
-        return Cluster(
-            name=self.name,
-            partitions=tuple(_partition(name, item) for name, item in (self.partitions or {}).items()),
-            gpu_option=self.gpu_option,
-            accounts=None if accounts is None else tuple(_account(name, accounts[name]) for name in accounts),
-            qos=None if qos is None else tuple(_qos(name, qos[name]) for name in qos),
-            slurm_version=tuple(map(int, (self.slurm_version or "").split(".")))
-            if self.slurm_version
-            else (),
-            containers=self.containers,
-            has_modules=self.modules,
-            expedited_requeue=self.expedited_requeue,
-            reason=reason,
-            out_of_date_hint=out_of_date_hint,
+        values = dict(self)
+        del values["profile_version"], values["defaults"]
+        values["slurm_version"] = self.slurm_version or ()
+        values["partitions"] = tuple(
+            Partition(name, **{**dict(item), "nodes": tuple(NodeKind(**dict(kind)) for kind in item.nodes)})
+            for name, value in (self.partitions or {}).items()
+            for item in [value or PartitionProfile()]
         )
-
-
-def _partition(name: str, profile: PartitionProfile | None) -> Partition:
-    item = profile or PartitionProfile()
-    return Partition(
-        name=name,
-        is_default=item.default,
-        is_hidden=item.hidden,
-        max_time_s=None if item.max_time is None else time_limit_s(item.max_time),
-        default_time_s=None if item.default_time is None else time_limit_s(item.default_time),
-        max_nodes=item.max_nodes,
-        max_cpus_per_node=item.max_cpus_per_node,
-        nodes=tuple(_kind(kind) for kind in item.nodes),
-        allowed_accounts=item.accounts,
-        denied_accounts=item.denied_accounts,
-        allowed_qos=item.qos,
-        denied_qos=item.denied_qos,
-        allowed_groups=item.groups,
-    )
-
-
-def _kind(profile: NodesProfile) -> NodeKind:
-    memory = None if profile.memory is None else memory_mib(profile.memory)
-    gpus = {"": profile.gpus} if isinstance(profile.gpus, int) else profile.gpus
-    return NodeKind(
-        profile.count, profile.cpus, None if memory is None else int(memory), gpus, profile.features
-    )
-
-
-def _account(name: str, profile: AccountProfile | None) -> Account:
-    item = profile or AccountProfile()
-    return Account(name, item.default, item.partitions, item.qos)
-
-
-def _qos(name: str, profile: QosProfile | None) -> Qos:
-    item = profile or QosProfile()
-    return Qos(name, None if item.max_time is None else time_limit_s(item.max_time), item.overrides)
+        for key, kind in (("accounts", Account), ("qos", Qos)):
+            if values[key] is not None:
+                values[key] = tuple(kind(name, **dict(item or ())) for name, item in values[key].items())
+        return Cluster(**values, reason=reason, out_of_date_hint=out_of_date_hint)
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
@@ -371,72 +314,32 @@ def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
 
 
 def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
+    """One problem per key, in the order of the file; list items have the line of their list."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
-        path, value = _within(entry.plain(), item["loc"])
-        origin = _origin(entry, path)
-        key = ".".join(map(str, path))
+        path: list[str] = []
+        value, origin = entry.plain(), entry.origin
+        for part in item["loc"]:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                break  # what follows names a member of a union
+            path.append(str(part))
+            place = entry.find(tuple(path))
+            origin = origin if place is None else place.origin
+        text = re.sub(r"^(Value error, |Input )| or instance of \w+", "", item["msg"])
+        key, message, hint = ".".join(path), f"{text}, not {show_value(value)}", ""
         if item["type"] == "missing":
-            key = ".".join(map(str, item["loc"]))
-            problem = Problem(key, "is missing", entry.origin, "ClusterName in slurm.conf")
+            key, message, hint = "name", "is missing", "ClusterName in slurm.conf"
         elif item["type"] == "extra_forbidden":
-            match = near(str(path[-1]), _inner(_schema_at(path[:-1])).get("properties", {}))
-            hint = f"did you mean {match}?" if match else ""
-            problem = Problem(key, "unknown key", origin, hint)
-        else:
-            message = f"must be {schema_words(_schema_at(path))}, not {show_value(value)}"
-            problem = Problem(key, message, origin)
-        found.setdefault(key, problem)
+            match = near(path[-1], _KEYS)
+            message, hint = "unknown key", f"did you mean {match}?" if match else ""
+        found.setdefault(key, Problem(key, message, origin, hint))
     return sorted(found.values(), key=lambda problem: int(problem.origin.rpartition(":")[2] or 0))
 
 
-def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
-    """The file and line of a path, or of the closest parent: list items have the list's line."""
-    for end in range(len(path), 0, -1):
-        place = entry.find(tuple(map(str, path[:end])))
-        if place is not None:
-            return place.origin
-    return entry.origin
-
-
-def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
-    """The part of pydantic's location that is a path in `value`, and the value at that path.
-
-    The remaining parts of the location name union members.
-    """
-    path: list[int | str] = []
-    for part in location:
-        is_key = isinstance(value, dict) and part in value
-        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
-        if not (is_key or is_index):
-            break
-        value = value[part]
-        path.append(part)
-    return tuple(path), value
-
-
-@cache
-def _schema() -> JsonObject:
-    return ClusterProfile.model_json_schema()
-
-
-def _schema_at(path: tuple[int | str, ...]) -> JsonObject:
-    """The JSON schema at a path."""
-    schema = _schema()
-    for part in path:
-        schema = _inner(schema)
-        if isinstance(part, int):
-            schema = schema["items"]
-        else:
-            schema = schema.get("properties", {}).get(part) or schema.get("additionalProperties") or {}
-    return schema if "anyOf" in schema else _inner(schema)
-
-
-def _inner(schema: JsonObject) -> JsonObject:
-    """The section, mapping or list among the options of a schema; else the schema itself."""
-    for option in schema.get("anyOf", [schema]):
-        if "$ref" in option:
-            option = _schema()["$defs"][option["$ref"].rpartition("/")[2]]
-        if option.get("type") in ("object", "array"):
-            return dict(option)
-    return schema
+_KEYS = {
+    info.alias or name
+    for section in (ClusterProfile, PartitionProfile, NodesProfile, AccountProfile, QosProfile)
+    for name, info in section.model_fields.items()
+}

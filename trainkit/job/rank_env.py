@@ -10,20 +10,14 @@ from itertools import takewhile
 
 from trainkit.errors import UsageError
 from trainkit.job.spare_children import AGENT_VARIABLE, LAUNCHER_PID_VARIABLE, RANK_PID_VARIABLE
+from trainkit.slurm import environment as slurm
 
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """By its value the ranks of an attempt tell its rank 0 from that of another job at the same address."""
 RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *slurm.RANK_VARIABLES,
     NONCE_VARIABLE,
     AGENT_VARIABLE,
     LAUNCHER_PID_VARIABLE,

@@ -111,20 +111,13 @@ _PREFIXES = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PRTE_", "ORTE_"),
     *("MV2_COMM_WORLD_", "MPI_LOCAL"),
 )
-_RANK_NAMES = frozenset(
-    {
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        *(
-            "GROUP_RANK",
-            "GROUP_WORLD_SIZE",
-            "ROLE_RANK",
-            "ROLE_WORLD_SIZE",
-            "ROLE_NAME",
-            "CROSS_RANK",
-            "CROSS_SIZE",
-        ),
-    }
+RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
+"""Variables that launchers set for a rank; a job submitted from inside a job must not inherit them."""
+_RANK_NAMES = frozenset({*RANK_VARIABLES, "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"})
 _DEVICES_OF_A_JOB = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",

@@ -6,18 +6,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter, KeyProblem
+from trainkit.slurm.environment import RANK_VARIABLES
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
 """srun ignores the --cpus-per-task of sbatch from the first version until before the second."""
-RANK_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-)
-"""Environment variables of a rank, which a job submitted from inside a job must not inherit."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +36,7 @@ class JobEnvironment:
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
     """Whether the script must repeat --cpus-per-task for srun."""
-
-    @property
-    def rank_names(self) -> tuple[str, ...]:
-        return RANK_VARIABLES
+    rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 
 def make_job_environment(
@@ -57,32 +50,29 @@ def make_job_environment(
     python_path: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     folders: Sequence[str] = (),
-    runtime: str | None = None,
-    container_program: str = "apptainer",
+    program: str | None = None,
     gpus: bool = False,
 ) -> JobEnvironment:
     """The environment for a launch section and its interpreter.
 
     `env` are its variables, by default those of `launch`. A container mounts `folders`
-    in addition to the run folder and `workdir`; `runtime` is the result of `container_runtime`. The path of
+    in addition to the run folder and `workdir`; `program` is the result of `container_program`. The path of
     an image is relative to `cwd`, by default `workdir`.
     """
     variables = launch.env if env is None else env
     options: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     if launch.container is not None:
-        assert runtime is not None
-        names = [*variables, *(["PYTHONPATH"] if python_path else [])]
         options, prefix = container_argv(
             launch,
-            runtime,
+            program or "apptainer",
             folders=[run_dir, workdir, *folders],
             workdir=workdir,
             cwd=cwd or workdir,
             gpus=gpus,
-            program=container_program,
-            variables=names,
+            variables=[*variables, *(["PYTHONPATH"] if python_path else [])],
         )
+    first, after = SRUN_DROPS_CPUS_PER_TASK
     return JobEnvironment(
         workdir=workdir,
         rank_python=(*prefix, *interpreter.argv, *interpreter.options),
@@ -95,14 +85,9 @@ def make_job_environment(
         env=tuple(variables.items()),
         python_path=tuple(python_path),
         setup=launch.setup,
-        sets_cpus_per_task=_sets_cpus_per_task(slurm_version),
+        # True for an unknown version too: repeating the job's own value is harmless.
+        sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
     )
-
-
-def _sets_cpus_per_task(version: tuple[int, ...]) -> bool:
-    """True for an unknown version too: repeating the job's own value is harmless."""
-    first, after = SRUN_DROPS_CPUS_PER_TASK
-    return not version or first <= version < after
 
 
 _APPTAINER_SCHEMES = ("docker://", "library://", "oras://", "shub://", "docker-archive:", "oci:")
@@ -110,70 +95,63 @@ _SQUASHED = (".sqsh", ".squashfs")
 _FORBIDDEN_IN_MOUNTS = ',:"'
 
 
-def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
-    """``apptainer`` or ``pyxis``; None if config, image and cluster do not determine it, or without an image.
+def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
+    """``apptainer``, its older name ``singularity``, or ``pyxis``; None if unclear, or without an image.
 
     `available` are the container programs of the cluster.
     """
     image = launch.container
     if image is None:
         return None
+    apptainer = "singularity" if "singularity" in available and "apptainer" not in available else "apptainer"
     if launch.container_runtime != "auto":
-        return launch.container_runtime
+        return apptainer if launch.container_runtime == "apptainer" else launch.container_runtime
     if image.endswith(".sif") or image.startswith(_APPTAINER_SCHEMES):
-        return "apptainer"
+        return apptainer
     if image.endswith(_SQUASHED) or "#" in image:
         return "pyxis"
-    known = [name for name in ("apptainer", "pyxis") if name in available]
+    known = [name for name in (apptainer, "pyxis") if name in available]
     return known[0] if len(known) == 1 else None
 
 
-def container_program(launch: LaunchConfig, available: Sequence[str]) -> str | None:
-    """The program that runs the image; for apptainer ``singularity`` if the cluster has only that."""
-    runtime = container_runtime(launch, runtimes(available))
-    older = "singularity" in available and "apptainer" not in available
-    return "singularity" if runtime == "apptainer" and older else runtime
-
-
-def runtimes(available: Sequence[str]) -> tuple[str, ...]:
-    """The runtimes for the container programs of a cluster; singularity is the old name of apptainer."""
-    return tuple(dict.fromkeys("apptainer" if name == "singularity" else name for name in available))
-
-
-def absolute_image(image: str, runtime: str, cwd: str) -> str:
+def absolute_image(image: str, program: str, cwd: str) -> str:
     """An image with an absolute path if it is a file; a URI or name is returned unchanged.
 
     Apptainer treats everything without a scheme as a path, pyxis only what looks like one.
     """
     if image.startswith(_APPTAINER_SCHEMES):
         return image
-    if runtime == "pyxis" and not image.startswith(("/", ".", "~")) and not image.endswith(_SQUASHED):
+    if program == "pyxis" and not image.startswith(("/", ".", "~")) and not image.endswith(_SQUASHED):
         return image
     return os.path.normpath(Path(cwd, Path(image).expanduser()))
 
 
 def container_argv(
     launch: LaunchConfig,
-    runtime: str,
+    program: str,
     *,
     folders: Sequence[str],
     workdir: str,
     cwd: str,
     gpus: bool,
-    program: str = "apptainer",
     variables: Iterable[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(srun options, command prefix) that run the ranks in the container.
+    """(srun options, command prefix) that run the ranks in the container with the `container_program`.
 
     `folders` (the run folder and what the job reads) are mounted at the same paths. The step runs in
     `workdir`; the path of an image is relative to `cwd`. `variables` keep the job's values even if the image
-    sets them, as they always do with Apptainer. `program` is the cluster's Apptainer executable, possibly
-    ``singularity``.
+    sets them, as they always do with Apptainer.
     """
     assert launch.container is not None
-    image = absolute_image(launch.container, runtime, cwd)
-    mounts = [*_own_mounts(folders), *map(_full_mount, launch.container_mounts)]
-    if runtime == "pyxis":
+    image = absolute_image(launch.container, program, cwd)
+    # Without folders inside another one, and with an explicit target, which pyxis requires.
+    outer = [
+        folder
+        for folder in dict.fromkeys(folders)
+        if not any(other != folder and Path(folder).is_relative_to(other) for other in folders)
+    ]
+    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (*outer, *launch.container_mounts)]
+    if program == "pyxis":
         names = tuple(dict.fromkeys(variables))
         return (
             f"--container-image={image}",
@@ -195,24 +173,15 @@ def container_problems(
         if launch.container_mounts:
             yield "launch.container_mounts", "is set while launch.container is null", "set launch.container"
         return
-    runtime = container_runtime(launch, available)
+    program = container_program(launch, available)
+    key, path = "launch.container", absolute_image(image, program or "", str(Path(cwd).absolute()))
     if image.startswith("-"):
-        yield (
-            "launch.container",
-            f"is {image!r}, which is an option, not an image",
-            "give the path or URI of an image",
-        )
-    elif runtime is None:
+        yield key, f"is {image!r}, which is an option, not an image", "give the path or URI of an image"
+    elif program is None:
         message = f"is {image!r}, which apptainer and pyxis can both run"
-        yield "launch.container", message, "set launch.container_runtime to apptainer or pyxis"
-    else:
-        path = absolute_image(image, runtime, str(Path(cwd).absolute()))
-        if path.startswith("/") and not Path(path).exists():
-            yield (
-                "launch.container",
-                f"is {image!r}, but {path} does not exist",
-                "a URI needs its scheme: docker://…",
-            )
+        yield key, message, "set launch.container_runtime to apptainer or pyxis"
+    elif path.startswith("/") and not Path(path).exists():
+        yield key, f"is {image!r}, but {path} does not exist", "a URI needs its scheme: docker://…"
     for folder in folders:
         if any(char in _FORBIDDEN_IN_MOUNTS for char in folder):
             message = f"needs {folder!r} mounted, but a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
@@ -222,18 +191,3 @@ def container_problems(
         if "," in mount or '"' in mount or len(parts) > 3 or not all(parts) or not parts[0].startswith("/"):
             hint = "use SRC, SRC:DST or SRC:DST:ro with absolute paths"
             yield "launch.container_mounts", f"has {mount!r}, which is not a mount", hint
-
-
-def _own_mounts(folders: Sequence[str]) -> list[str]:
-    """Mounts of the folders at the same paths, without folders inside another one."""
-    unique = list(dict.fromkeys(folders))
-    return [
-        f"{folder}:{folder}"
-        for folder in unique
-        if not any(other != folder and Path(folder).is_relative_to(other) for other in unique)
-    ]
-
-
-def _full_mount(mount: str) -> str:
-    """A mount with an explicit target, which pyxis requires."""
-    return mount if ":" in mount else f"{mount}:{mount}"

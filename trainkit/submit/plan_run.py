@@ -26,9 +26,9 @@ from trainkit.plan.make_plan import make_plan, problems
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
 from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.environment import conf_file
+from trainkit.slurm.environment import RANK_VARIABLES, conf_file
 from trainkit.slurm.quoting import quote
-from trainkit.submit.environment import RANK_VARIABLES, container_problems, container_program, runtimes
+from trainkit.submit.environment import container_problems, container_program
 from trainkit.submit.interpreters import (
     NoAnswer,
     Packages,
@@ -63,7 +63,7 @@ class Gatherer:
         launch, cluster = loaded.config.launch, self._target.cluster
         if cluster is not None:
             cwd = str(Path.cwd())
-            found = container_problems(launch, [cwd], runtimes(cluster.containers), cwd=cwd)
+            found = container_problems(launch, [cwd], cluster.containers, cwd=cwd)
             environment = dataclasses.replace(environment, problems=(*environment.problems, *found))
         data, missing = None, frozenset[str]()
         if not workload.is_command:

@@ -97,7 +97,6 @@ def _job_environment(
         # The environment of a command may lack trainkit, so its agent uses this interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
-    program = plan.container_program
     workdir, python_path, folders = str(cwd), list[str](), [str(cwd)]
     if code is not None:
         folders.append(code.code)  # a run of a group shares the copy in the group's folder
@@ -115,8 +114,7 @@ def _job_environment(
         env=plan.env,
         python_path=python_path,
         folders=folders,
-        runtime=program if program in (None, "pyxis") else "apptainer",
-        container_program=program or "apptainer",
+        program=plan.container_program,
         gpus=plan.device == "cuda",
     )
 
