@@ -75,7 +75,7 @@ ALLOWED = {
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
-        *("errors", "run", "config", "data", "cluster", "plan", "job", "control"),
+        *("errors", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         "submit",
     },
     # Checks machines before there is a run.

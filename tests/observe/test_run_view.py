@@ -12,7 +12,7 @@ from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
 from trainkit.observe.run_view import RunView, SlowestRank, event_text, percentile, read_view
 from trainkit.observe.status import read_status
-from trainkit.observe.view_text import Size, chart_rows, number, resampled, sparkline, view_lines
+from trainkit.observe.view_text import Size, chart_rows, resampled, sparkline, view_lines
 from trainkit.run.events import Event
 from trainkit.run.files import write_json
 from trainkit.run.history import RunHistory
@@ -200,21 +200,6 @@ def test_chart_rows_draw_a_line() -> None:
     rising = chart_rows([float(value) for value in range(8)], 4, 2)
     assert rising == ["  ⣠⠞", "⣠⠞⠁ "]
     assert chart_rows([5.0, 5.0], 2, 2)[1].strip()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0.0, "0.000"),
-        (2.5411, "2.541"),
-        (12345.6, "12,346"),
-        (3e-4, "3.00e-04"),
-        (1e-3, "0.001000"),
-    ],
-)
-def test_number(value: float | None, text: str) -> None:
-    assert number(value) == text
 
 
 def test_percentile() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import (
     HostOptions,
     host_options,
@@ -94,7 +94,7 @@ def command(
     is_first = place is None or place.node_rank == 0
     if fork_dir is None and is_first:
         require_not_running(source, "resume")
-        note_dead_job(source, lambda text: click.echo(f"warning: {text}", err=True))
+        note_dead_job(source, warn)
     loaded, workload = load_again(source, overrides, shape_flags(nodes, gpus_per_node) | slurm_flags(slurm))
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:

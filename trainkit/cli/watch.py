@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
@@ -84,7 +84,7 @@ def _print_run(run: RunDir, as_json: bool) -> int:
     from trainkit.run.history import RunHistory
 
     now = datetime.now(timezone.utc)
-    job = query_job_status([run], lambda text: click.echo(f"warning: {text}", err=True))[0]
+    job = query_job_status([run], warn)[0]
     history = RunHistory(run)
     history.update()
     status = read_status(run, job.alive, now, job.job, history)

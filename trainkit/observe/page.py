@@ -14,6 +14,7 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.config.names import flatten
 from trainkit.errors import TrainkitError
+from trainkit.formats import duration, number
 from trainkit.plan.sweep import shown_value
 from trainkit.resources import shipped_templates
 from trainkit.run.rundir import RunDir
@@ -36,18 +37,6 @@ def render_page(template: str, **values: Any) -> str:
     )
     environment.filters.update(duration=duration)
     return environment.get_template(template).render(**values)
-
-
-def duration(value: float | None) -> str:
-    """Seconds as text: ``8.2 s``, ``3 min 05 s`` or ``2 h 10 min``."""
-    if value is None:
-        return "unknown"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def read_config(run: RunDir) -> FlatConfig:
@@ -232,10 +221,3 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= raw), base * 10)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [index * step for index in range(first, last + 1)]
-
-
-def number(value: float) -> str:
-    """A number with at most four digits that matter."""
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, plural
 from trainkit.observe.goodput import Point, idle_gaps
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus, count_states
 from trainkit.observe.page import (
@@ -364,8 +364,7 @@ def point_name(point: PointReport) -> str:
 
 
 def _verdict(report: SweepReport) -> str:
-    count = len(report.points)
-    text = f"{report.name}: {count:,} run{'s' if count != 1 else ''}, {state_counts(report.states)}"
+    text = f"{report.name}: {plural(len(report.points), 'run')}, {state_counts(report.states)}"
     if report.best is None or report.best.result is None:
         return f"{text}; no results yet."
     label = report.objective.label.capitalize()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.text import Text
 
-from trainkit.formats import cell
+from trainkit.formats import cell, duration, number, plural
 from trainkit.observe.run_view import NodeRow, Notice, RunView
-from trainkit.observe.text import duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 DOT = " · "
@@ -90,8 +88,7 @@ def _title(view: RunView, size: Size) -> Text:
         facts.append(f"job {status.job_id}" if not status.job_id.startswith("local") else status.job_id)
     if status.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
-        nodes = f"{status.num_nodes} {_plural('node', status.num_nodes)}"
-        facts.append(f"{nodes} x {status.workers_per_node} {_plural(kind, status.workers_per_node)}")
+        facts.append(f"{plural(status.num_nodes, 'node')} x {plural(status.workers_per_node, kind)}")
     return _spread(left, Text(DOT.join(facts), DIM), size.width)
 
 
@@ -238,8 +235,7 @@ def _checkpoint(view: RunView) -> Text:
         parts.append((f"step {view.checkpoint_step:,}, {duration(view.checkpoint_age_s)} ago", ""))
     if view.steps_at_risk:
         lost = "at risk" if view.status.is_active else "lost"
-        steps = f"{view.steps_at_risk:,} {_plural('step', view.steps_at_risk)}"
-        parts.append((f"{steps}{_hours(view)} {lost}", WATCH))
+        parts.append((f"{plural(view.steps_at_risk, 'step')}{_hours(view)} {lost}", WATCH))
     elif view.checkpoint_step is not None:
         parts.append(("nothing at risk", GOOD))
     text = Text()
@@ -257,13 +253,13 @@ def _hours(view: RunView) -> str:
     return f" = {hours:,.2f} {unit}-hours" if hours >= 0.1 else f" = {60 * hours:.1f} {unit}-minutes"
 
 
-def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int | None) -> list[Text]:
-    """A heading and a row per node, the first `count` of them."""
+def nodes_lines(nodes: Sequence[NodeRow], size: Size, most: int, expected: int | None) -> list[Text]:
+    """A heading and a row per node, the first `most` of them."""
     if not nodes:
         return [_rule("nodes: no samples", size)]
     num_bad = sum(node.severity > 0 for node in nodes)
     total = f"{len(nodes)} of {expected}" if expected and expected > len(nodes) else f"{len(nodes)}"
-    shown = nodes[:count]
+    shown = nodes[:most]
     rest = "" if len(shown) == len(nodes) else f", {len(nodes) - len(shown)} more: press n"
     problems = f"{num_bad} with problems" if num_bad else "no problems"
     lines = [_rule(f"nodes: {total}, {problems}{rest}", size)]
@@ -296,7 +292,7 @@ def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]]) -> 
         "memory": _used(node.mem_used_gib, node.mem_total_gib),
         "net MiB/s": cell(node.net_mib_s, ",.1f"),
         "disk MiB/s": cell(node.disk_mib_s, ",.1f"),
-        "sampled": "-" if node.age_s is None else duration(node.age_s),
+        "sampled": duration(node.age_s),
     }
     style = BAD if node.severity >= 4 else WATCH if node.severity else ""
     mark = "! " if node.severity else "  "
@@ -305,20 +301,20 @@ def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]]) -> 
     return Text.assemble((mark, style), row, "  ", (", ".join(node.problems), style))
 
 
-def notices_lines(notices: Sequence[Notice], size: Size, count: int) -> list[Text]:
-    """A heading and the first `count` warnings."""
+def notices_lines(notices: Sequence[Notice], size: Size, most: int) -> list[Text]:
+    """A heading and the first `most` warnings."""
     if not notices:
         return [_rule("warnings: none", size)]
-    more = "" if count >= len(notices) else f", {len(notices) - count} more: press w"
+    more = "" if most >= len(notices) else f", {len(notices) - most} more: press w"
     lines = [_rule(f"warnings: {len(notices)}{more}", size)]
-    return lines + [notice_line(notice) for notice in notices[:count]]
+    return lines + [notice_line(notice) for notice in notices[:most]]
 
 
-def _tail_lines(view: RunView, size: Size, count: int) -> list[Text]:
+def _tail_lines(view: RunView, size: Size, space: int) -> list[Text]:
     """The last lines of the log in the space that is left, if that is more than a heading."""
-    if count < 3 or not view.log_tail or view.log is None:
+    if space < 3 or not view.log_tail or view.log is None:
         return []
-    return [_rule(f"last lines of {Path(view.log).stem}", size), *map(Text, view.log_tail[1 - count :])]
+    return [_rule(f"last lines of {Path(view.log).stem}", size), *map(Text, view.log_tail[1 - space :])]
 
 
 def notice_line(notice: Notice) -> Text:
@@ -379,15 +375,6 @@ def chart_rows(values: Sequence[float | None], width: int, height: int) -> list[
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in dots]
 
 
-def number(value: float | None) -> str:
-    """A number with four significant digits; ``-`` for None."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    if value == 0 or 1e-3 <= abs(value) < 10_000:
-        return f"{value:#.4g}".rstrip(".")
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.2e}"
-
-
 def _line(label: str, value: Text) -> Text:
     return Text.assemble((label.ljust(LABEL), DIM), value)
 
@@ -412,12 +399,6 @@ def _wrapped(text: str, width: int, max_lines: int) -> list[Text]:
     if len(lines) > max_lines:
         lines[max_lines - 1] = lines[max_lines - 1][: width - 2] + " …"
     return [Text(line) for line in lines[:max_lines]]
-
-
-def _plural(word: str, count: object) -> str:
-    if count == 1:
-        return word
-    return f"{word}es" if word.endswith("s") else f"{word}s"
 
 
 def _seconds(value: float | None) -> str:
