@@ -164,7 +164,7 @@ def read_all(
             try:
                 groups[item.run.path] = GroupFiles(item.group)
             except UsageError as error:
-                _warn(error.message)
+                warn(error.message)
                 continue
             over = groups[item.run.path].is_over
         else:
