@@ -93,15 +93,7 @@ def _print_run(run: RunDir, as_json: bool) -> int:
         click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
         return EXIT_OK
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
-    lines = view_lines(view, Size(width, ascii=not _prints_blocks()))
-    click.echo("\n".join(line.plain.rstrip() for line in lines))
+    text = "\n".join(line.plain.rstrip() for line in view_lines(view, Size(width)))
+    encoding = sys.stdout.encoding or "ascii"  # that may lack the characters of curves
+    click.echo(text.encode(encoding, "replace").decode(encoding))
     return EXIT_OK
-
-
-def _prints_blocks() -> bool:
-    """Whether the encoding of stdout has the characters of sparklines."""
-    try:
-        "▁█·─…°".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
