@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (289, 58_724), "tests": (375, 54_452)}
+SIZES = {"trainkit": (286, 58_132), "tests": (375, 54_448)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -75,7 +75,7 @@ ALLOWED = {
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
-        *("errors", "run", "config", "data", "cluster", "plan", "job", "control"),
+        *("errors", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         "submit",
     },
     # Checks machines before there is a run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Sequence
 from typing import Any
@@ -37,6 +38,44 @@ def table(rows: Sequence[Sequence[str]], right: Container[int] = (), max_width: 
 def cell(value: object, spec: str = "") -> str:
     """A value in a table; ``-`` for None."""
     return "-" if value is None else format(value, spec)
+
+
+def duration(seconds: float | None) -> str:
+    """A duration in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < _DAY_S:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // _DAY_S}d{whole % _DAY_S // 3600:02d}h"
+
+
+def plural(count: int | None, noun: str) -> str:
+    """``1 node``, ``2 nodes``, ``1,200 processes``."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{cell(count, ',')} {noun}{ending}"
+
+
+def size(num_bytes: float) -> str:
+    """An amount of data with its unit: ``512 bytes``, ``1.5 MiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} TiB"
+
+
+def number(value: float | None) -> str:
+    """A number with four digits that matter, and all of a large one; ``-`` for None and for no number."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 MIB = 2**20
@@ -92,11 +131,6 @@ def memory_text(mib: float) -> str:
 def gib(num_bytes: float) -> str:
     """Format a number of bytes in GiB."""
     return f"{num_bytes / GIB:.1f} GiB"
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def version_text(version: tuple[int, ...]) -> str:

@@ -17,9 +17,9 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
+from trainkit.backends.jobs import SlurmPoller
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
-from trainkit.cli.watch_source import SlurmPoller
 from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
 from trainkit.run.record import AttemptRecord
@@ -186,10 +186,10 @@ def test_a_list_opens_runs_and_comes_from_a_run(folder: Path) -> None:
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await shows(pilot, "1 active, 1 ended")
-        lines = [line for line in screen_text(app).splitlines() if line.startswith("runs/")]
-        assert [line.split()[:3] for line in lines] == [
-            ["runs/running", "running", "640/2,000"],
-            ["runs/failed", "failed", "280/2,000"],
+        lines = [line.split() for line in screen_text(app).splitlines() if line.startswith(" runs/")]
+        assert [[*line[:2], line[6]] for line in lines] == [
+            ["runs/running", "running", "640/2000"],
+            ["runs/failed", "failed", "280/2000"],
         ]
         await pilot.press("down", "enter")
         await shows(pilot, "OutOfMemoryError")
@@ -245,14 +245,13 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
         return {job_id: JobInfo(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await shows(pilot, "30 runs")
-        assert "30 pending" in screen_text(app)
+        await shows(pilot, "30 pending")
         await pilot.press("enter")
         await shows(pilot, "small: 30 runs: 30 pending")
-        heading = next(line for line in screen_text(app).splitlines() if line.startswith("point"))
-        assert heading.split() == ["point", "state", "lr", "best", "reason"]
-        await pilot.press("end")
-        await shows(pilot, "29  pending")
+        heading = next(line for line in screen_text(app).splitlines() if line.startswith(" POINT"))
+        assert heading.split() == ["POINT", "STATE", "LR", "BEST", "REASON"]
+        await pilot.press("ctrl+end")
+        await shows(pilot, " 29     pending")
         await pilot.press("enter")
         await shows(pilot, "this run has not started yet")
         await pilot.press("escape")
@@ -280,16 +279,16 @@ def test_the_runs_of_a_bench_with_several_arrays_are_one_list(folder: Path) -> N
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await shows(pilot, f"{folder.name}: 6 runs: 2 unknown, 3 pending, 1 finished")
-        heading, *rows = (line.split() for line in screen_text(app).splitlines()[2:9])
-        assert heading == ["point", "state", "seed", "nodes", "best", "reason"]
-        assert [row[:2] for row in rows[:2]] == [["4", "unknown"], ["5", "unknown"]]
+        heading, *rows = (line.split() for line in screen_text(app).splitlines()[1:8])
+        assert heading == ["POINT", "STATE", "SEED", "NODES", "BEST", "REASON"]
+        assert [row[:2] for row in rows[:2]] == [["lost/group/0", "unknown"], ["lost/group/1", "unknown"]]
         assert [row[:4] for row in rows[2:]] == [
-            ["0", "pending", "1", "2"],
-            ["1", "pending", "2", "2"],
-            ["2", "pending", "1", "4"],
-            ["3", "finished", "2", "4"],
+            ["one/group/0", "pending", "1", "2"],
+            ["one/group/1", "pending", "2", "2"],
+            ["two/group/0", "pending", "1", "4"],
+            ["two/group/1", "finished", "2", "4"],
         ]
-        await pilot.press("end", "enter")
+        await pilot.press("ctrl+end", "enter")
         await shows(pilot, "step 600 of 600")
         await pilot.press("escape")
         await shows(pilot, "3 pending, 1 finished")

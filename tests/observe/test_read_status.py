@@ -6,7 +6,7 @@ import pytest
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.status import read_status
-from trainkit.observe.status_text import run_details, runs_table
+from trainkit.observe.status_text import run_details, runs_rows
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.rundir import RunDir
@@ -211,9 +211,9 @@ def test_a_command_has_no_steps_of_the_config(run):
 
 def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
     status = read_status(run, True, NOW)
-    below, elsewhere = (runs_table([status], cwd).splitlines()[1] for cwd in (tmp_path.parent, Path("/x")))
-    assert below.split() == [tmp_path.name, "starting", "1", "2", "x", "4", "-/50", "-", "-", "10m00s"]
-    assert elsewhere.split()[0] == str(tmp_path)
+    below, elsewhere = (runs_rows([status], cwd)[1] for cwd in (tmp_path.parent, Path("/x")))
+    assert below == (tmp_path.name, "starting", "1", "2 x 4", "-/50", "-", "-", "10m00s")
+    assert elsewhere[0] == str(tmp_path)
 
 
 def test_stale_metrics_are_a_warning(run):

@@ -9,7 +9,7 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe import report as report_module
 from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_curves
-from trainkit.observe.page import duration, line_chart, nice_ticks
+from trainkit.observe.page import line_chart, nice_ticks
 from trainkit.observe.report import percentages, read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
@@ -253,12 +253,6 @@ def test_a_comparison_shows_both_runs_and_the_keys_that_differ(run):
 def test_charts_keep_the_ends_of_their_values():
     assert line_chart("empty", []) is None
     assert nice_ticks(0.3, 9.6, 4) == [0.0, 5.0, 10.0]
-    assert [duration(value) for value in (None, 8.24, 185, 7800)] == [
-        "unknown",
-        "8.2 s",
-        "3 min 05 s",
-        "2 h 10 min",
-    ]
 
 
 def test_an_interruption_is_marked_in_the_time_line(run):

@@ -13,7 +13,7 @@ import pytest
 from tests.support.sweeps import STARTUP_S, STEP_S, made_up_sweep
 from trainkit.observe import sweep_report
 from trainkit.observe.group import GroupFiles
-from trainkit.observe.page import dot_chart, strip_chart
+from trainkit.observe.page import dot_chart
 from trainkit.observe.sweep_report import (
     NUM_SAMPLES,
     SweepReport,
@@ -143,8 +143,8 @@ def test_numbers_have_a_numeric_axis_and_other_values_are_categories() -> None:
     assert [color for color, _ in chart.paths] == ["thin", "c0 dot", "c0 dot", "c1 dot"]
     (place, text), *_ = dot_chart("by lr", "lr", [0.1 + 0.2], [3.0]).x_labels
     assert (place, text) == (50, "0.3")
-    strip = strip_chart("by name", ["sgd", True, "sgd"], [3.0, 2.0, 4.0], best=0)
-    assert strip is not None
-    assert strip.rows == [("sgd", [(100.0, "c0"), (50.0, "c1")]), ("true", [(0.0, "c0")])]
-    assert strip_chart("nothing", [], []) is None
+    chart = dot_chart("by name", "name", ["sgd", True, "sgd"], [3.0, 2.0, 4.0], best=0)
+    assert chart is not None
+    assert chart.x_labels == [(2.0, "sgd"), (98.0, "true")]
+    assert [color for color, _ in chart.paths] == ["c0 dot", "c0 dot", "c1 dot"]
     assert dot_chart("nothing", "lr", [], []) is None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from shlex import quote
 
@@ -258,3 +259,73 @@ def liveness_probe(
         return alive
 
     return probe
+
+
+ANSWER_S = 5.0
+"""How long a screen waits for Slurm when there are new jobs; then it shows what the files say."""
+MIN_QUERY_INTERVAL_S = 2.0
+"""Between two queries when there are new jobs."""
+
+
+def utc_clock() -> datetime:
+    """The current time."""
+    return datetime.now(timezone.utc)
+
+
+class SlurmPoller:
+    """Queries jobs for a screen that asks again and again: every `interval_s` at most, in a thread."""
+
+    def __init__(
+        self,
+        interval_s: float = QUERY_INTERVAL_S,
+        query: Callable[[Sequence[str], Callable[[str], None]], Mapping[str, JobInfo] | None] | None = None,
+        clock: Callable[[], datetime] = utc_clock,
+    ) -> None:
+        self._interval_s, self._query, self._clock = interval_s, query or query_known_jobs, clock
+        self._answer: tuple[set[str], Mapping[str, JobInfo] | None] = set(), None
+        """The jobs of the newest query, and what Slurm said of them."""
+        self._problem: tuple[str, datetime] | None = None
+        self._asked_s = float("-inf")
+        self._thread = threading.Thread()
+
+    def jobs(self, ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
+        """The newest answer about these jobs; None while there is none."""
+        wanted = set(ids)
+        if not wanted:
+            self._problem = None
+            return {}
+        if wanted <= self._answer[0]:
+            if time.monotonic() - self._asked_s >= self._interval_s:
+                self._ask(ids)
+            return self._answer[1]
+        # A job that an answer does not list has left the queue: the answer must be about all of them.
+        deadline_s = time.monotonic() + ANSWER_S
+        while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
+            self._ask(ids)
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return self._answer[1] if wanted <= self._answer[0] else None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the state in Slurm is unknown, and since when; None when it is known."""
+        if self._problem is None:
+            return None
+        text, since = self._problem
+        return f"Slurm cannot be reached since {since:%H:%M:%S} UTC: {text}"
+
+    def _ask(self, ids: Sequence[str]) -> None:
+        """Begin a query, unless one is in progress."""
+        if not self._thread.is_alive():
+            # A daemon, so that a query without an answer does not keep the program from ending.
+            self._thread = threading.Thread(target=self._run, args=(ids,), name="slurm", daemon=True)
+            self._thread.start()
+
+    def _run(self, ids: Sequence[str]) -> None:
+        time.sleep(max(0.0, self._asked_s + MIN_QUERY_INTERVAL_S - time.monotonic()))
+        self._asked_s, texts = time.monotonic(), list[str]()
+        jobs = self._query(ids, texts.append)
+        if jobs is not None:
+            self._problem = None
+        elif self._problem is None:
+            self._problem = "; ".join(texts), self._clock()
+        self._answer = set(ids), jobs

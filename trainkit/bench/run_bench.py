@@ -28,7 +28,6 @@ from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointSt
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
 from trainkit.observe.sweep_report import REPEAT
-from trainkit.observe.text import failure_line
 from trainkit.plan.sweep import shown
 from trainkit.run.end import read_end
 from trainkit.run.files import read_json, write_json
@@ -331,7 +330,7 @@ def _failure(run: RunDir) -> str:
     """The first failure of a run; empty if none is recorded."""
     numbers = run.attempt_numbers()
     end = read_end(run.attempt(numbers[-1])) if numbers else None
-    return failure_line(end.verdict) if end is not None and end.verdict else ""
+    return end.verdict.line if end is not None and end.verdict else ""
 
 
 def wait_for_runs(bench: Bench, log_line: Callable[[str], None]) -> None:

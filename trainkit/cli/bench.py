@@ -29,7 +29,7 @@ from trainkit.bench.summary import (
     write_summary,
 )
 from trainkit.cli.following import print_copied
-from trainkit.cli.help import Group, examples
+from trainkit.cli.help import Group, examples, warn
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
@@ -443,7 +443,7 @@ def summarize_folder(folder: str, as_json: bool) -> int:
 
 def summarize(bench: Bench, as_json: bool) -> int:
     """Write and print the summary of what has been measured so far; 1 when nothing has."""
-    summary = write_summary(bench, lambda text: click.echo(f"warning: {text}", err=True))
+    summary = write_summary(bench, warn)
     plots = _plot(bench, summary.rows)
     if as_json:
         value = {
@@ -459,11 +459,9 @@ def summarize(bench: Bench, as_json: bool) -> int:
     if summary.fastest is not None:
         click.echo(f"fastest: {summary.fastest}", err=True)
     if summary.num_not_started:
-        text = f"{summary.num_not_started} of {len(bench.runs)} runs were not started"
-        click.echo(f"warning: {text}", err=True)
+        warn(f"{summary.num_not_started} of {len(bench.runs)} runs were not started")
     if summary.num_open:
-        text = f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later"
-        click.echo(f"warning: {text}", err=True)
+        warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
     return EXIT_OK if summary.has_measurements else EXIT_FAILED
 

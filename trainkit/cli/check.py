@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 
@@ -125,7 +125,7 @@ def command(
     if waits:
         click.echo("\n" + "\n".join(wait_lines(waits)))
     for text in plan.warnings:
-        click.echo(f"warning: {text}", err=True)
+        warn(text)
     click.echo(f"{request.path}: no problems{_and_warnings(len(plan.warnings))}", err=True)
     return EXIT_OK
 

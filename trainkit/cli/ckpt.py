@@ -15,6 +15,7 @@ import click
 from trainkit.cli.help import Group, examples
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.formats import size, table
 
 if TYPE_CHECKING:
     from trainkit.observe.checkpoints import ListedCheckpoint
@@ -45,7 +46,6 @@ def ls(run_name: str, as_json: bool) -> int:
 
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
-    from trainkit.formats import table
     from trainkit.observe.checkpoints import list_checkpoints
     from trainkit.run.registry import find_run
 
@@ -240,7 +240,7 @@ def _row(item: ListedCheckpoint) -> list[str]:
         item.name,
         item.state,
         item.time,
-        _size(item.bytes),
+        size(item.bytes),
         " ".join(degrees) or ("-" if item.layout is None else "one process"),
         _best(item),
         item.reason or "",
@@ -251,12 +251,3 @@ def _best(item: ListedCheckpoint) -> str:
     if item.best_metric is None or item.best_value is None:
         return "best" if item.best else ""
     return f"best {item.best_metric}={item.best_value:.4f}"
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"

@@ -6,15 +6,14 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.observe.diagnose import Diagnosis
@@ -51,19 +50,12 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     from trainkit.backends.jobs import query_attempt_status
     from trainkit.observe.diagnose import diagnose
     from trainkit.observe.signatures import load_signatures, user_files
-    from trainkit.run.registry import find_run
+    from trainkit.run.registry import find_attempt, find_run
 
     run = find_run(run_name)
     signatures = load_signatures(user_files(Path.cwd()))
-    numbers = run.attempt_numbers()
-    if not numbers:
-        raise UsageError(
-            f"{run.path} was never started", hint=f"`trainkit resume {quote(str(run.path))}` starts it"
-        )
-    if number is not None and number not in numbers:
-        raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
-    attempt = run.attempt(number or numbers[-1])
-    status = query_attempt_status(attempt, _warn)
+    attempt = find_attempt(run, number)
+    status = query_attempt_status(attempt, warn)
     found = diagnose(attempt, signatures, status.alive, status.job)
     click.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else diagnosis_text(found))
     return EXIT_OK
@@ -124,7 +116,3 @@ def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace(_UNBROKEN, " ") for line in lines]
-
-
-def _warn(text: str) -> None:
-    click.echo(f"warning: {text}", err=True)

@@ -17,8 +17,8 @@ import click
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
+from trainkit.formats import plural
 from trainkit.observe.follow import LogTail, follow, last_lines
-from trainkit.observe.text import event_line, failure_line
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail
@@ -116,7 +116,7 @@ LOGGED_EVENTS = {
 def _print_events(events: JsonlTail, attempt: int) -> None:
     for event in events_of(events.read()):
         if event.name not in LOGGED_EVENTS and (event.attempt or 0) >= attempt:
-            click.echo(event_line(event), err=True)
+            click.echo(event.line, err=True)
 
 
 def _end_soon(run: RunDir) -> AttemptEnd | None:
@@ -146,7 +146,7 @@ def print_end(run: RunDir) -> int:
         return EXIT_FAILED
     click.echo(f"{end.state}: {end.reason}", err=True)
     if end.verdict:
-        click.echo(failure_line(end.verdict), err=True)
+        click.echo(end.verdict.line, err=True)
         if end.verdict.hint:
             click.echo(f"hint: {end.verdict.hint}", err=True)
         if end.verdict.rank is not None:
@@ -161,8 +161,7 @@ def print_copied(code: CodeCopy | None) -> None:
     """Print to stderr which code was copied into the run folder, if any."""
     if code is None:
         return
-    files = "1 file" if code.num_files == 1 else f"{code.num_files:,} files"
-    click.echo(f"  code                {files} of {code.source} copied", err=True)
+    click.echo(f"  code                {plural(code.num_files, 'file')} of {code.source} copied", err=True)
     for note in code.notes:
         click.echo(f"  note: {note}", err=True)
 

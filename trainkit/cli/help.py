@@ -1,4 +1,4 @@
-"""The help page of a command: its options under headings, and examples at the end."""
+"""The help page of a command: its options under headings, and examples at the end; and how it warns."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ SECTIONS = {
 def examples(*lines: str) -> str:
     """The epilog of a command's help: examples that run as they are."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    click.echo(f"warning: {text}", err=True)
 
 
 class Command(click.Command):

@@ -17,8 +17,7 @@ from trainkit.errors import EXIT_OK, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.rundir import AttemptDir, RunDir
+    from trainkit.run.rundir import AttemptDir
 
 
 MAX_LINE_BYTES = 2**20
@@ -64,12 +63,12 @@ def command(
     from trainkit.observe.follow import follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
     from trainkit.run.record import AttemptRecord, read_job
-    from trainkit.run.registry import find_run
+    from trainkit.run.registry import find_attempt, find_run
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
     run = find_run(run_name)
-    attempt = _attempt(run, number)
+    attempt = find_attempt(run, number)
     logs_of = _choice(rank, node, all_ranks)
     named = node is not None or all_ranks
     if following:
@@ -102,17 +101,6 @@ def command(
     return EXIT_OK
 
 
-def _attempt(run: RunDir, number: int | None) -> AttemptDir:
-    numbers = run.attempt_numbers()
-    if not numbers:
-        raise UsageError(
-            f"{run.path} was never started", hint=f"`trainkit resume {quote(str(run.path))}` starts it"
-        )
-    if number is not None and number not in numbers:
-        raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
-    return run.attempt(number or numbers[-1])
-
-
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
     """A function that lists the selected logs of an attempt."""
     from trainkit.observe.attempt_files import AttemptFiles
@@ -121,7 +109,9 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         if all_ranks:
             return sorted(attempt.logs_dir.glob("*.log"))
         if node is not None:
-            plan = _plan(attempt)
+            from trainkit.plan.launch import LaunchPlan
+
+            plan = LaunchPlan.read(attempt.plan_file)
             if node >= plan.num_nodes:
                 raise UsageError(
                     f"the run has no node {node}", hint=f"its nodes are 0 to {plan.num_nodes - 1}"
@@ -132,9 +122,3 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         return [AttemptFiles(attempt, None).log_of(rank or 0)]
 
     return logs_of
-
-
-def _plan(attempt: AttemptDir) -> LaunchPlan:
-    from trainkit.plan.launch import LaunchPlan
-
-    return LaunchPlan.read(attempt.plan_file)

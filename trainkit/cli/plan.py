@@ -11,6 +11,7 @@ import click
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
+from trainkit.formats import plural
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -141,7 +142,7 @@ class _Planned:
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
         gpu = hardware.gpu
-        nodes = "1 node" if hardware.num_nodes == 1 else f"{hardware.num_nodes} nodes"
+        nodes = plural(hardware.num_nodes, "node")
         click.echo(
             f"{self.request.path} on {nodes} x {hardware.node_size} {gpu.name}: {gib(gpu.memory)} each, "
             f"{gib(gpu.usable)} of it usable",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import (
     job_options,
     json_option,
@@ -109,7 +109,7 @@ def command(
     first, last = _range(steps)
     what = plan_replay(find_run(run_name), first, last, layout, flags, submits=submit)
     for text in what.warnings:
-        click.echo(f"warning: {text}", err=True)
+        warn(text)
     click.echo(what.cost, err=True)
     if submit:
         return _submit(what, None if run_dir is None else named_folder(run_dir), follow, as_json)

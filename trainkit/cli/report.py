@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
@@ -89,20 +89,18 @@ def _report_sweep(found: RunGroup | Bench, as_json: bool) -> int:
     else:
         from trainkit.bench.summary import sweep_of_bench
 
-        sweep = sweep_of_bench(found, _warn)
+        sweep = sweep_of_bench(found, warn)
     report = read_sweep(sweep, datetime.now(timezone.utc).timestamp())
     return _write(sweep.folder, render_sweep(report), report.to_dict(), as_json)
 
 
 def _read_group(group: RunGroup) -> Sweep:
     from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
-    from trainkit.observe.group import GroupFiles
+    from trainkit.cli.status import read_group
     from trainkit.observe.sweep_report import sweep_of_group
 
     recover_group_job_id(group)
-    files = GroupFiles(group)
-    jobs = query_known_jobs(files.open_ids, _warn)
-    return sweep_of_group(group, files.status(jobs, datetime.now(timezone.utc)))
+    return sweep_of_group(group, read_group(group, lambda ids: query_known_jobs(ids, warn)))
 
 
 def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int:
@@ -132,9 +130,5 @@ def _read(run: RunDir) -> Report:
     from trainkit.run.history import RunHistory
 
     now = datetime.now(timezone.utc)
-    job, history = query_job_status([run], _warn)[0], RunHistory(run)
+    job, history = query_job_status([run], warn)[0], RunHistory(run)
     return read_report(history, read_status(run, job.alive, now, job.job, history), now.timestamp())
-
-
-def _warn(text: str) -> None:
-    click.echo(f"warning: {text}", err=True)

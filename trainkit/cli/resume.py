@@ -9,7 +9,7 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import (
     HostOptions,
     backend_flag,
@@ -101,7 +101,7 @@ def command(
     is_first = place is None or place.node_rank == 0
     if fork_dir is None and is_first:
         require_not_running(source, "resume")
-        note_dead_job(source, lambda text: click.echo(f"warning: {text}", err=True))
+        note_dead_job(source, warn)
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm) | backend_flag(backend)
     loaded, workload = load_again(source, overrides, flags)
     if workload.knows_run:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from trainkit.backends.jobs import JobQuery
     from trainkit.bench.run_bench import Bench
     from trainkit.observe.group import GroupStatus
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from trainkit.run.group import RunGroup
     from trainkit.run.history import RunHistory
     from trainkit.run.rundir import RunDir
-    from trainkit.slurm.jobs import JobInfo
 
 
 @click.command(
@@ -59,7 +56,7 @@ def _show_run(run: RunDir, as_json: bool) -> int:
     from trainkit.observe.status import read_status
     from trainkit.observe.status_text import run_details
 
-    job_status = query_job_status([run], _warn)[0]
+    job_status = query_job_status([run], warn)[0]
     status = read_status(run, job_status.alive, _now(), job_status.job)
     click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
     return EXIT_OK
@@ -68,12 +65,10 @@ def _show_run(run: RunDir, as_json: bool) -> int:
 def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     """Print a group of runs."""
     from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
-    from trainkit.observe.group import GroupFiles
     from trainkit.observe.status_text import group_details
 
     recover_group_job_id(group)
-    files = GroupFiles(group)
-    status = files.status(query_known_jobs(files.open_ids, _warn), _now())
+    status = read_group(group, lambda ids: query_known_jobs(ids, warn))
     if as_json:
         click.echo(json.dumps(status.to_dict(), ensure_ascii=False))
     else:
@@ -81,68 +76,60 @@ def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
+def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
+    """The status of a group, with one `query` of Slurm for its jobs."""
+    from trainkit.observe.group import GroupFiles
+
+    files = GroupFiles(group)
+    return files.status(query(files.open_ids), _now())
+
+
 def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
     """Print the runs of a bench that is not a single group."""
     from trainkit.bench.run_bench import query_bench_status
-    from trainkit.observe.status_text import points_table, state_counts
+    from trainkit.observe.status_text import details, points_table, state_counts
 
-    status = query_bench_status(bench, _warn)
-    points = status.points
+    status = query_bench_status(bench, warn)
     if as_json:
-        value = {
-            "run_dir": str(bench.folder),
-            "name": bench.folder.name,
-            "keys": status.keys,
-            "num_points": len(points),
-            "states": status.states,
-            "points": [point.to_dict() for point in points],
-        }
-        click.echo(json.dumps(value, ensure_ascii=False))
+        value, keys = status.to_dict(), ("run_dir", "name", "keys", "num_points", "states", "points")
+        click.echo(json.dumps({key: value[key] for key in keys}, ensure_ascii=False))
         return EXIT_OK
     lines = {
-        "bench": bench.folder.name,
-        "folder": str(bench.folder),
+        "bench": status.name,
+        "folder": status.run_dir,
         "jobs": ", ".join(str(group.job_id) for group in bench.groups) or "on this machine",
-        "runs": f"{len(points):,}: {state_counts(status.states)}",
+        "runs": f"{len(status.points):,}: {state_counts(status.states)}",
     }
-    click.echo("\n".join(f"{key:<10}  {value}" for key, value in lines.items()))
-    click.echo(f"\n{points_table(points, status.keys, lines['folder'], show_all)}")
+    click.echo(f"{details(lines)}\n\n{points_table(status, show_all)}")
     return EXIT_OK
 
 
 def show_all_runs(show_all: bool, as_json: bool) -> int:
     """Print active runs and the newest others, or all of them."""
-    from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_table
+    from trainkit.backends.jobs import query_known_jobs
+    from trainkit.formats import table
+    from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_rows
 
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, _query, {})
+    statuses, num_hidden = read_all(max_ended, lambda ids: query_known_jobs(ids, warn), {})
     if as_json:
-        click.echo(json.dumps([_summary(status) for status in statuses], ensure_ascii=False))
+        values = [status.to_dict() for status in statuses]
+        for value in values:
+            value.pop("points", None)
+        click.echo(json.dumps(values, ensure_ascii=False))
         return EXIT_OK
     if not statuses:
         click.echo("no runs yet: `trainkit submit` starts one", err=True)
         return EXIT_OK
-    active = [status for status in statuses if status.is_active]
-    others = [status for status in statuses if not status.is_active]
-    shown = others if show_all else others[:MAX_ENDED_RUNS]
-    click.echo(runs_table([*active, *shown], Path.cwd()))
-    num_hidden += len(others) - len(shown)
+    statuses.sort(key=lambda status: not status.is_active)
+    num_shown = len(statuses)
+    if not show_all:
+        num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in statuses))
+    click.echo(table(runs_rows(statuses[:num_shown], Path.cwd())))
+    num_hidden += len(statuses) - num_shown
     if num_hidden:
         click.echo(not_shown(num_hidden))
     return EXIT_OK
-
-
-def _summary(status: RunStatus | GroupStatus) -> dict[str, Any]:
-    """A run or group of the list as JSON; a group without its runs."""
-    from trainkit.observe.group import GroupStatus
-
-    return status.to_dict(with_points=False) if isinstance(status, GroupStatus) else status.to_dict()
-
-
-def _query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-    from trainkit.backends.jobs import query_known_jobs
-
-    return query_known_jobs(ids, _warn)
 
 
 def read_all(
@@ -177,7 +164,7 @@ def read_all(
             try:
                 groups[item.run.path] = GroupFiles(item.group)
             except UsageError as error:
-                _warn(error.message)
+                warn(error.message)
                 continue
             over = groups[item.run.path].is_over
         else:
@@ -209,7 +196,3 @@ def read_all(
 
 def _now() -> datetime:
     return datetime.now(timezone.utc)
-
-
-def _warn(text: str) -> None:
-    click.echo(f"warning: {text}", err=True)

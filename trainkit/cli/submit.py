@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import examples
+from trainkit.cli.help import examples, warn
 from trainkit.cli.options import (
     ConfigRequest,
     GroupRequest,
@@ -89,7 +89,7 @@ def command(
         config_path=request.path,
         after=after,
         will_start=not dry_run,
-        warn=lambda text: click.echo(f"warning: {text}", err=True),
+        warn=warn,
     )
     plan = submission.plan
     click.echo(describe_plan(plan, submission.points[0].config.name), err=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
@@ -84,7 +84,7 @@ def _print_run(run: RunDir, as_json: bool) -> int:
     from trainkit.run.history import RunHistory
 
     now = datetime.now(timezone.utc)
-    job = query_job_status([run], lambda text: click.echo(f"warning: {text}", err=True))[0]
+    job = query_job_status([run], warn)[0]
     history = RunHistory(run)
     history.update()
     status = read_status(run, job.alive, now, job.job, history)
@@ -93,15 +93,7 @@ def _print_run(run: RunDir, as_json: bool) -> int:
         click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
         return EXIT_OK
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
-    lines = view_lines(view, Size(width, ascii=not _prints_blocks()))
-    click.echo("\n".join(line.plain.rstrip() for line in lines))
+    text = "\n".join(line.plain.rstrip() for line in view_lines(view, Size(width)))
+    encoding = sys.stdout.encoding or "ascii"  # that may lack the characters of curves
+    click.echo(text.encode(encoding, "replace").decode(encoding))
     return EXIT_OK
-
-
-def _prints_blocks() -> bool:
-    """Whether the encoding of stdout has the characters of sparklines."""
-    try:
-        "▁█·─…°".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
@@ -19,31 +23,39 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Footer, OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import DataTable, Footer, Static
 
-from trainkit.cli.watch_source import (
-    BenchSource,
-    GroupSource,
-    Repeater,
-    RunSource,
-    RunsSource,
-    SlurmPoller,
-    utc_clock,
-)
+from trainkit.backends import JobStatus
+from trainkit.backends.jobs import SlurmPoller, job_statuses, open_job_ids, utc_clock
+from trainkit.cli.status import read_all, read_group
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.follow import last_lines
-from trainkit.observe.list_text import Listing, group_listing, runs_listing
+from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
 from trainkit.observe.run_text import clean
-from trainkit.observe.run_view import RunView
-from trainkit.observe.view_text import BAD, DIM, TITLE, Size, nodes_lines, notices_lines, view_lines
+from trainkit.observe.run_view import RunView, read_view
+from trainkit.observe.status import RunStatus, read_status
+from trainkit.observe.status_text import MAX_ENDED_RUNS, points_rows, runs_rows, state_counts
+from trainkit.observe.view_text import (
+    BAD,
+    DIM,
+    TITLE,
+    Size,
+    nodes_lines,
+    notices_lines,
+    state_style,
+    view_lines,
+)
 from trainkit.run.group import RunGroup
+from trainkit.run.history import RunHistory
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.bench.run_bench import Bench
 
 LOG_LINES = 200
+MAX_POINTS = 200
+MAX_SHARE = 0.05
+"""Of a core, that reading may take: else it is done less often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
 """After SIGHUP the terminal may be gone: the process then ends without restoring it."""
@@ -72,23 +84,48 @@ class Reading(Message):
         self.result: Any = result
 
 
+def read_again(
+    read: Callable[[], object],
+    show: Callable[[object], object],
+    interval_s: float,
+    ended: threading.Event,
+    is_on: threading.Event,
+) -> None:
+    """Read every `interval_s`, or less often where it takes long, until `ended`; pause unless `is_on`."""
+    while not ended.is_set():
+        began_s = time.thread_time()
+        try:
+            result: object = read()
+        except Exception as error:  # it is shown; without a reader, the screen would stop silently
+            result = error
+        show(result)
+        ended.wait(max(interval_s, (time.thread_time() - began_s) / MAX_SHARE))
+        is_on.wait()
+
+
 class ReadingScreen(Screen[None]):
     """A screen that shows what is read in a thread, again and again."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "app.quit", "Quit"),
+        Binding("escape", "app.leave", "Back"),
+    ]
+
     def __init__(self, read: Callable[[], object], interval_s: float) -> None:
         super().__init__()
-        self._repeater = Repeater(read, self._post, interval_s)
+        self._reader = read, lambda result: self.post_message(Reading(result)), interval_s
+        self._ended, self._is_on = threading.Event(), threading.Event()
+        self._is_on.set()
         self._read_at: datetime | None = None
         self.problem: str | None = None
 
-    def _post(self, result: object) -> None:
-        self.post_message(Reading(result))
-
     def on_mount(self) -> None:
-        self._repeater.start()
+        args = (*self._reader, self._ended, self._is_on)
+        threading.Thread(target=read_again, args=args, name="reader", daemon=True).start()
 
     def on_unmount(self) -> None:
-        self._repeater.end()
+        self._ended.set()
+        self._is_on.set()
 
     def on_reading(self, message: Reading) -> None:
         """Show what was read; of an error, its text and what was read before."""
@@ -131,26 +168,37 @@ class RunScreen(ReadingScreen):
         Binding("w", "warnings", "Warnings"),
         Binding("c", "cancel", "Cancel"),
         Binding("r", "requeue", "Requeue"),
-        Binding("q", "app.quit", "Quit"),
-        Binding("escape", "app.leave", "Back"),
     ]
 
-    def __init__(self, source: RunSource, interval_s: float) -> None:
-        super().__init__(source.read, interval_s)
-        self._source, self._interval_s = source, interval_s
-        self.run_dir = source.run
+    def __init__(
+        self, run: RunDir, interval_s: float, poller: SlurmPoller, clock: Callable[[], datetime]
+    ) -> None:
+        super().__init__(self._read_view, interval_s)
+        self.run_dir, self._interval_s, self._poller, self._clock = run, interval_s, poller, clock
+        self._history = RunHistory(run)
+        self._job = JobStatus(None)
         self.view: RunView | None = None
+
+    def _read_view(self) -> RunView:
+        """The view; raises OSError if the folder cannot be read."""
+        run, history = self.run_dir, self._history
+        run.path.stat()
+        history.update()
+        self._job = job = job_statuses([run], self._poller.jobs(open_job_ids([run])))[0]
+        now = self._clock()
+        status = read_status(run, job.alive, now, job.job, history)
+        return read_view(history, status, now, job.job, Path.cwd())
 
     def compose(self) -> ComposeResult:
         yield Static(Text("reading the run…", DIM), id="body")
         yield Footer(compact=True)
 
     def take(self, result: Any) -> None:
-        self.view, self.problem = result
+        self.view = result
 
     def show(self) -> None:
         width, height = self.app.size.width, self.app.size.height - 1
-        lines = problem_lines(self.problem, width)
+        lines = problem_lines(self.problem or self._poller.problem, width)
         if self.view is not None:
             lines += view_lines(self.view, Size(width, height - len(lines)))
         if lines:
@@ -185,13 +233,10 @@ class RunScreen(ReadingScreen):
         from trainkit.cli.diagnose import diagnosis_text
         from trainkit.observe.diagnose import diagnose
         from trainkit.observe.signatures import load_signatures, user_files
+        from trainkit.run.registry import find_attempt
 
-        numbers = self.run_dir.attempt_numbers()
-        if not numbers:
-            return [Text("the run was never started")]
-        job = self._source.job
-        signatures = load_signatures(user_files(Path.cwd()))
-        found = diagnose(self.run_dir.attempt(numbers[-1]), signatures, job.alive, job.job)
+        job, attempt = self._job, find_attempt(self.run_dir, None)
+        found = diagnose(attempt, load_signatures(user_files(Path.cwd())), job.alive, job.job)
         return [Text(line) for line in diagnosis_text(found).splitlines()]
 
     def action_cancel(self) -> None:
@@ -236,88 +281,77 @@ class RunScreen(ReadingScreen):
 class ListScreen(ReadingScreen):
     """Runs to choose from."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select", "Open", priority=True),
-        Binding("q", "app.quit", "Quit"),
-        Binding("escape", "app.leave", "Back"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "Open", priority=True)]
 
-    def __init__(
-        self,
-        read: Callable[[], object],
-        interval_s: float,
-        listing: Callable[[Any, int], tuple[Listing, str | None]],
-    ) -> None:
+    def __init__(self, read: Callable[[], object], interval_s: float, poller: SlurmPoller) -> None:
         super().__init__(read, interval_s)
-        self._listing = listing
-        self._result: object = None
-        self._shown: list[str] = []
-        self.listing: Listing | None = None
+        self._poller = poller
+        self._title = ""
+        self._rows: list[Sequence[str]] = []
+        """With their heading; empty until they are read."""
+        self._runs: Sequence[RunStatus | GroupStatus | PointStatus] = []
 
     def compose(self) -> ComposeResult:
         yield Static(Text("reading the runs…", DIM), id="title")
-        yield OptionList(id="runs")
+        yield DataTable[Text](cursor_type="row")
         yield Footer(compact=True)
 
     def on_screen_suspend(self) -> None:
-        self._repeater.pause()
+        self._is_on.clear()
 
     def on_screen_resume(self) -> None:
-        self._repeater.resume()
+        self._is_on.set()
 
     def take(self, result: Any) -> None:
-        self._result = result
+        if isinstance(result, GroupStatus):  # failures first
+            count, points = len(result.points), most_relevant(result.points, MAX_POINTS)
+            self._runs, self._rows = points, points_rows(result, points)
+            self._title = f"{result.name}: {count:,} runs: {state_counts(result.states)}"
+            num_hidden, what = count - len(points), ""
+        else:
+            runs, num_hidden = result
+            runs.sort(key=lambda status: not status.is_active)
+            self._runs, self._rows, what = runs, runs_rows(runs, Path.cwd()), "older ones "
+            num_active = sum(status.is_active for status in runs)
+            self._title = f"{num_active} active, {len(runs) - num_active} ended"
+        self._title += f", {num_hidden:,} {what}not shown" if num_hidden else ""
 
     def show(self) -> None:
-        if self._result is None:
-            return
-        width = self.app.size.width - 1  # for the scrollbar
-        self.listing, problem = self._listing(self._result, width)
-        lines = problem_lines(self.problem or problem, width)
-        lines += [Text(self.listing.title, TITLE), Text(), self.listing.heading]
-        if not self.listing.rows:
+        """Show what was taken; the cursor stays at its run."""
+        width, table = self.app.size.width, self.query_one(DataTable)
+        lines = [*problem_lines(self.problem or self._poller.problem, width), Text(self._title, TITLE)]
+        if self._rows and not self._runs:
             lines.append(Text("no runs yet: `trainkit submit` starts one"))
         self.query_one("#title", Static).update(joined(lines, width))
-        self._show_rows(width)
-
-    def _show_rows(self, width: int) -> None:
-        assert self.listing is not None
-        options = self.query_one("#runs", OptionList)
-        texts = [joined([row.text.copy()], width) for row in self.listing.rows]
-        ids = [row.run_dir for row in self.listing.rows]
-        if ids == self._shown:
-            for index, text in enumerate(texts):
-                options.replace_option_prompt_at_index(index, text)
+        if not self._rows:
             return
-        chosen = None if options.highlighted is None else self._shown[options.highlighted]
-        self._shown = ids
-        options.clear_options()
-        options.add_options([Option(text) for text in texts])
-        if ids:
-            options.highlighted = ids.index(chosen) if chosen in ids else 0
+        place, top = table.cursor_coordinate, table.scroll_y
+        chosen = table.coordinate_to_cell_key(place).row_key.value if table.row_count else None
+        table.clear(columns=True)
+        for column in zip(*self._rows, strict=True):  # of a width that is left out, a frame later is right
+            table.add_column(column[0], width=max(map(cell_len, column)))
+        for run, (name, state, *cells) in zip(self._runs, self._rows[1:], strict=True):
+            worst = next(iter(run.states), "") if isinstance(run, GroupStatus) else run.state
+            table.add_row(Text(name), Text(state, state_style(worst)), *map(Text, cells), key=run.run_dir)
+        folders = [run.run_dir for run in self._runs]
+        table.move_cursor(row=folders.index(chosen) if chosen in folders else 0, scroll=False)
+        table.scroll_to(y=top, animate=False)
 
     def action_select(self) -> None:
-        options = self.query_one("#runs", OptionList)
-        if self.listing is None or options.highlighted is None:
+        if not self._runs:
             return
-        row = self.listing.rows[options.highlighted]
-        app = self.app
+        run, app = self._runs[self.query_one(DataTable).cursor_row], self.app
         assert isinstance(app, WatchApp)
-        if row.is_group:
-            app.open(RunGroup(row.run_dir))
-        elif Path(row.run_dir).is_dir():
-            app.open(RunDir(row.run_dir))
+        if isinstance(run, GroupStatus):
+            app.open(RunGroup(run.run_dir))
+        elif Path(run.run_dir).is_dir():
+            app.open(RunDir(run.run_dir))
         else:
             self.notify("this run has not started yet")
 
 
 class TextScreen(ReadingScreen):
     """Lines to scroll through."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "app.quit", "Quit"),
-        Binding("escape", "app.leave", "Back"),
-    ]
 
     def __init__(self, read: Callable[[], object], interval_s: float, at_end: bool = False) -> None:
         super().__init__(read, interval_s)
@@ -376,9 +410,8 @@ class WatchApp(App[int]):
     Screen { background: ansi_default; color: ansi_default; }
     Static { height: auto; background: ansi_default; }
     #body { text-wrap: nowrap; }
-    OptionList { height: 1fr; border: none; padding: 0; background: ansi_default; scrollbar-size: 1 1; }
-    OptionList:focus { border: none; }
-    OptionList > .option-list--option { padding: 0; }
+    DataTable { height: 1fr; background: ansi_default; scrollbar-size: 1 1; }
+    DataTable > .datatable--header { background: ansi_default; }
     #scroll { height: 1fr; background: ansi_default; scrollbar-size: 1 1; }
     ConfirmScreen { align: center middle; }
     #question { width: auto; max-width: 76; padding: 1 3; border: round; }
@@ -407,17 +440,17 @@ class WatchApp(App[int]):
     def open(self, found: RunDir | RunGroup | Bench | None) -> None:
         """Show a run, the runs of a group or bench, or the list of runs."""
         if isinstance(found, RunDir):
-            self.push_screen(RunScreen(RunSource(found, self._poller, self.clock), self._interval_s))
+            self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
-        source: GroupSource | BenchSource | RunsSource
-        listing = _group_listing
+        query = self._poller.jobs
+        read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {})
         if isinstance(found, RunGroup):
-            source = GroupSource(found, self._poller)
+            read = partial(read_group, found, query)
         elif found is not None:
-            source = BenchSource(found, self._poller)
-        else:
-            source, listing = RunsSource(self._poller), _runs_listing
-        self.push_screen(ListScreen(source.read, self._interval_s, listing))
+            from trainkit.bench.run_bench import bench_status
+
+            read = partial(bench_status, found, query)
+        self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:
         """Close the screen; the first one leads to the list of runs."""
@@ -467,16 +500,6 @@ def joined(lines: list[Text], width: int) -> Text:
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True).join(lines)
-
-
-def _runs_listing(result: Any, width: int) -> tuple[Listing, str | None]:
-    statuses, num_hidden, problem = result
-    return runs_listing(statuses, num_hidden, width, Path.cwd()), problem
-
-
-def _group_listing(result: Any, width: int) -> tuple[Listing, str | None]:
-    status, problem = result
-    return group_listing(status, width), problem
 
 
 def _log_lines(path: Path) -> list[Text]:

@@ -22,7 +22,7 @@ from trainkit.cluster.model import (
     merged_accounts,
 )
 from trainkit.config.names import near
-from trainkit.formats import memory_mib, memory_text, time_limit_s, time_text
+from trainkit.formats import memory_mib, memory_text, plural, time_limit_s, time_text
 
 SUBACCOUNTS_VERSION = (23, 2)
 """Since this version, AllowAccounts also allows subaccounts, which are not known here."""
@@ -197,7 +197,7 @@ def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition
     max_nodes = partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
     if max_nodes is not None and request.all_nodes > max_nodes:
         key, shown = _too_many_nodes(request, max_nodes)
-        limit = _count(max_nodes, "node")
+        limit = plural(max_nodes, "node")
         message = f"{shown}, but a job in partition {partition.name} can have at most {limit}"
         yield LimitProblem(key, message)
         request = replace(request, nodes=1, spare_nodes=0)  # report the number of nodes once
@@ -273,9 +273,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[L
     count = _num_fitting(request, partition, kinds)
     if not too_large and count < request.all_nodes:
         key, shown = _too_many_nodes(request, count)
-        message = (
-            f"{shown}, but partition {partition.name} has {'1 node' if count == 1 else f'{count} nodes'}"
-        )
+        message = f"{shown}, but partition {partition.name} has {plural(count, 'node')}"
         if count < partition.num_nodes:
             message += f" with {_requirements(request)}"
         yield LimitProblem(key, message)
@@ -290,7 +288,7 @@ def _node_size_problems(
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
     too_many_gpus = (request.gpus_per_node or 0) > max_gpus
     if too_many_gpus:
-        available = f"at most {_count(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
+        available = f"at most {plural(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
         message = f"is {request.gpus_per_node}, but {nodes_have} {available}"
         hint = f"--gpus-per-node {max_gpus} fits; more --nodes give as many GPUs" if max_gpus else ""
         yield LimitProblem("resources.gpus_per_node", message, hint)
@@ -312,17 +310,13 @@ def _node_size_problems(
         yield LimitProblem("resources.mem", message)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _requirements(request: ResourceRequest) -> str:
     parts = []
     if request.gpus_per_node:
         of_type = f" of type {request.gpu_type}" if request.gpu_type else ""
-        parts.append(f"{_count(request.gpus_per_node, 'GPU')}{of_type}")
+        parts.append(f"{plural(request.gpus_per_node, 'GPU')}{of_type}")
     if request.cpus_per_node:
-        parts.append(_count(request.cpus_per_node, "CPU"))
+        parts.append(plural(request.cpus_per_node, "CPU"))
     if request.mem:
         parts.append(f"{request.mem} of memory")
     return listed([*parts, *(f"feature {name}" for name in features_of(request.constraint))])

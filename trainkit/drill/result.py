@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trainkit.drill.loss_curve import Point, compare, steps_while_saving
 from trainkit.drill.scenarios import Scenario, ScenarioRecord
-from trainkit.formats import table
+from trainkit.formats import plural, table
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event
 
@@ -162,7 +162,7 @@ def _row(result: Result) -> list[str]:
         result.action or "-",
         "-" if result.step is None else str(result.step),
         f"{restart} ({result.restarted_by})" if restart else "-",
-        "-" if num is None else f"{num} step{'' if num == 1 else 's'}",
+        "-" if num is None else plural(num, "step"),
         result.curve or "-",
         result.state.upper() if result.state in ("failed", "missed") else result.state,
     ]

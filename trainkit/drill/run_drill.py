@@ -16,7 +16,6 @@ from trainkit.drill.result import Result, RunOutcome, evaluate
 from trainkit.drill.run_watch import RunWatch
 from trainkit.drill.scenarios import Scenario, ScenarioRunner, choose_target, skip_reason
 from trainkit.errors import TrainkitError
-from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import read_events
@@ -66,7 +65,7 @@ class Drill:
         end = watch.end()
         if end.state != "finished":
             reason = end.reason or "its supervisor died"
-            failure = f"; {failure_line(end.verdict)}" if end.verdict else ""
+            failure = f"; {end.verdict.line}" if end.verdict else ""
             raise TrainkitError(
                 f"the uninterrupted run does not finish: {reason}{failure}",
                 hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",

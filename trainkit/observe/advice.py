@@ -14,7 +14,7 @@ from shlex import quote
 
 from trainkit.config import RunConfig, read_effective
 from trainkit.errors import TrainkitError
-from trainkit.formats import time_limit_s, time_text
+from trainkit.formats import size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
@@ -63,16 +63,16 @@ def _plan_values(plan: PlanRecord) -> dict[str, str]:
 
 def _batch_values(batch: Record) -> dict[str, str]:
     """The batch, and the next smaller one with the same global batch."""
-    size, steps = batch.count("device_batch_size"), batch.count("accumulation_steps")
+    own, steps = batch.count("device_batch_size"), batch.count("accumulation_steps")
     whole = batch.count("global_batch_size")
-    if size is None or steps is None or whole is None:
+    if own is None or steps is None or whole is None:
         return {}
-    values = {"device_batch_size": str(size), "global_batch_size": str(whole)}
-    if size < 2:
+    values = {"device_batch_size": str(own), "global_batch_size": str(whole)}
+    if own < 2:
         values["smallest_batch"] = "1"
     elif batch.count("pp_microbatches") is None:
-        divisor = next(number for number in range(2, size + 1) if size % number == 0)
-        values |= {"smaller_batch": str(size // divisor), "more_accumulation": str(steps * divisor)}
+        divisor = next(number for number in range(2, own + 1) if own % number == 0)
+        values |= {"smaller_batch": str(own // divisor), "more_accumulation": str(steps * divisor)}
     return values
 
 
@@ -114,10 +114,10 @@ def _disk_values(run: RunDir) -> dict[str, str]:
     try:
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
-        values |= {"filesystem": str(_mount_point(folder)), "free": _size(free)}
+        values |= {"filesystem": str(_mount_point(folder)), "free": size(free)}
         older = published(run.checkpoints_dir)[:-1]
         if older:
-            values |= {"num_older": str(len(older)), "older_size": _size(sum(map(_checkpoint_bytes, older)))}
+            values |= {"num_older": str(len(older)), "older_size": size(sum(map(_checkpoint_bytes, older)))}
     except OSError:
         pass  # the folder may be on a disk that fails: the advice then goes without these values
     if checkpoints := published(run.checkpoints_dir):
@@ -133,14 +133,6 @@ def _mount_point(folder: Path) -> Path:
 
 def _checkpoint_bytes(checkpoint: Checkpoint) -> int:
     return sum(path.stat().st_size for path in checkpoint.path.iterdir() if path.is_file())
-
-
-def _size(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
 
 
 WATCHDOG = re.compile(

@@ -15,7 +15,6 @@ from typing import Any
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.run_text import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
-from trainkit.observe.text import event_content, slowdown_line
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import SAVE_EVENTS, Event, events_of
@@ -249,7 +248,7 @@ class AttemptEvents:
             yield Text(
                 self._attempt.run.events_file.name,
                 "event",
-                [clean(event_content(event))],
+                [clean(event.content)],
                 event.rank,
                 event.host,
                 first_line=number,
@@ -264,7 +263,7 @@ class AttemptEvents:
                 saved.add(event.step)
             elif event.name == "checkpoint_begin" and event.step in saved:
                 continue
-            text = clean(f"{_clock(event)}  {event_content(event)}")
+            text = clean(f"{event.clock}  {event.content}")
             found.append(Evidence(file, number, text))
         return found[:MAX_SHOWN][::-1]
 
@@ -274,9 +273,9 @@ class AttemptEvents:
         save, slow, silence = self._seen.open_save, list(self._seen.slow.values()), self._seen.silence
         # A commit is recorded a moment after the checkpoint is published.
         if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
-            values = {"unsaved_step": str(save.step), "save_began": f"{_clock(save)} UTC"}
+            values = {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
         if slow and len(numbers(slow[:1], "own_s") + numbers(slow[:1], "usual_s")) == 2:
-            values["slowdown"] = clean(slowdown_line(slow[0]).replace(" is slow since", " was slow since"))
+            values["slowdown"] = clean(slow[0].slowdown("was slow since"))
             if slow[0].rank is not None:
                 values["slow_host"] = clean(slow[0].host or "")
         if silence is not None:
@@ -286,7 +285,3 @@ class AttemptEvents:
 
 def _without_lists(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if not isinstance(value, list)}
-
-
-def _clock(event: Event) -> str:
-    return str(event.time)[11:19]

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -142,12 +142,12 @@ class GroupStatus:
                 return min(found, key=lambda point: (point.best or Best()).value)
         return None
 
-    def to_dict(self, with_points: bool = True) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The status as a JSON object."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "points"}
+        own, points = dict(vars(self)), [point.to_dict() for point in self.points]
+        own.pop("points")
         best = None if self.best is None else self.best.to_dict()
-        points = {"points": [point.to_dict() for point in self.points]} if with_points else {}
-        return {**own, "num_points": len(self.points), "states": self.states, "best": best, **points}
+        return {**own, "num_points": len(points), "states": self.states, "best": best, "points": points}
 
 
 class GroupFiles:

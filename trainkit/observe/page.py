@@ -6,7 +6,7 @@ The labels of charts are HTML, so that they stay readable at any width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.config.names import flatten
 from trainkit.errors import TrainkitError
+from trainkit.formats import duration, number
 from trainkit.plan.sweep import shown_value
 from trainkit.resources import shipped_templates
 from trainkit.run.rundir import RunDir
@@ -36,18 +37,6 @@ def render_page(template: str, **values: Any) -> str:
     )
     environment.filters.update(duration=duration)
     return environment.get_template(template).render(**values)
-
-
-def duration(value: float | None) -> str:
-    """Seconds as text: ``8.2 s``, ``3 min 05 s`` or ``2 h 10 min``."""
-    if value is None:
-        return "unknown"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def read_config(run: RunDir) -> FlatConfig:
@@ -142,87 +131,61 @@ MAX_LABEL = 14
 def dot_chart(
     title: str, key: str, values: Sequence[Any], results: Sequence[float], best: int | None = None
 ) -> Chart | None:
-    """A dot for the result of each value of a numeric key, and a line through the medians.
+    """A dot for the result of each value of a key, and a line through the medians of numbers.
 
     The `best` one stands out. None when there is nothing to draw.
     """
     if not results:
         return None
     low, high, ticks = _range(results)
-    places = _places(values)
+    are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    places = _places(values, are_numbers)
 
-    def at(value: Any, result: float) -> str:
-        return f"{places[shown_value(value)] * WIDTH:.1f} {(high - result) / (high - low) * HEIGHT:.1f}"
+    def at(value: str, result: float) -> str:
+        return f"{places[value] * WIDTH:.1f} {(high - result) / (high - low) * HEIGHT:.1f}"
 
     paths = []
-    by_value: dict[str, list[tuple[Any, float]]] = {}
-    for value, result in zip(values, results, strict=True):
-        by_value.setdefault(shown_value(value), []).append((value, result))
-    if len(by_value) > 1:
-        groups = sorted(by_value.values(), key=lambda items: float(items[0][0]))
-        line = [at(items[0][0], median(result for _, result in items)) for items in groups]
+    texts = [shown_value(value) for value in values]
+    if len(places) > 1 and are_numbers:
+        by_value: dict[str, list[float]] = {text: [] for text in places}
+        for text, result in zip(texts, results, strict=True):
+            by_value[text].append(result)
+        line = [at(text, median(found)) for text, found in by_value.items()]
         paths.append(("thin", "M" + "L".join(line)))
-    for index, (value, result) in enumerate(zip(values, results, strict=True)):
-        place = at(value, result)
+    for index, (text, result) in enumerate(zip(texts, results, strict=True)):
+        place = at(text, result)
         paths.append(("c1 dot" if index == best else "c0 dot", f"M{place}L{place}"))
     paths.sort(key=lambda item: item[0] == "c1 dot")  # on top of the others
-    return Chart(title, paths, [], _y_labels(low, high, ticks), _value_labels(places), over=key)
+    return Chart(title, paths, [], _y_labels(low, high, ticks), _value_labels(places, are_numbers), over=key)
 
 
-def are_numbers(values: Iterable[Any]) -> bool:
-    """Whether all values are numbers, which have an axis."""
-    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-
-
-def _places(values: Sequence[Any]) -> dict[str, float]:
-    """Text of a number -> its place on the axis, 0 to 1, from left to right."""
-    distinct = sorted({shown_value(value): value for value in values}.values())
-    if len(distinct) == 1:
-        return {shown_value(distinct[0]): 0.5}
-    is_logarithmic = distinct[0] > 0 and distinct[-1] / distinct[0] >= LOG_RATIO
-    scale = [math.log(value) if is_logarithmic else value for value in distinct]
+def _places(values: Sequence[Any], are_numbers: bool) -> dict[str, float]:
+    """Text of a value -> its place on the axis, 0 to 1, from left to right; other values are categories."""
+    scale: list[float]
+    if are_numbers:
+        distinct = sorted({shown_value(value): value for value in values}.values())
+        is_logarithmic = distinct[0] > 0 and distinct[-1] / distinct[0] >= LOG_RATIO
+        scale = [math.log(value) if is_logarithmic else value for value in distinct]
+        texts = list(map(shown_value, distinct))
+    else:
+        texts = list(dict.fromkeys(map(shown_value, values)))
+        scale = list(range(len(texts)))
     length = scale[-1] - scale[0]
     return {
-        shown_value(value): 0.02 + 0.96 * (place - scale[0]) / length
-        for value, place in zip(distinct, scale, strict=True)
+        text: 0.02 + 0.96 * (place - scale[0]) / length if length else 0.5
+        for text, place in zip(texts, scale, strict=True)
     }
 
 
-def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
+def _value_labels(places: Mapping[str, float], are_numbers: bool) -> list[tuple[float, str]]:
     """The values as labels, but none that would touch the label before it."""
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place * 100 - labels[-1][0] >= 100 / MAX_X_LABELS:
-            labels.append((place * 100, text if len(text) <= MAX_LABEL else f"{float(text):.4g}"))
+            if len(text) > MAX_LABEL:
+                text = f"{float(text):.4g}" if are_numbers else f"{text[: MAX_LABEL - 1]}…"
+            labels.append((place * 100, text))
     return labels
-
-
-@dataclass(frozen=True)
-class Strip:
-    """A chart with a row of dots for each value of a key; positions are in percent."""
-
-    title: str
-    rows: list[tuple[str, list[tuple[float, str]]]]
-    """Value, and the position and CSS class of each of its dots."""
-    x_labels: list[tuple[float, str]]
-
-
-def strip_chart(
-    title: str, values: Sequence[Any], results: Sequence[float], best: int | None = None
-) -> Strip | None:
-    """A row for each value of a key, whatever its type, with a dot for each result; None without results."""
-    if not results:
-        return None
-    low, high, ticks = _range(results)
-    rows: dict[str, list[tuple[float, str]]] = {}
-    for index, (value, result) in enumerate(zip(values, results, strict=True)):
-        dot = ((result - low) / (high - low) * 100, "c1" if index == best else "c0")
-        rows.setdefault(shown_value(value), []).append(dot)
-    for dots in rows.values():
-        dots.sort(key=lambda dot: dot[1])  # the best on top of the others
-    ends = (ticks[0], ticks[len(ticks) // 2], ticks[-1])  # all would touch each other on a phone
-    labels = [((tick - low) / (high - low) * 100, number(tick)) for tick in ends]
-    return Strip(title, list(rows.items()), labels)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
@@ -232,10 +195,3 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= raw), base * 10)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [index * step for index in range(first, last + 1)]
-
-
-def number(value: float) -> str:
-    """A number with at most four digits that matter."""
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.observe.checkpoints import ListedCheckpoint, list_checkpoints
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
-from trainkit.observe.page import Chart, FlatConfig, Line, duration, line_chart, read_config, render_page
+from trainkit.observe.page import Chart, FlatConfig, Line, line_chart, read_config, render_page
 from trainkit.observe.status import RunStatus
 from trainkit.run.events import Event
 from trainkit.run.files import mean, numbers, read_jsonl, read_object, read_record
@@ -345,7 +345,9 @@ def _advice(
             minutes = 5 * math.ceil(needed_s * TIME_MARGIN / 300)
             what = "the measured time" if len(attempts) == 1 else "all attempts without repeated steps"
             following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
-        asked, used = str(config.get("resources.time")), f"{duration(longest_s)} (longest attempt)"
+        minutes, seconds = divmod(round(longest_s), 60)
+        longest = f"{minutes:,} min {seconds:02d} s" if longest_s >= 60 else f"{longest_s:.1f} s"
+        asked, used = str(config.get("resources.time")), f"{longest} (longest attempt)"
         found.append(Advice("Time", asked, used, following))
     memory = max((node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None), default=None)
     asked = str(config.get("resources.mem") or "the cluster's default")

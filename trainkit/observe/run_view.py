@@ -10,13 +10,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.formats import time_limit_s
+from trainkit.formats import duration, time_limit_s
 from trainkit.observe.attempt_files import AttemptFiles
 from trainkit.observe.follow import last_lines
 from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path
-from trainkit.observe.text import duration, failure_line, slowdown_line
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between
@@ -184,7 +183,7 @@ def read_view(
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = _moment(history.events.attempt(status.attempt).started)
     log = _log(run, status)
-    failure = failure_line(status.verdict) if status.verdict and not status.is_active else None
+    failure = status.verdict.line if status.verdict and not status.is_active else None
     is_allocated = status.state in ALLOCATED
     return RunView(
         status=status,
@@ -422,11 +421,9 @@ def _sum(sample: HealthSample, *keys: str) -> float | None:
 
 
 def _notices(history: RunHistory, status: RunStatus) -> list[Notice]:
-    slow_lines = {slowdown_line(event) for event in status.slowdowns}
+    slow_lines = {event.slowdown() for event in status.slowdowns}
     current = [Notice(None, text) for text in status.warnings if text not in slow_lines]
-    current += [
-        Notice(event.time, slowdown_line(event), event.host, event.rank) for event in status.slowdowns
-    ]
+    current += [Notice(event.time, event.slowdown(), event.host, event.rank) for event in status.slowdowns]
     past = []
     for event in reversed(history.events.notable):
         text = None if event in status.slowdowns else event_text(event)
@@ -439,9 +436,9 @@ def event_text(event: Event) -> str | None:
     """A past event as a sentence of the warnings; None for one that is none."""
     name, reason = event.name, event.reason
     if name == "rank_failed":
-        return failure_line(event.failure)
+        return event.failure.line
     if name in ("slow_rank", "slow_run"):
-        return slowdown_line(event).replace("is slow since", "was slow from")
+        return event.slowdown("was slow from")
     if name == "hang":
         return f"hang: {event.text('message') or 'no rank made progress'}"
     if name == "signal":

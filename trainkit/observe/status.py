@@ -16,7 +16,6 @@ from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.run_text import read_log
-from trainkit.observe.text import failed_saves_line, slowdown_line
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, AttemptEnd, read_end
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
@@ -237,7 +236,7 @@ def read_status(
             *_warnings(state, own_metrics, metrics_age_s, entry),
             *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
-            *(slowdown_line(event) for event in slowdowns),
+            *(event.slowdown() for event in slowdowns),
             *(_event_warnings(run, seen) if is_known else ()),
         ],
         slowdowns=slowdowns,
@@ -418,8 +417,11 @@ def _event_warnings(run: RunDir, attempt: Attempt) -> list[str]:
     warnings, folder = [], quote(str(run.path))
     if attempt.silence is not None:
         warnings.append(f"{attempt.silence.reason}; `trainkit diagnose {folder}` says what to do")
-    if len(attempt.failed_saves) >= FAILED_SAVES:
-        warnings.append(failed_saves_line(attempt.failed_saves))
+    if len(failed := attempt.failed_saves) >= FAILED_SAVES:
+        since, error = f"since step {failed[0].step}", failed[-1].text("error")
+        warnings.append(
+            f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
+        )
     return warnings
 
 

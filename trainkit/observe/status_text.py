@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
 
-from trainkit.formats import cell, table
+from trainkit.formats import cell, duration, table
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
 from trainkit.observe.status import Restart, RunStatus
-from trainkit.observe.text import duration, event_line, failure_line
 from trainkit.plan.sweep import short_keys
 from trainkit.run.end import Best
 from trainkit.run.files import Record
@@ -28,12 +27,12 @@ def relative_path(path: str, cwd: Path) -> str:
     return str(Path(path).relative_to(cwd)) if is_below else path
 
 
-def runs_table(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> str:
-    """One line per run or group, identified by folder because names need not be unique."""
-    return table([HEADING, *(_row(status, cwd) for status in statuses)])
+def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Sequence[str]]:
+    """A heading, and a row per run or group, which its folder identifies: names need not be unique."""
+    return [HEADING, *(_row(status, cwd) for status in statuses)]
 
 
-def _row(status: RunStatus | GroupStatus, cwd: Path) -> tuple[str, ...]:
+def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
     workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
     if isinstance(status, GroupStatus):
@@ -80,13 +79,13 @@ def run_details(status: RunStatus) -> str:
     is_failed = status.state in ("failed", "died")
     lines |= {name: _tracker(position) for name, position in status.trackers.items()}
     lines |= {
-        "last event": event_line(status.last_event) if status.last_event else "-",
+        "last event": status.last_event.line if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",
-        "failure": failure_line(status.verdict) if status.verdict else "",
+        "failure": status.verdict.line if status.verdict else "",
         "hint": (status.verdict and status.verdict.hint) or "",
         "diagnosis": f"`trainkit diagnose {quote(status.run_dir)}` names the cause" if is_failed else "",
     }
-    text = [f"{key:<10}  {value}" for key, value in lines.items() if value]
+    text = [details(lines)]
     text += [f"warning: {warning}" for warning in status.warnings]
     if status.batch_log:
         text += ["", "last lines of the batch script:", *(f"  {line}" for line in status.batch_log)]
@@ -111,8 +110,13 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
     ]
     took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
     split = f" ({', '.join(parts)})" if parts else ""
-    failure = f"; {failure_line(last.verdict.failure)}" if last.verdict is not None else ""
+    failure = f"; {last.verdict.failure.line}" if last.verdict is not None else ""
     return f"{len(restarts)} ({causes}); last: {last.action}{took}{split}{failure}"
+
+
+def details(lines: Mapping[str, str]) -> str:
+    """One value per line, without those that are empty."""
+    return "\n".join(f"{key:<10}  {value}" for key, value in lines.items() if value)
 
 
 def group_details(status: GroupStatus, show_all: bool) -> str:
@@ -125,28 +129,31 @@ def group_details(status: GroupStatus, show_all: bool) -> str:
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         "best": "-" if best is None else f"{best}: {_result(best)}",
     }
-    text = [f"{key:<10}  {value}" for key, value in lines.items()]
-    return "\n".join([*text, "", points_table(status.points, status.keys, status.run_dir, show_all)])
+    return f"{details(lines)}\n\n{points_table(status, show_all)}"
 
 
-def points_table(points: Sequence[PointStatus], keys: Sequence[str], folder: str, show_all: bool) -> str:
-    """The runs of a group or bench in `folder`: all, or the `MAX_POINTS` most relevant ones."""
-    shown = points if show_all else most_relevant(points, MAX_POINTS)
-    heading = ["POINT", "STATE", *(key.upper() for key in short_keys(keys)), "BEST", "REASON"]
-    text = table([heading, *(_point_row(point, keys, folder) for point in shown)])
-    rest = len(points) - len(shown)
+def points_table(status: GroupStatus, show_all: bool) -> str:
+    """The runs of a group or bench: all, or the `MAX_POINTS` most relevant ones."""
+    shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
+    text = table(points_rows(status, shown))
+    rest = len(status.points) - len(shown)
     return f"{text}\n{not_shown(rest)}" if rest else text
+
+
+def points_rows(status: GroupStatus, points: Sequence[PointStatus]) -> list[Sequence[str]]:
+    """A heading, and a row per run of a group or bench."""
+    keys = [key.upper() for key in short_keys(status.keys)]
+    rows: list[Sequence[str]] = [["POINT", "STATE", *keys, "BEST", "REASON"]]
+    for point in points:
+        short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
+        name = os.path.relpath(point.run_dir, status.run_dir)
+        rows.append([name, point.state, *point.texts(status.keys), _best(point), short])
+    return rows
 
 
 def not_shown(count: int) -> str:
     """The last line of a truncated list."""
     return f"{count:,} more not shown; --all shows them"
-
-
-def _point_row(point: PointStatus, keys: Sequence[str], folder: str) -> list[str]:
-    short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
-    name = os.path.relpath(point.run_dir, folder)
-    return [name, point.state, *point.texts(keys), _best(point), short]
 
 
 def _steps(status: RunStatus) -> str:

@@ -15,19 +15,16 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, plural
 from trainkit.observe.goodput import Point, idle_gaps
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus, count_states
 from trainkit.observe.page import (
     Chart,
     FlatConfig,
     Line,
-    Strip,
-    are_numbers,
     dot_chart,
     line_chart,
     render_page,
-    strip_chart,
 )
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.observe.status_text import state_counts
@@ -337,7 +334,6 @@ def render_sweep(report: SweepReport) -> str:
     """The page of a sweep."""
     keys = [key for key in report.keys if key != REPEAT]
     heat = heat_table(report, keys)
-    charts, strips = _key_charts(report, keys[:MAX_AXIS_KEYS])
     return render_page(
         TEMPLATE,
         title=report.name,
@@ -350,8 +346,7 @@ def render_sweep(report: SweepReport) -> str:
         value=shown_value,
         quote=shlex.quote,
         curves=_curve_charts(report),
-        by_key=charts,
-        by_value=strips,
+        by_key=_key_charts(report, keys[:MAX_AXIS_KEYS]),
         heat=heat,
         max_lines=MAX_LINES,
         command=shlex.join(map(str, report.provenance.get("argv") or [])),
@@ -364,8 +359,7 @@ def point_name(point: PointReport) -> str:
 
 
 def _verdict(report: SweepReport) -> str:
-    count = len(report.points)
-    text = f"{report.name}: {count:,} run{'s' if count != 1 else ''}, {state_counts(report.states)}"
+    text = f"{report.name}: {plural(len(report.points), 'run')}, {state_counts(report.states)}"
     if report.best is None or report.best.result is None:
         return f"{text}; no results yet."
     label = report.objective.label.capitalize()
@@ -398,17 +392,14 @@ def _curve_charts(report: SweepReport) -> list[Chart]:
     return charts
 
 
-def _key_charts(report: SweepReport, keys: Sequence[str]) -> tuple[list[Chart], list[Strip]]:
-    """The results by each key: by number, and by any other value."""
+def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
+    """The results by each key."""
     known = [point for point in report.points if point.result is not None]
     results = [float(point.result or 0.0) for point in known]
     best = None if report.best is None else known.index(report.best)
     label = report.objective.label.capitalize()
-    charts, strips = [], []
-    for key in keys:
-        values = [point.values[key] for point in known]
-        if are_numbers(values):
-            charts.append(dot_chart(f"{label} by {key}", key, values, results, best))
-        else:
-            strips.append(strip_chart(f"{label} by {key}", values, results, best))
-    return [chart for chart in charts if chart], [strip for strip in strips if strip]
+    charts = [
+        dot_chart(f"{label} by {key}", key, [point.values[key] for point in known], results, best)
+        for key in keys
+    ]
+    return [chart for chart in charts if chart is not None]

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 
 from rich.text import Text
 
-from trainkit.formats import cell
+from trainkit.formats import cell, duration, number, plural, table
 from trainkit.observe.run_view import NodeRow, Notice, RunView
-from trainkit.observe.text import duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 DOT = " · "
-DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
-"""Bits of a Braille character by column, from the lowest row to the highest."""
-TO_ASCII = str.maketrans(BLOCKS + "░─…·°", "_.-=+*%#" + "--~| ")
 LABEL = 11
 VALUE = 34
 MIN_NOTICES = 2
-WIDE, TALL = 120, 40
-CHART_HEIGHT, CHART_LABEL = 5, 9
-MAX_SPARKLINE = 100
+WIDE = 120
+MAX_SPARKLINE = 200
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {
     "running": GOOD,
@@ -42,8 +37,6 @@ class Size:
 
     width: int
     height: int | None = None
-    ascii: bool = False
-    """Whether only ASCII characters can be printed."""
 
     @property
     def is_wide(self) -> bool:
@@ -52,11 +45,13 @@ class Size:
 
 def view_lines(view: RunView, size: Size) -> list[Text]:
     """The lines of a view, at most `size.height` of them, none longer than `size.width`."""
-    lines = [_title(view, size), *_sentence(view, size), Text()]
-    lines += _progress(view, size)
-    is_tall = size.height is not None and size.height >= TALL and size.is_wide
-    lines += _charts(view, size) if is_tall else []
-    lines += _numbers(view, size, has_charts=is_tall)
+    lines = [
+        _title(view, size),
+        *_sentence(view, size),
+        Text(),
+        *_progress(view, size),
+        *_numbers(view, size),
+    ]
     num_nodes, num_notices = len(view.nodes), len(view.notices)
     if size.height is not None:
         # Three headings; the nodes get what the warnings leave.
@@ -68,8 +63,6 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
     lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
     for line in lines:
         line.truncate(size.width, overflow="ellipsis")
-    if size.ascii:
-        lines = [Text(line.plain.translate(TO_ASCII).encode("ascii", "replace").decode()) for line in lines]
     return lines if size.height is None else lines[: size.height]
 
 
@@ -90,18 +83,17 @@ def _title(view: RunView, size: Size) -> Text:
         facts.append(f"job {status.job_id}" if not status.job_id.startswith("local") else status.job_id)
     if status.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
-        nodes = f"{status.num_nodes} {_plural('node', status.num_nodes)}"
-        facts.append(f"{nodes} x {status.workers_per_node} {_plural(kind, status.workers_per_node)}")
+        facts.append(f"{plural(status.num_nodes, 'node')} x {plural(status.workers_per_node, kind)}")
     return _spread(left, Text(DOT.join(facts), DIM), size.width)
 
 
 def _sentence(view: RunView, size: Size) -> list[Text]:
-    found = _wrapped(view.sentence, size.width, 2)
-    if view.failure is not None:
-        found += _wrapped(view.failure, size.width, 2)
-    if view.hint:
-        found += _wrapped(f"hint: {view.hint}", size.width, 2)
-    return found
+    sentences = (view.sentence, view.failure, view.hint and f"hint: {view.hint}")
+    return [
+        Text(line)
+        for sentence in sentences
+        for line in wrap(sentence or "", size.width, max_lines=2, placeholder=" …")
+    ]
 
 
 def _progress(view: RunView, size: Size) -> list[Text]:
@@ -136,36 +128,6 @@ def _progress(view: RunView, size: Size) -> list[Text]:
     return lines
 
 
-def _charts(view: RunView, size: Size) -> list[Text]:
-    """The four curves as charts, two next to each other."""
-    width = (size.width - 3) // 2
-    lines: list[Text] = [Text()]
-    names = [name for name in CURVE_NAMES if len(view.curves[name]) > 1]
-    for index in range(0, len(names), 2):
-        pair = [_chart(view, name, width, size) for name in names[index : index + 2]]
-        for row in zip(*pair, strict=True):
-            left = row[0].copy()
-            left.pad_right(width - len(left))
-            lines.append(Text.assemble(left, "   ", row[1]) if len(row) > 1 else left)
-        lines.append(Text())
-    return lines if len(lines) > 1 else []
-
-
-def _chart(view: RunView, name: str, width: int, size: Size) -> list[Text]:
-    points = view.curves[name]
-    values = resampled(points, 2 * (width - CHART_LABEL - 1))
-    known = [value for value in values if value is not None]
-    low, high = min(known), max(known)
-    title = Text.assemble((CURVE_NAMES[name], TITLE), "  ", _curve_value(view, name))
-    steps = Text(f"steps {points[0][0]:,} to {points[-1][0]:,}", DIM)
-    rows = chart_rows(values, width - CHART_LABEL - 1, CHART_HEIGHT)
-    lines = [_spread(title, steps, width)]
-    for index, row in enumerate(rows):
-        label = number(high) if index == 0 else number(low) if index == len(rows) - 1 else ""
-        lines.append(Text.assemble((f"{label:>{CHART_LABEL}} ", DIM), (row, "cyan")))
-    return lines
-
-
 def _curve_value(view: RunView, name: str) -> Text:
     """The newest value of a curve, with what it is compared with."""
     if name == "loss":
@@ -177,20 +139,19 @@ def _curve_value(view: RunView, name: str) -> Text:
     return Text(number(view.grad_norm if name == "grad_norm" else view.lr))
 
 
-def _numbers(view: RunView, size: Size, has_charts: bool) -> list[Text]:
-    """A line per number; those of the curves only where they are not in charts."""
+def _numbers(view: RunView, size: Size) -> list[Text]:
+    """A line per number, with its curve if there is one."""
     is_command = view.status.is_command
     lines = []
     for name, label in CURVE_NAMES.items():
-        is_known = bool(view.curves[name]) or (name == "loss" and view.status.loss is not None)
-        if (has_charts and len(view.curves[name]) > 1) or (is_command and not is_known):
+        curve = view.curves[name]
+        if is_command and not curve and (name != "loss" or view.status.loss is None):
             continue
         value = _curve_value(view, name)
         width = size.width - LABEL - max(VALUE, len(value) + 1)
-        if len(view.curves[name]) > 1 and width >= 10:
+        if len(curve) > 1 and width >= 10:
             value.pad_right(max(1, VALUE - len(value)))
-            values = resampled(view.curves[name], min(width, MAX_SPARKLINE))
-            value.append(sparkline(values), "cyan")
+            value.append(sparkline(resampled(curve, min(width, MAX_SPARKLINE))), "cyan")
         lines.append(_line(label, value))
     if is_command and not view.curves["tokens_per_s"]:
         return lines
@@ -231,21 +192,14 @@ def _memory(view: RunView) -> str:
 
 
 def _checkpoint(view: RunView) -> Text:
-    parts: list[tuple[str, str]] = []
-    if view.checkpoint_step is None:
-        parts.append(("none yet", ""))
-    else:
-        parts.append((f"step {view.checkpoint_step:,}, {duration(view.checkpoint_age_s)} ago", ""))
+    text = Text("none yet")
+    if view.checkpoint_step is not None:
+        text = Text(f"step {view.checkpoint_step:,}, {duration(view.checkpoint_age_s)} ago")
     if view.steps_at_risk:
         lost = "at risk" if view.status.is_active else "lost"
-        steps = f"{view.steps_at_risk:,} {_plural('step', view.steps_at_risk)}"
-        parts.append((f"{steps}{_hours(view)} {lost}", WATCH))
+        text.append(DOT).append(f"{plural(view.steps_at_risk, 'step')}{_hours(view)} {lost}", WATCH)
     elif view.checkpoint_step is not None:
-        parts.append(("nothing at risk", GOOD))
-    text = Text()
-    for index, (words, style) in enumerate(parts):
-        text.append(DOT if index else "")
-        text.append(words, style)
+        text.append(DOT).append("nothing at risk", GOOD)
     return text
 
 
@@ -257,37 +211,33 @@ def _hours(view: RunView) -> str:
     return f" = {hours:,.2f} {unit}-hours" if hours >= 0.1 else f" = {60 * hours:.1f} {unit}-minutes"
 
 
-def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int | None) -> list[Text]:
-    """A heading and a row per node, the first `count` of them."""
+def nodes_lines(nodes: Sequence[NodeRow], size: Size, most: int, expected: int | None) -> list[Text]:
+    """A heading and a row per node, the first `most` of them."""
     if not nodes:
         return [_rule("nodes: no samples", size)]
     num_bad = sum(node.severity > 0 for node in nodes)
     total = f"{len(nodes)} of {expected}" if expected and expected > len(nodes) else f"{len(nodes)}"
-    shown = nodes[:count]
+    shown = nodes[:most]
     rest = "" if len(shown) == len(nodes) else f", {len(nodes) - len(shown)} more: press n"
     problems = f"{num_bad} with problems" if num_bad else "no problems"
     lines = [_rule(f"nodes: {total}, {problems}{rest}", size)]
     has_gpus = any(node.num_gpus for node in nodes)
-    host = max(4, min(24 if size.is_wide else 12, max(len(node.host) for node in shown)))
-    columns = _columns(has_gpus, size.is_wide)
-    heading = "  ".join(["  " + "node".ljust(host), *(name.rjust(width) for name, width in columns), "note"])
-    lines.append(Text(heading, DIM))
-    for node in shown:
-        lines.append(_node_line(node, host, columns))
-    return lines
+    heading = ["", "node", *(["GPU", "GPU mem", "°C", "W"] if has_gpus else []), "CPU"]
+    if size.is_wide or not has_gpus:
+        heading += ["memory", "net MiB/s", "disk MiB/s"]
+    heading += [*(["sampled"] if size.is_wide else []), "note"]
+    rows = [heading, *([_cells(node, size)[name] for name in heading] for node in shown)]
+    top, *others = table(rows, right=range(2, len(heading) - 1)).splitlines()
+    styles = (BAD if node.severity >= 4 else WATCH if node.severity else "" for node in shown)
+    return [*lines, Text(top, DIM), *map(Text, others, styles)]
 
 
-def _columns(has_gpus: bool, is_wide: bool) -> list[tuple[str, int]]:
-    columns = [("GPU", 4), ("GPU mem", 9)] if has_gpus else []
-    columns += [("°C", 3), ("W", 5)] if has_gpus else []
-    columns.append(("CPU", 4))
-    if is_wide or not has_gpus:
-        columns += [("memory", 9), ("net MiB/s", 9), ("disk MiB/s", 10)]
-    return columns + ([("sampled", 7)] if is_wide else [])
-
-
-def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]]) -> Text:
-    cells = {
+def _cells(node: NodeRow, size: Size) -> dict[str, str]:
+    """Heading -> value."""
+    width = 24 if size.is_wide else 12
+    return {
+        "": "!" if node.severity else "",
+        "node": node.host if len(node.host) <= width else node.host[: width - 1] + "…",
         "GPU": _percent(node.gpu_percent),
         "GPU mem": _used(node.gpu_mem_used_gib, node.gpu_mem_total_gib),
         "°C": cell(node.temperature_c, ".0f"),
@@ -296,46 +246,35 @@ def _node_line(node: NodeRow, host: int, columns: Sequence[tuple[str, int]]) -> 
         "memory": _used(node.mem_used_gib, node.mem_total_gib),
         "net MiB/s": cell(node.net_mib_s, ",.1f"),
         "disk MiB/s": cell(node.disk_mib_s, ",.1f"),
-        "sampled": "-" if node.age_s is None else duration(node.age_s),
+        "sampled": duration(node.age_s),
+        "note": ", ".join(node.problems),
     }
-    style = BAD if node.severity >= 4 else WATCH if node.severity else ""
-    mark = "! " if node.severity else "  "
-    name = node.host if len(node.host) <= host else node.host[: host - 1] + "…"
-    row = "  ".join([name.ljust(host), *(cells[column].rjust(width) for column, width in columns)])
-    return Text.assemble((mark, style), row, "  ", (", ".join(node.problems), style))
 
 
-def notices_lines(notices: Sequence[Notice], size: Size, count: int) -> list[Text]:
-    """A heading and the first `count` warnings."""
+def notices_lines(notices: Sequence[Notice], size: Size, most: int) -> list[Text]:
+    """A heading and the first `most` warnings."""
     if not notices:
         return [_rule("warnings: none", size)]
-    more = "" if count >= len(notices) else f", {len(notices) - count} more: press w"
+    more = "" if most >= len(notices) else f", {len(notices) - most} more: press w"
     lines = [_rule(f"warnings: {len(notices)}{more}", size)]
-    return lines + [notice_line(notice) for notice in notices[:count]]
+    return lines + [notice_line(notice) for notice in notices[:most]]
 
 
-def _tail_lines(view: RunView, size: Size, count: int) -> list[Text]:
+def _tail_lines(view: RunView, size: Size, space: int) -> list[Text]:
     """The last lines of the log in the space that is left, if that is more than a heading."""
-    if count < 3 or not view.log_tail or view.log is None:
+    if space < 3 or not view.log_tail or view.log is None:
         return []
-    return [_rule(f"last lines of {Path(view.log).stem}", size), *map(Text, view.log_tail[1 - count :])]
+    return [_rule(f"last lines of {Path(view.log).stem}", size), *map(Text, view.log_tail[1 - space :])]
 
 
 def notice_line(notice: Notice) -> Text:
-    """When, where and what."""
-    clock = "now     " if notice.time is None else str(notice.time)[11:19].ljust(8)
-    text = notice.text
-    # Most sentences name host and rank themselves.
-    where = [
-        words
-        for words, is_named in (
-            (f"{notice.host}", notice.host is None or str(notice.host) in text),
-            (f"rank {notice.rank}", notice.rank is None or f"rank {notice.rank}" in text),
-        )
-        if not is_named
-    ]
+    """When, where and what; most sentences name host and rank themselves."""
+    clock, text = "now" if notice.time is None else notice.time[11:19], notice.text
+    where = [] if notice.host is None or notice.host in text else [notice.host]
+    if notice.rank is not None and f"rank {notice.rank}" not in text:
+        where.append(f"rank {notice.rank}")
     place = f"{' '.join(where)}: " if where else ""
-    return Text.assemble((clock, DIM), "  ", (place + text, WATCH if notice.time is None else ""))
+    return Text.assemble((clock.ljust(8), DIM), "  ", (place + text, WATCH if notice.time is None else ""))
 
 
 def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
@@ -359,35 +298,6 @@ def sparkline(values: Sequence[float | None]) -> str:
     return "".join(" " if value is None else BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def chart_rows(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """A line through up to `2 * width` values in `height` rows of 2 x 4 dots a character, highest first."""
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    scale = (4 * height - 1) / (high - low) if high > low else 0.0
-    step = max(1.0, 2 * width / max(1, len(values)))
-    dots = [[0] * width for _ in range(height)]
-    before: int | None = None
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        level = round((value - low) * scale)
-        last = level if before is None else before
-        column = min(2 * width - 1, int(index * step))
-        for y in range(min(last, level), max(last, level) + 1):
-            dots[height - 1 - y // 4][column // 2] |= DOTS[column % 2][y % 4]
-        before = level
-    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in dots]
-
-
-def number(value: float | None) -> str:
-    """A number with four significant digits; ``-`` for None."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    if value == 0 or 1e-3 <= abs(value) < 10_000:
-        return f"{value:#.4g}".rstrip(".")
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.2e}"
-
-
 def _line(label: str, value: Text) -> Text:
     return Text.assemble((label.ljust(LABEL), DIM), value)
 
@@ -400,24 +310,6 @@ def _spread(left: Text, right: Text, width: int) -> Text:
 
 def _rule(text: str, size: Size) -> Text:
     return Text.assemble(("── ", DIM), (text, TITLE), (" " + "─" * max(0, size.width - len(text) - 4), DIM))
-
-
-def _wrapped(text: str, width: int, max_lines: int) -> list[Text]:
-    """A sentence in at most `max_lines` lines; what does not fit is cut off."""
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    if len(lines) > max_lines:
-        lines[max_lines - 1] = lines[max_lines - 1][: width - 2] + " …"
-    return [Text(line) for line in lines[:max_lines]]
-
-
-def _plural(word: str, count: object) -> str:
-    if count == 1:
-        return word
-    return f"{word}es" if word.endswith("s") else f"{word}s"
 
 
 def _seconds(value: float | None) -> str:

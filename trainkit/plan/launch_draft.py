@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
+from trainkit.formats import plural
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout
@@ -69,7 +70,7 @@ class LaunchDraft:
             self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
             if device == "cuda" and 0 < num_gpus < nodes * requested:
                 message = (
-                    f"is {requested}: {_count(nodes, 'node')} x {requested} = {nodes * requested} GPUs, "
+                    f"is {requested}: {plural(nodes, 'node')} x {requested} = {nodes * requested} GPUs, "
                     f"but this machine has {num_gpus}"
                 )
                 self.problem("resources.gpus_per_node", message, self._gpu_hint())
@@ -79,13 +80,13 @@ class LaunchDraft:
             self.reasons["workers_per_node"] = reason
             return 1
         if 0 < num_gpus < nodes:
-            message = f"is {nodes}, but this machine has {_count(num_gpus, 'GPU')} and every node needs one"
+            message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
             self.problem("resources.nodes", message, self._gpu_hint())
             return 1
         share = max(1, num_gpus // nodes)
         idle = num_gpus - share * nodes
         self.reasons["workers_per_node"] = (
-            f"{share}: {_count(num_gpus, 'GPU')} shared by {_count(nodes, 'node')}"
+            f"{share}: {plural(num_gpus, 'GPU')} shared by {plural(nodes, 'node')}"
             + (f", {idle} left idle" if idle > 0 else "")
         )
         return share
@@ -127,7 +128,7 @@ class LaunchDraft:
             return requested
         num_cpus, here = self.machine.num_cpus, self._workers_here(world_size)
         threads = max(1, num_cpus // here)
-        workers = _count(here, "worker")
+        workers = plural(here, "worker")
         self.reasons["threads_per_worker"] = f"{threads}: {num_cpus} CPU cores for {workers}"
         return threads
 
@@ -151,10 +152,6 @@ class LaunchDraft:
     def collect(self, error: ConfigError) -> None:
         for problem in error.problems:
             self.problem(problem.key, problem.message, problem.hint)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass
@@ -218,14 +215,14 @@ def gpu_binding_problems(
     for key, option, value in _extra_options(config):
         available = _gpus_per_node(option, value, config.resources.nodes)
         if available is not None and available < workers_per_node:
-            message = f"is {value}, but the step needs {_count(workers_per_node, 'GPU')} per node"
+            message = f"is {value}, but the step needs {plural(workers_per_node, 'GPU')} per node"
             yield key, message, "remove it: the step gets all GPUs of the job"
         binding = find_binding(option, value, num_tasks)
         if binding is None or (binding.num_gpus >= workers_per_node and not binding.is_shared):
             continue
         if per == "node":
             message = (
-                f"is {value}: a task would see {_count(binding.num_gpus, 'GPU')}, but it starts all "
+                f"is {value}: a task would see {plural(binding.num_gpus, 'GPU')}, but it starts all "
                 f"{workers_per_node} ranks of its node"
             )
             # A launcher such as torchrun always has one task per node.
@@ -234,7 +231,7 @@ def gpu_binding_problems(
         elif binding.is_shared:
             yield key, f"is {value}: ranks would share a GPU", "bind a different GPU to every task"
         elif binding.num_gpus != 1:
-            message = f"is {value}: a task would see {_count(binding.num_gpus, 'GPU')}, but it is one rank"
+            message = f"is {value}: a task would see {plural(binding.num_gpus, 'GPU')}, but it is one rank"
             yield key, message, "bind one GPU to every task, or remove it"
 
 

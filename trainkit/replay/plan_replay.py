@@ -14,6 +14,7 @@ from trainkit.config import load_config, read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
+from trainkit.formats import duration, plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
@@ -89,8 +90,8 @@ class ReplayPlan:
         """What has to be computed, and how long the run took for it, as a sentence."""
         count = self.last - self.start_step
         origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
-        ranks = f"{self.plan.world_size} {self.plan.device} rank{'s' * (self.plan.world_size > 1)}"
-        text = f"computing {count:,} step{'s' * (count > 1)} from {origin} on {ranks}"
+        ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
+        text = f"computing {plural(count, 'step')} from {origin} on {ranks}"
         times = [
             float(record["step_s"])
             for record in read_metrics(self.run)
@@ -98,13 +99,7 @@ class ReplayPlan:
         ]
         if not times:
             return text
-        return f"{text}; the run took {_duration(count * median(times))} for that"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        return f"{text}; the run took {duration(count * median(times))} for that"
 
 
 def plan_replay(

@@ -73,6 +73,39 @@ class Event(Entry):
         """What failed, of an event ``rank_failed``."""
         return read_record(RankFailure, self.values)
 
+    @property
+    def clock(self) -> str:
+        """The time of day; empty when unknown."""
+        return (self.time or "")[11:19]
+
+    @property
+    def content(self) -> str:
+        """The name and the values: ``checkpoint_commit  step=100``."""
+        fields = [
+            f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in self.values.items()
+            if key not in ("time", "attempt", "event", "reason", "failed_at")
+            and value is not None
+            and value is not False
+            and not isinstance(value, dict)
+        ]
+        parts = (self.name, " ".join(fields), f"({self.reason})" if self.reason else "")
+        return "  ".join(filter(None, parts))
+
+    @property
+    def line(self) -> str:
+        """When and what: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
+        return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
+
+    def slowdown(self, since: str = "is slow since") -> str:
+        """Which rank is slow since when, of an event ``slow_rank`` or ``slow_run``."""
+        is_rank = self.rank is not None
+        who = f"rank {self.rank} on {self.host}" if is_rank else "the run"
+        own, usual = (f"{1e3 * (self.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
+        than = f"the other ranks {usual}" if is_rank else f"{usual} before"
+        step, phase = self.count("since_step"), self.text("phase")
+        return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
+
 
 def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
     """Append one event to the run's `events.jsonl`."""

@@ -37,6 +37,17 @@ class RankFailure:
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
 
+    @property
+    def line(self) -> str:
+        """It as the first failure, on one line: rank, host, step and cause."""
+        if self.type == "HostLost":
+            return f"host {self.host} failed first: {self.message}"
+        subject = "the job" if self.rank is None else f"rank {self.rank}"
+        where = f" on {self.host}" if self.host else ""
+        when = "" if self.step is None else f" at step {self.step}"
+        cause = self.message if self.type == "exit" else f"{self.type}: {self.message}"
+        return f"{subject} failed first{where}{when}: {cause}"
+
     def to_dict(self) -> dict[str, Any]:
         """The failure as JSON, without what else was recorded."""
         values = asdict(self)

@@ -24,7 +24,7 @@ from trainkit.folders import ensure_folder, state_folder
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.slurm.states import base_id, is_job_id
 
 LIST_HINT = "`trainkit status` lists the runs"
@@ -170,6 +170,17 @@ def find_run(text: str, *, to_change: bool = False) -> RunDir:
         f"{text} is a group of {len(indices):,} runs",
         hint=f"choose one of them, for example {quote(str(found.run(indices[0]).path))}",
     )
+
+
+def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
+    """An attempt of a run, the newest one for None; raises UsageError without it."""
+    numbers = run.attempt_numbers()
+    if not numbers:
+        hint = f"`trainkit resume {quote(str(run.path))}` starts it"
+        raise UsageError(f"{run.path} was never started", hint=hint)
+    if number is not None and number not in numbers:
+        raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
+    return run.attempt(number or numbers[-1])
 
 
 def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGroup:

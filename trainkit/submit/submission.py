@@ -17,7 +17,7 @@ from pathlib import Path
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key, shown, shown_value
@@ -368,7 +368,7 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
     else:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
-    return f"{len(points):,} run{'s' if len(points) > 1 else ''}: {differs}{limit}"
+    return f"{plural(len(points), 'run')}: {differs}{limit}"
 
 
 def job_difference(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli import watch_source
-from trainkit.cli.watch_source import Repeater, SlurmPoller
+from trainkit.backends import jobs as jobs_of_runs
+from trainkit.backends.jobs import SlurmPoller
+from trainkit.cli.watch_screen import read_again
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -28,6 +29,14 @@ class Slurm:
             warn("squeue cannot reach Slurm")
             return None
         return {job_id: JobInfo(job_id, JobState.RUNNING) for job_id in ids}
+
+
+def begin(read: Callable[[], object], show: Callable[[object], object], interval_s: float) -> Any:
+    ended, is_on = threading.Event(), threading.Event()
+    is_on.set()
+    args = (read, show, interval_s, ended, is_on)
+    threading.Thread(target=read_again, args=args, daemon=True).start()
+    return ended, is_on
 
 
 def wait_for(is_true: Callable[[], Any]) -> None:
@@ -55,7 +64,7 @@ def test_without_slurm_jobs_nothing_is_asked() -> None:
 
 
 def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_source, "MIN_QUERY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
     slurm = Slurm()
     poller = SlurmPoller(60.0, slurm.query)
     assert set(poller.jobs(["1"]) or {}) == {"1"}
@@ -64,7 +73,7 @@ def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyP
 
 
 def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_source, "MIN_QUERY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
     slurm = Slurm()
     slurm.is_reachable = False
     poller = SlurmPoller(0.01, slurm.query)
@@ -74,7 +83,7 @@ def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.startswith("Slurm cannot be reached since ")
     assert first.endswith("squeue cannot reach Slurm")
     count = len(slurm.asked)
-    wait_for(lambda: len(slurm.asked) > count + 2)
+    wait_for(lambda: poller.jobs(["1"]) or len(slurm.asked) > count + 2)
     assert poller.problem == first
     slurm.is_reachable = True
     wait_for(lambda: poller.jobs(["1"]))
@@ -95,10 +104,9 @@ def test_errors_of_a_reading_are_its_result() -> None:
         if len(results) == 3:
             seen.set()
 
-    repeater = Repeater(read, show, 0.01)
-    repeater.start()
+    ended, _ = begin(read, show, 0.01)
     assert seen.wait(20)
-    repeater.end()
+    ended.set()
     assert results[0] == results[2] == "read"
     assert isinstance(results[1], FileNotFoundError)
 
@@ -113,26 +121,10 @@ def test_readings_that_take_long_are_seldom() -> None:
             pass
         times.append(time.monotonic())
 
-    repeater = Repeater(read, lambda result: None, 0.001)
-    repeater.start()
+    ended, _ = begin(read, lambda result: None, 0.001)
     wait_for(lambda: len(times) == 2)
-    repeater.end()
+    ended.set()
     assert times[1] - times[0] >= 1.0
-
-
-def test_after_the_last_job_has_ended_slurm_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_source, "MIN_QUERY_INTERVAL_S", 0.0)
-    slurm = Slurm()
-    poller = SlurmPoller(0.01, slurm.query)
-    poller.jobs(["1"])
-    wait_for(lambda: len(slurm.asked) > 2)
-    assert poller.jobs([]) == {}
-    settled = threading.Event()
-    settled.wait(0.1)
-    count = len(slurm.asked)
-    settled.wait(0.2)
-    assert len(slurm.asked) == count
-    assert poller.jobs(["2"]) is not None
 
 
 def test_jobs_of_an_earlier_answer_are_not_asked_again_at_once() -> None:
@@ -149,14 +141,13 @@ def test_a_paused_reader_reads_nothing() -> None:
     def read() -> None:
         count[0] += 1
 
-    repeater = Repeater(read, lambda result: None, 0.001)
-    repeater.start()
+    ended, is_on = begin(read, lambda result: None, 0.001)
     wait_for(lambda: count[0] > 2)
-    repeater.pause()
+    is_on.clear()
     time.sleep(0.1)
     seen = count[0]
     time.sleep(0.1)
     assert count[0] == seen
-    repeater.resume()
+    is_on.set()
     wait_for(lambda: count[0] > seen)
-    repeater.end()
+    ended.set()
