@@ -112,7 +112,7 @@ def command(
         click.echo(f"warning: {text}", err=True)
     click.echo(what.cost, err=True)
     if submit:
-        return _submit(what, None if run_dir is None else named_folder(run_dir), follow, as_json)
+        return _submit(what, named_folder(run_dir), follow, as_json)
     return _run_here(what, keep, as_json)
 
 
