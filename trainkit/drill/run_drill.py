@@ -11,15 +11,14 @@ from shlex import quote
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, short_training, with_values
 from trainkit.drill.inject import injector_for, kill_job
-from trainkit.drill.loss_curve import Point, compare, read_points
-from trainkit.drill.result import Result, RunOutcome, evaluate
-from trainkit.drill.run_watch import RunWatch
-from trainkit.drill.scenarios import Scenario, ScenarioRunner, choose_target, skip_reason
+from trainkit.drill.result import Point, Result, RunOutcome, evaluate, num_recomputed, points_of
+from trainkit.drill.scenarios import RunWatch, Scenario, ScenarioRunner, choose_target, skip_reason
 from trainkit.errors import TrainkitError
+from trainkit.observe.group import read_newest_end
 from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.events import read_events
+from trainkit.run.events import read_events, read_steps
 from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.rundir import RunDir
@@ -78,11 +77,10 @@ class Drill:
                 hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
-        self.reference = read_points(run)
-        num_recomputed = compare(self.reference, self.reference).num_recomputed
-        if num_recomputed:
+        self.reference = points_of(read_steps(run))
+        if again := num_recomputed(self.reference):
             raise TrainkitError(
-                f"{run.metrics_file} records {num_recomputed} steps twice without any interruption",
+                f"{run.metrics_file} records {again} steps twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         self.usual_s = _seconds_of(run, end)
@@ -126,14 +124,10 @@ class Drill:
 
 
 def _outcome(run: RunDir) -> RunOutcome:
-    numbers = run.attempt_numbers()
-    damages = [
-        f"{checkpoint.path.name}: {damage}"
-        for checkpoint in published(run.checkpoints_dir)
-        if (damage := find_damage(checkpoint))
-    ]
-    end = (read_end(run.attempt(numbers[-1])) if numbers else None) or AttemptEnd()
-    return RunOutcome(end, read_points(run), list(read_events(run)), damages, str(run.path))
+    found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
+    damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
+    end = read_newest_end(run) or AttemptEnd()
+    return RunOutcome(end, points_of(read_steps(run)), list(read_events(run)), damages, str(run.path))
 
 
 def _seconds_of(run: RunDir, end: AttemptEnd) -> float:
