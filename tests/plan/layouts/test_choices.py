@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from step_works import llama, step_work
 
 from trainkit.config import load_config
-from trainkit.plan.gpus import find_gpu
-from trainkit.plan.hardware import Hardware
+from trainkit.plan.gpus import Hardware, find_gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.layouts.choices import Choice, best_on_layout, choose, configured_layout, layouts

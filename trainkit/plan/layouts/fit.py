@@ -11,8 +11,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.formats import GIB, gib, table
-from trainkit.plan.gpus import Gpu
-from trainkit.plan.hardware import Hardware
+from trainkit.plan.gpus import Gpu, Hardware
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import yaml_text
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
