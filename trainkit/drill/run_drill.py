@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.load import Change, short_training, with_values
+from trainkit.config.load import Change, Values, short_training, with_changes
 from trainkit.drill.inject import injector_for, kill_job
 from trainkit.drill.result import Point, Result, RunOutcome, evaluate, num_recomputed, points_of
 from trainkit.drill.scenarios import RunWatch, Scenario, ScenarioRunner, choose_target, skip_reason
@@ -150,6 +150,7 @@ MIN_STEPS = 12
 """With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
 NUM_SAVES = 6
 ORIGIN = "trainkit drill"
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def save_interval(num_steps: int) -> int:
@@ -162,31 +163,17 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
 
     `device` is that of the plan: ``cpu`` or ``cuda``.
     """
-    possible = [*_changes(loaded.config, num_steps), *_deterministic(loaded.config, device)]
-    changes = [change for change in possible if change.value != change.before]
-    return with_values(loaded, {change.key: change.value for change in changes}, ORIGIN), changes
-
-
-def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
-    yield from short_training(config, num_steps, "drill")
-    checkpoint = config.checkpoint
-    yield Change(
-        "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
-    )
-    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "a drill saves at known steps")
-    yield Change("logging.mlflow", None, config.logging.mlflow, "runs of a drill are in no tracker")
-    yield Change("logging.wandb", None, config.logging.wandb, "runs of a drill are in no tracker")
-
-
-CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-
-
-def _deterministic(config: RunConfig, device: str) -> Iterator[Change]:
-    """The changes that make two runs on GPUs bit-identical."""
-    if device == "cpu":
-        return
-    reason = "makes two runs on GPUs bit-identical"
-    yield Change("train.deterministic", True, config.train.deterministic, reason)
-    env = config.launch.env
-    # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
-    yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")
+    config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
+    values: Values = {
+        **short_training(config, num_steps, "drill"),
+        "checkpoint.every_steps": (save_interval(num_steps), "a drill is short"),
+        "checkpoint.every_minutes": (None, "a drill saves at known steps"),
+        "logging.mlflow": in_no_tracker,
+        "logging.wandb": in_no_tracker,
+    }
+    if device != "cpu":
+        values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"
+        # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
+        env = {CUBLAS_VARIABLE: ":4096:8", **config.launch.env}
+        values["launch.env"] = env, "train.deterministic needs it"
+    return with_changes(loaded, values, ORIGIN)
