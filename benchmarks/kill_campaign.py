@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from trainkit.drill.inject import find_processes, kill_all
-from trainkit.drill.loss_curve import Point, compare, read_points
+from trainkit.drill.result import Point, compare, points_of
+from trainkit.run.events import read_steps
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.rundir import RunDir
 
@@ -115,7 +116,7 @@ def check(run: RunDir, reference: list[Point]) -> list[str]:
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")
-    difference = compare(reference, read_points(run)).difference
+    difference = compare(reference, points_of(read_steps(run)))
     if difference:
         wrong.append(difference)
     wrong += [
@@ -131,7 +132,7 @@ def campaign(rounds: int, seed: int, folder: Path) -> int:
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
     reference = submit(folder / "reference", text)
     wait_until_ended(reference)
-    expected = read_points(reference)
+    expected = points_of(read_steps(reference))
     print(f"uninterrupted: {len(expected)} steps, state {state(reference)}", flush=True)
     failed = 0
     for number in range(1, rounds + 1):

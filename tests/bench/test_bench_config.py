@@ -10,14 +10,13 @@ from trainkit.bench import plan_bench
 from trainkit.bench.plan_bench import (
     BenchRequest,
     PlannedBench,
-    bench_changes,
-    effective,
+    bench_values,
     plan_layouts,
-    profiler_changes,
+    profiler_values,
 )
 from trainkit.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
-from trainkit.config import LoadedConfig, RunConfig, load_config
-from trainkit.config.load import Change, with_values
+from trainkit.config import LoadedConfig, load_config
+from trainkit.config.load import Change, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
@@ -29,14 +28,14 @@ def load(folder: Path, *settings: str) -> LoadedConfig:
     return load_config(file, overrides=settings, environ={}, cwd=folder)
 
 
-def changes_of(config: RunConfig, length: BenchLength, world_size: int, keep_name: bool) -> list[Change]:
-    made = bench_changes(config, "layouts", length, keep_name)
-    return effective([*made, *profiler_changes(config, length, world_size)])
+def changes_of(loaded: LoadedConfig, length: BenchLength, world_size: int, keep_name: bool) -> list[Change]:
+    made = bench_values(loaded.config, "layouts", length, keep_name)
+    return with_changes(loaded, {**made, **profiler_values(length, world_size)}, "trainkit bench")[1]
 
 
 def test_only_training_is_left(tmp_path: Path) -> None:
     loaded = load(tmp_path, "train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7")
-    found = changes_of(loaded.config, BenchLength(30, 5), 2, keep_name=False)
+    found = changes_of(loaded, BenchLength(30, 5), 2, keep_name=False)
     values = {change.key: change.value for change in found}
     assert values == {
         "name": "mine-layouts",
@@ -56,19 +55,19 @@ def test_only_training_is_left(tmp_path: Path) -> None:
         "profiler.num_steps": 3,
         "profiler.ranks": [0, 1],
     }
-    short = with_values(loaded, values, "trainkit bench").config
+    short = with_values(loaded, values, "trainkit bench")
     assert changes_of(short, BenchLength(30, 5), 2, keep_name=True) == []
 
 
 def test_a_name_that_was_typed_stays(tmp_path: Path) -> None:
-    found = changes_of(load(tmp_path).config, BenchLength(30, 5), 1, keep_name=True)
+    found = changes_of(load(tmp_path), BenchLength(30, 5), 1, keep_name=True)
     assert "name" not in [change.key for change in found]
 
 
 def test_a_decay_that_is_longer_than_the_bench(tmp_path: Path) -> None:
     wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
     for steps, expected in ((30, True), (60, False)):
-        found = changes_of(load(tmp_path, *wsd).config, BenchLength(steps, 5), 1, keep_name=True)
+        found = changes_of(load(tmp_path, *wsd), BenchLength(steps, 5), 1, keep_name=True)
         assert ("schedule.decay_steps" in [change.key for change in found]) == expected
 
 

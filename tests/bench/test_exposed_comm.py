@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.bench.measure import keep_needed, subtract, trace_exposed_comm_s, union
+from trainkit.bench.measure import covered, keep_needed, trace_exposed_comm_s
 
 MAIN, GLOO = 7, 9
 """Threads: the first of the process, and one of gloo's."""
@@ -114,23 +114,9 @@ def test_without_kernels_it_is_not_known() -> None:
     assert trace_exposed_comm_s({}, "cpu") is None
 
 
-@pytest.mark.parametrize(
-    ("spans", "others", "expected"),
-    [
-        ([(0, 10)], [(2, 3), (5, 6)], [(0, 2), (3, 5), (6, 10)]),
-        ([(0, 10)], [(-5, 1), (9, 20)], [(1, 9)]),
-        ([(0, 2), (4, 6)], [(1, 5)], [(0, 1), (5, 6)]),
-        ([(0, 2), (4, 6), (8, 9)], [(0, 9)], []),
-        ([(0, 4)], [(0, 1), (1.5, 2), (3, 4)], [(1, 1.5), (2, 3)]),
-        ([(0, 1)], [], [(0, 1)]),
-    ],
-)
-def test_without(spans: list[Any], others: list[Any], expected: list[Any]) -> None:
-    assert list(subtract(spans, others)) == expected
-
-
-def test_union() -> None:
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+def test_covered() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (3, 4), (1, 2)]) == 5
+    assert covered([]) == 0
 
 
 @pytest.mark.slow

@@ -63,10 +63,11 @@ def swept(rows: list[Row], **values: list[object]) -> list[Row]:
 
 def test_numbers_are_lines_and_other_values_bars(tmp_path: Path, rows: list[Row]) -> None:
     sizes = [1, 2, 64]
-    lines = lines_of(["lr", "size"], swept(rows, lr=[0.1, 0.2], size=sizes))
-    assert lines is not None
-    assert (lines.key, list(lines.rows), lines.is_logarithmic) == ("size", ["lr=0.1", "lr=0.2"], True)
-    assert [row["size"] for row in lines.rows["lr=0.2"]] == sizes
+    found = lines_of(["lr", "size"], swept(rows, lr=[0.1, 0.2], size=sizes))
+    assert found is not None
+    key, lines = found
+    assert (key, list(lines)) == ("size", ["lr=0.1", "lr=0.2"])
+    assert [row["size"] for row in lines["lr=0.2"]] == sizes
     assert lines_of(["on"], swept(rows, on=[True, False, None])) is None
     assert lines_of(["size"], swept(rows, size=[1, 2])) is None
     assert lines_of(["seed", "size"], swept(rows, seed=[*range(9)], size=[*range(9)])) is None

@@ -37,11 +37,11 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         "4 2 1 1 1 3 none 1 x 8 12.6 12.8 25.1 20.3 1.6 70.7 fits",
         "* 1 8 1 1 1 3 full 1 x 8 3.1 3.4 6.3 2.5 1.9 16.0",
     ]
-    assert rows[-1].endswith("state sharded over 8 GPUs within a node; 24% recomputation")
+    assert rows[-1].endswith("one replica, sharded over 8 processes; 24% recomputation")
     assert err == (
         "a;b 'c.yaml on 1 node x 8 H100 80GB: 79.6 GiB each, 73.3 GiB of it usable\n"
         "* the config's layout fits: peak 16.0 GiB\n"
-        "recommended: state sharded over 8 GPUs within a node\n"
+        "recommended: one replica, sharded over 8 processes\n"
         "  weights, gradients and optimizer state take 100.4 GiB, more than the usable 73.3 GiB "
         "of one H100 80GB: they must be sharded\n"
         "to use it: trainkit submit 'a;b '\"'\"'c.yaml' --nodes 1 --gpus-per-node 8 --set parallel.zero=2 "

@@ -1,11 +1,27 @@
-"""Memory by the names that drivers and clusters give, and the releases of torch."""
+"""GPU types by their names, those of a run, and their peaks."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import LOCAL, Target
+from trainkit.config import load_config
+from trainkit.config.schema import RunConfig
+from trainkit.errors import UsageError
 from trainkit.formats import GIB, MIB, gib
-from trainkit.plan.gpus import find_gpu, known_gpus, release_problem
+from trainkit.plan.gpus import (
+    find_gpu,
+    find_hardware,
+    gpu_names,
+    known_gpu,
+    known_gpus,
+    peak_flops,
+    release_problem,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +102,132 @@ def test_older_ones_are_refused_by_name(version: str) -> None:
     assert problem is not None
     assert problem[0] == f"has torch {version}, and the trainer requires torch 2.11 or newer"
     assert "pip install 'torch>=2.11'" in problem[1]
+
+
+NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+TWO_GPUS = Machine(16, 2, ("NVIDIA GeForce RTX 4090",) * 2, "this machine has 2 x NVIDIA GeForce RTX 4090")
+CLUSTER = Target(
+    "sbatch",
+    "",
+    Cluster(
+        "big",
+        partitions=(
+            Partition(
+                "gpu", is_default=True, nodes=(NodeKind(4, gpus={"h100": 4}), NodeKind(8, gpus={"a100": 8}))
+            ),
+            Partition("one", nodes=(NodeKind(4, gpus={"a100": 4}), NodeKind(9, cpus=64))),
+            Partition("nameless", nodes=(NodeKind(2, gpus={"": 4}),)),
+        ),
+    ),
+)
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    return load_config(None, overrides=overrides, environ={}, cwd=tmp_path).config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "target", "typed", "found"),
+    [
+        ((), NO_GPU, LOCAL, ("h100", 8), ("H100 80GB", 8, 8)),
+        ((), NO_GPU, LOCAL, ("h100", 4), ("H100 80GB", 4, 4)),
+        ((), NO_GPU, LOCAL, ("h100", 64), ("H100 80GB", 64, 8)),
+        ((), NO_GPU, LOCAL, ("gb200", 64), ("GB200", 64, 4)),
+        ((), NO_GPU, LOCAL, ("h100", None), ("H100 80GB", 8, 8)),
+        (
+            ("resources.nodes=2", "resources.gpus_per_node=4"), NO_GPU, LOCAL, ("h100", None),
+            ("H100 80GB", 8, 4),
+        ),
+        (("resources.gpu_type=a100_40",), NO_GPU, LOCAL, (None, 8), ("A100 40GB", 8, 8)),
+        (("resources.gpus_per_node=4",), NO_GPU, LOCAL, ("h100", 16), ("H100 80GB", 16, 4)),
+        ((), TWO_GPUS, LOCAL, (None, None), ("RTX 4090", 2, 2)),
+        (
+            ("resources.partition=one", "resources.nodes=3"), NO_GPU, CLUSTER, (None, None),
+            ("A100 80GB", 12, 4),
+        ),
+        (("resources.gpu_type=a100",), NO_GPU, CLUSTER, (None, None), ("A100 80GB", 8, 8)),
+        ((), NO_GPU, CLUSTER, (None, None), ("H100 80GB", 8, 8)),
+    ],
+)  # fmt: skip
+def test_hardware(
+    overrides: tuple[str, ...],
+    machine: Machine,
+    target: Target,
+    typed: tuple[str | None, int | None],
+    found: tuple[str, int, int],
+    tmp_path: Path,
+) -> None:
+    result = find_hardware(config(tmp_path, *overrides), machine, target, *typed)
+    assert (result.gpu.name, result.num_gpus, result.node_size) == found
+    assert result.num_nodes * result.node_size == result.num_gpus
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "typed", "message"),
+    [
+        ((), LOCAL, (None, 8), "no GPU type to plan for: resources.gpu_type is null"),
+        ((), LOCAL, ("zx81", 8), "--gpu-type zx81: unknown GPU type"),
+        ((), LOCAL, ("h100", 12), "--gpus 12 is not a multiple of 8 GPUs per node"),
+        (
+            ("resources.partition=nameless",), CLUSTER, (None, None),
+            "unknown GPU type: a GPU without a type",
+        ),
+    ],
+)  # fmt: skip
+def test_refused(
+    overrides: tuple[str, ...],
+    target: Target,
+    typed: tuple[str | None, int | None],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UsageError) as error:
+        find_hardware(config(tmp_path, *overrides), NO_GPU, target, *typed)
+    assert error.value.message.startswith(message)
+    assert error.value.hint
+
+
+def test_of_several_types_the_largest_counts(tmp_path: Path) -> None:
+    names = gpu_names(config(tmp_path), NO_GPU, CLUSTER)
+    assert names == ["h100", "a100"]
+    largest = known_gpu(names)
+    assert largest is not None
+    assert largest.name == "H100 80GB"
+    assert known_gpu(["h100", "something"]) is None
+    assert known_gpu([]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12, 989e12),
+        ("NVIDIA H100 PCIe", 756e12, 756e12),
+        ("NVIDIA H100 NVL", 835.5e12, 835.5e12),
+        ("NVIDIA H200", 989e12, 989e12),
+        ("NVIDIA GH200 480GB", 989e12, 989e12),
+        ("NVIDIA B200", 2.25e15, 2.25e15),
+        ("NVIDIA GB200", 2.5e15, 2.5e15),
+        ("NVIDIA B300 SXM6 AC", 2.25e15, 2.25e15),
+        ("NVIDIA GB300", 2.5e15, 2.5e15),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 312e12),
+        ("NVIDIA L40S", 362e12, 362e12),
+        ("NVIDIA L40", 181e12, 181e12),
+        ("NVIDIA L4", 121e12, 121e12),
+        ("NVIDIA A10G", 70e12, 70e12),
+        ("NVIDIA A10", 125e12, 125e12),
+        ("NVIDIA H20", 148e12, 148e12),
+        ("Tesla V100-SXM2-16GB", None, 125e12),
+        ("Tesla T4", None, 65e12),
+        ("NVIDIA RTX A6000", 154.8e12, 154.8e12),
+        ("NVIDIA Something New", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_peak(name: str, bf16: float | None, fp16: float | None) -> None:
+    assert (peak_flops(name, "bf16"), peak_flops(name, "fp16")) == (bf16, fp16)
+
+
+def test_fp32_is_not_known() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") is None

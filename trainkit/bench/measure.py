@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -16,14 +15,10 @@ from trainkit.formats import JsonObject
 from trainkit.run.events import StepRecord, training_curve
 from trainkit.run.files import numbers, parse_time
 
-MICROSECOND = 1e-6
-NANOSECOND = 1e-9
 KERNEL_OF_NCCL = "nccl"
 WORK_OF_GLOO = "gloo:"
 NEEDED = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
-
-Span = tuple[float, float]
 
 
 def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -> float | None:
@@ -32,13 +27,38 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
     `device` is ``cpu`` or ``cuda``. None when no computation was recorded, as on a GPU whose counters may not
     be read.
     """
-    events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
-    communicating, computing = _of_gpu(events) if device == "cuda" else _of_cpu(events)
-    if not computing:
+    begin_us = since_s * 1e6 - float(trace.get("baseTimeNanoseconds") or 0) / 1e3
+    sent: list[tuple[float, float]] = []
+    inside: list[tuple[float, float]] = []
+    computed: list[tuple[float, float]] = []
+    for event in trace.get("traceEvents", ()):
+        if event.get("ph") != "X":
+            continue
+        name, start_us = str(event.get("name")), float(event["ts"])
+        end_us = start_us + float(event.get("dur") or 0.0)
+        span = max(start_us, begin_us), max(end_us, begin_us)
+        if device == "cuda":
+            if event.get("cat") == "kernel":
+                (sent if KERNEL_OF_NCCL in name.lower() else computed).append(span)
+        elif name.startswith(WORK_OF_GLOO):
+            sent.append(span)
+        elif event.get("cat") == "cpu_op" and event.get("tid") == event.get("pid"):
+            # The training thread is the first of the process; gloo's own threads do not train.
+            (inside if name.startswith(COMMUNICATING_OPS) else computed).append(span)
+    if not computed:
         return None
-    begin = since_s / MICROSECOND - float(trace.get("baseTimeNanoseconds") or 0) * NANOSECOND / MICROSECOND
-    exposed = subtract(communicating, computing)
-    return sum(max(0.0, end - max(start, begin)) for start, end in exposed) * MICROSECOND
+    # An operation on a split tensor is recorded around the communication that it needs, which is exposed.
+    exposed_us = covered([*sent, *inside, *computed]) - covered([*inside, *computed]) + covered(inside)
+    return exposed_us / 1e6
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that at least one of the spans, from start to end, covers."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
@@ -47,65 +67,6 @@ def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
         return value
     is_needed = value.get("cat") in ("kernel", "cpu_op") or str(value.get("name")).startswith(WORK_OF_GLOO)
     return {key: value[key] for key in NEEDED if key in value} if is_needed else {}
-
-
-def _of_gpu(events: Iterable[JsonObject]) -> tuple[list[Span], list[Span]]:
-    communicating: list[Span] = []
-    computing: list[Span] = []
-    for event in events:
-        if event.get("cat") == "kernel":
-            communicates = KERNEL_OF_NCCL in str(event["name"]).lower()
-            (communicating if communicates else computing).append(_span(event))
-    return union(communicating), union(computing)
-
-
-def _of_cpu(events: Iterable[JsonObject]) -> tuple[list[Span], list[Span]]:
-    in_flight: list[Span] = []
-    inside: list[Span] = []
-    ops: list[Span] = []
-    for event in events:
-        name = str(event.get("name"))
-        if name.startswith(WORK_OF_GLOO):
-            in_flight.append(_span(event))
-        elif event.get("cat") == "cpu_op" and event.get("tid") == event.get("pid"):
-            # The training thread is the first of the process; gloo's own threads do not train.
-            (inside if name.startswith(COMMUNICATING_OPS) else ops).append(_span(event))
-    communicating = union(inside)
-    # An operation on a split tensor is recorded around the communication that it needs.
-    return union([*in_flight, *communicating]), list(subtract(union(ops), communicating))
-
-
-def _span(event: JsonObject) -> Span:
-    start = float(event["ts"])
-    return start, start + float(event.get("dur") or 0.0)
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Merge spans that overlap or touch; return them sorted."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def subtract(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
-    """The parts of spans that no other span covers; both arguments as `union` returns them."""
-    index = 0
-    for begin, end in spans:
-        start = begin
-        while index < len(others) and others[index][1] <= start:
-            index += 1
-        position = index
-        while position < len(others) and others[position][0] < end:
-            if others[position][0] > start:
-                yield start, others[position][0]
-            start = max(start, others[position][1])
-            position += 1
-        if start < end:
-            yield start, end
 
 
 Row = dict[str, Any]
@@ -182,9 +143,10 @@ def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[floa
             yield (seen - earlier) / (record.number("step_s") or math.inf)
 
 
-def _median(values: Any) -> float | None:
-    known = list(values)
-    return median(known) if known and None not in known else None
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median; None if any value is unknown."""
+    given = list(values)
+    return None if None in given else _median_of_known(given)
 
 
 def _median_of_known(values: Iterable[float | None]) -> float | None:
@@ -214,10 +176,11 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
     found = []
     for rank in profiled_ranks(prod(item.degrees.values())):
         file = attempt.rank_profile(rank)
-        trace = _read_trace(file)
-        if isinstance(trace, str):
-            return None, trace
-        seconds = trace_exposed_comm_s(trace, bench.device, begin.timestamp())
+        try:
+            trace = json.loads(file.read_bytes(), object_hook=keep_needed)
+            seconds = trace_exposed_comm_s(trace, bench.device, begin.timestamp())
+        except (OSError, ValueError, AttributeError, KeyError) as error:
+            return None, f"{file} cannot be read ({error})"
         if seconds is None:
             missing = (
                 "kernels: the counters of this GPU may not be read" if bench.device == "cuda" else "steps"
@@ -225,14 +188,6 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
             return None, f"{file} has no {missing}"
         found.append(seconds / COUNTED_PROFILED_STEPS)
     return fmean(found), ""
-
-
-def _read_trace(file: Path) -> JsonObject | str:
-    try:
-        trace = json.loads(file.read_bytes(), object_hook=keep_needed)
-    except (OSError, ValueError) as error:
-        return f"{file} cannot be read ({error})"
-    return trace if isinstance(trace, dict) else f"{file} is not a trace"
 
 
 def speed(row: Row) -> float | None:

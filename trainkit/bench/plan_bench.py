@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from trainkit.bench.run_bench import (
     write_bench,
 )
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.load import Change, short_training, with_values
+from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
 from trainkit.observe.sweep_report import REPEAT
@@ -192,52 +192,34 @@ class PlannedBench:
             return self.create(folder, names)
 
 
-def bench_changes(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> list[Change]:
-    """The values that a bench sets in the config of all its runs, changed or not.
-
-    Model, data and optimizer are not among them.
-    """
-    return [
-        *([] if keep_name else _named(config, kind)),
-        *short_training(config, length.steps, "bench"),
-        *_bare(config),
-    ]
-
-
-def effective(changes: Sequence[Change]) -> list[Change]:
-    """The changes that change something."""
-    return [change for change in changes if change.value != change.before]
+BARE: Values = {
+    "checkpoint.every_steps": (None, "a bench saves nothing"),
+    "checkpoint.every_minutes": (None, "a bench saves nothing"),
+    "checkpoint.best_metric": (None, "a bench saves nothing"),
+    "checkpoint.async": (False, "a bench needs no memory for saves"),
+    "requeue.on": ([], "a failed run is not restarted"),
+    "requeue.follow_ups": (0, "a failed run is not restarted"),
+    "logging.tensorboard": (False, "the result is summary.csv"),
+    "logging.mlflow": (None, "the result is summary.csv"),
+    "logging.wandb": (None, "the result is summary.csv"),
+}
+"""The values with which runs save nothing, log less and are not restarted."""
 
 
-def _named(config: RunConfig, kind: Kind) -> Iterator[Change]:
-    yield Change("name", f"{config.name}-{kind}"[:100], config.name, "runs of a bench have their own name")
+def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
+    """The values that a bench sets in the config of all its runs; none of model, data and optimizer."""
+    name = f"{config.name}-{kind}"[:100], "runs of a bench have their own name"
+    return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}
 
 
-def _bare(config: RunConfig) -> Iterator[Change]:
-    """The changes so that runs save nothing, log less and are not restarted."""
-    checkpoint, requeue, logging = config.checkpoint, config.requeue, config.logging
-    reason = "a bench saves nothing"
-    yield Change("checkpoint.every_steps", None, checkpoint.every_steps, reason)
-    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, reason)
-    yield Change("checkpoint.best_metric", None, checkpoint.best_metric, reason)
-    yield Change("checkpoint.async", False, checkpoint.async_save, "a bench needs no memory for saves")
-    yield Change("requeue.on", [], list(requeue.on), "a failed run is not restarted")
-    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a failed run is not restarted")
-    reason = "the result is summary.csv"
-    yield Change("logging.tensorboard", False, logging.tensorboard, reason)
-    yield Change("logging.mlflow", None, logging.mlflow, reason)
-    yield Change("logging.wandb", None, logging.wandb, reason)
-
-
-def profiler_changes(config: RunConfig, length: BenchLength, world_size: int) -> list[Change]:
-    """The values that a bench sets in the section `profiler`, changed or not."""
-    profiler, reason = config.profiler, "measures exposed communication"
-    ranks = list(profiled_ranks(world_size))
-    return [
-        Change("profiler.start_step", length.first_profiled, profiler.start_step, reason),
-        Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, reason),
-        Change("profiler.ranks", ranks, list(profiler.ranks), reason),
-    ]
+def profiler_values(length: BenchLength, world_size: int) -> Values:
+    """The values that a bench sets in the section `profiler`."""
+    values = {
+        "start_step": length.first_profiled,
+        "num_steps": PROFILED_STEPS,
+        "ranks": list(profiled_ranks(world_size)),
+    }
+    return {f"profiler.{key}": (value, "measures exposed communication") for key, value in values.items()}
 
 
 def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> PlannedBench:
@@ -387,28 +369,24 @@ class _Planner:
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
         """The config and plan of a point, and what a bench changes in it."""
         length = self.request.length
-        own = bench_changes(loaded.config, self.kind, length, self.request.keep_name)
+        own = bench_values(loaded.config, self.kind, length, self.request.keep_name)
         if self.kind == "settings":
-            _refuse_set_by_bench(values, [*own, *profiler_changes(loaded.config, length, 1)])
+            _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
         facts = self.gatherer.facts(loaded)
         if facts.target.backend == "submitit":
             raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
-        changes = effective(own)
-        short = with_values(loaded, {change.key: change.value for change in changes}, ORIGIN)
+        short, changes = with_changes(loaded, own, ORIGIN)
         plan = plan_run(short, facts)
-        profiler = effective(profiler_changes(short.config, length, plan.world_size))
-        full = with_values(short, {change.key: change.value for change in profiler}, ORIGIN)
-        return full.config, plan, [*changes, *profiler]
+        full, more = with_changes(short, profiler_values(length, plan.world_size), ORIGIN)
+        return full.config, plan, [*changes, *more]
 
 
-def _refuse_set_by_bench(values: JsonObject, changes: Sequence[Change]) -> None:
+def _refuse_set_by_bench(values: JsonObject, own: Values) -> None:
     for key in values:
         if key in ("launch", "launch.backend", "launch.cluster"):
             raise UsageError(
                 f"--sweep {key}: all points of a bench run in one place", hint="run one bench for each"
             )
-        for change in changes:
-            if change.key == key or change.key.startswith(f"{key}."):
-                raise UsageError(
-                    f"--sweep {key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
-                )
+        for name, (_, why) in own.items():
+            if name == key or name.startswith(f"{key}."):
+                raise UsageError(f"--sweep {key}: a bench sets {name} itself ({why})", hint="remove it")

@@ -24,12 +24,11 @@ from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.observe.follow import run_is_over
-from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus
+from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus, read_newest_end
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.plan.sweep import shown
-from trainkit.run.end import read_end
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup
 from trainkit.run.manifest import remove_all
@@ -328,8 +327,7 @@ def _with_failure(run: RunDir, state: str, reason: str | None) -> tuple[str, str
 
 def _failure(run: RunDir) -> str:
     """The first failure of a run; empty if none is recorded."""
-    numbers = run.attempt_numbers()
-    end = read_end(run.attempt(numbers[-1])) if numbers else None
+    end = read_newest_end(run)
     return end.verdict.line if end is not None and end.verdict else ""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import (
@@ -31,9 +31,6 @@ from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,6 @@ COLUMNS = {
 }
 
 
-MAX_FAILURE = 70
 # Column, heading, format of its values.
 _SHOWN = (
     ("device_batch_size", "BATCH", ""),
@@ -222,24 +218,20 @@ def _cell(value: Any) -> str:
 def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
     """One line per point, and below them the failures."""
     swept = [key.rpartition(".")[2] for key in keys]
-    columns = [item for item in _SHOWN if item[0] not in swept and _is_shown(item[0], rows)]
+    columns = [
+        item
+        for item in _SHOWN
+        if item[0] not in swept
+        and (item[0] not in _OPTIONAL or any(row[item[0]] is not None for row in rows))
+    ]
     heading = [key.upper() for key in short_keys(keys)] + [heading for _, heading, _ in columns]
     values = [
         [*(shown_value(row[key]) for key in keys), *(cell(row[name], spec) for name, _, spec in columns)]
         for row in rows
     ]
     lines = [table([heading, *values])]
-    lines += [f"{row_name(keys, row)}: {_cut(row['verdict'])}" for row in rows if row["verdict"]]
+    lines += [f"{row_name(keys, row)}: {' '.join(row['verdict'].split())}" for row in rows if row["verdict"]]
     return "\n".join(lines)
-
-
-def _is_shown(name: str, rows: Sequence[Row]) -> bool:
-    return name not in _OPTIONAL or any(row[name] is not None for row in rows)
-
-
-def _cut(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_FAILURE else line[: MAX_FAILURE - 1] + "…"
 
 
 PLOTS = {
@@ -251,16 +243,11 @@ PLOTS = {
     "exposed_comm_s": "exposed communication, seconds per step",
 }
 """Column -> label of its axis."""
-RANGES = {"tokens_per_s": ("tokens_per_s_min", "tokens_per_s_max")}
-"""Column -> the columns with its lowest and highest value over the repeats."""
 INSTALL_HINT = "pip install 'trainkit[bench]'"
 MAX_LINES = 8
 """With more lines, bars are clearer."""
 MIN_VALUES = 3
 """A line over fewer values shows less than bars."""
-MAX_TICKS = 12
-LOG_RATIO = 20.0
-"""Values that differ by more are shown on a logarithmic axis."""
 
 
 def can_plot() -> bool:
@@ -286,104 +273,50 @@ def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple
     return written, empty
 
 
-@dataclass(frozen=True)
-class Lines:
-    """Which key the lines of a plot are over, and the rows of each line, in order."""
+def lines_of(keys: Sequence[str], rows: Sequence[Row]) -> tuple[str, dict[str, list[Row]]] | None:
+    """The numeric key with most values, and the rows of each line over it by its name.
 
-    key: str
-    rows: dict[str, list[Row]]
-    """Name of a line, empty if it is the only one -> its rows."""
-
-    @property
-    def is_logarithmic(self) -> bool:
-        values = [row[self.key] for rows in self.rows.values() for row in rows]
-        return bool(min(values) > 0 and max(values) / min(values) >= LOG_RATIO)
-
-
-def lines_of(keys: Sequence[str], rows: Sequence[Row]) -> Lines | None:
-    """The lines over the numeric key with most values; None where bars are clearer."""
-    values = {key: {row[key] for row in rows} for key in keys if all(_is_number(row[key]) for row in rows)}
-    if not values:
-        return None
-    best = max(values, key=lambda key: len(values[key]))
-    if len(values[best]) < MIN_VALUES:
+    None where bars are clearer.
+    """
+    values = {
+        key: {row[key] for row in rows}
+        for key in keys
+        if all(isinstance(row[key], (int, float)) and not isinstance(row[key], bool) for row in rows)
+    }
+    best = max(values, key=lambda key: len(values[key]), default=None)
+    if best is None or len(values[best]) < MIN_VALUES:
         return None
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: float(row[best])):
         lines.setdefault(shown({key: row[key] for key in keys if key != best}), []).append(row)
-    return Lines(best, lines) if len(lines) <= MAX_LINES else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (best, lines) if len(lines) <= MAX_LINES else None
 
 
 def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
-    lines = lines_of(keys, rows)
-    height = 1.2 + 0.35 * len(rows) if lines is None else 5.0
+    found = lines_of(keys, rows)
+    height = 1.2 + 0.35 * len(rows) if found is None else 5.0
     figure = Figure(figsize=(8.0, height), layout="constrained")
     axes = figure.subplots()
-    if lines is None:
-        _draw_bars(axes, keys, rows, column, label)
+    if found is None:
+        bars = list(reversed(rows))  # the first row on top
+        drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
+        axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
+        axes.margins(x=0.15)
+        axes.set_xlabel(label)
     else:
-        _draw_lines(axes, lines, column, label)
+        key, lines = found
+        for name, own in lines.items():
+            known = [row for row in own if row[column] is not None]
+            axes.plot([row[key] for row in known], [row[column] for row in known], marker="o", label=name)
+        if len(lines) > 1:
+            axes.legend()
+        axes.set_xlabel(key)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
-
-
-def _draw_bars(axes: Axes, keys: Sequence[str], rows: Sequence[Row], column: str, label: str) -> None:
-    shown_rows = list(reversed(rows))  # the first row on top
-    names = [row_name(keys, row) for row in shown_rows]
-    values = [row[column] or 0.0 for row in shown_rows]
-    below, above = _errors(shown_rows, column)
-    axes.barh(names, values)
-    if any(below) or any(above):
-        axes.errorbar(values, names, xerr=(below, above), fmt="none", ecolor="black", capsize=3.0)
-    for index, row in enumerate(shown_rows):
-        place = (values[index] + above[index], index)
-        axes.annotate(_mark(row, column), place, (4, 0), textcoords="offset points", va="center")
-    axes.margins(x=0.15)
-    axes.set_xlabel(label)
-
-
-def _draw_lines(axes: Axes, lines: Lines, column: str, label: str) -> None:
-    for name, rows in lines.rows.items():
-        known = [row for row in rows if row[column] is not None]
-        below, above = _errors(known, column)
-        axes.errorbar(
-            [row[lines.key] for row in known],
-            [row[column] for row in known],
-            yerr=(below, above),
-            marker="o",
-            capsize=3.0,
-            label=name or None,
-        )
-        for row in known:
-            if row["status"] != FINISHED:
-                axes.annotate(row["status"], (row[lines.key], row[column]))
-    if lines.is_logarithmic:
-        axes.set_xscale("log")
-        values = sorted({row[lines.key] for rows in lines.rows.values() for row in rows})
-        if len(values) <= MAX_TICKS:
-            axes.set_xticks(values, [f"{value:g}" for value in values])
-            axes.minorticks_off()
-    if len(lines.rows) > 1:
-        axes.legend()
-    axes.set_xlabel(lines.key)
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-
-
-def _errors(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:
-    """How far the lowest and the highest repeat are from the median; zeros where there is one repeat."""
-    if column not in RANGES:
-        return [0.0] * len(rows), [0.0] * len(rows)
-    low, high = RANGES[column]
-    below = [0.0 if row[low] is None else row[column] - row[low] for row in rows]
-    above = [0.0 if row[high] is None else row[high] - row[column] for row in rows]
-    return below, above
 
 
 def _mark(row: Row, column: str) -> str:

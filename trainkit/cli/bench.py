@@ -6,8 +6,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
@@ -28,6 +29,7 @@ from trainkit.bench.summary import (
     write_plots,
     write_summary,
 )
+from trainkit.cli.cancel import cancel_bench
 from trainkit.cli.following import print_copied
 from trainkit.cli.help import Group, examples, warn
 from trainkit.cli.options import (
@@ -36,10 +38,10 @@ from trainkit.cli.options import (
     GroupRequest,
     config_options_unless,
     json_option,
+    named_folder,
     refuse_other_options,
     sweep_option,
 )
-from trainkit.control import cancel
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import table
 from trainkit.plan.launch import describe_plan
@@ -98,58 +100,30 @@ def _columns(own: Mapping[str, str]) -> str:
 
 def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
     """The options of every bench; `what` names its points, `folder` the default folder."""
-
-    def decorate(function: Function) -> Function:
-        decorated: Any = function
-        for option in reversed(
-            (
-                click.option(
-                    "--steps",
-                    type=click.IntRange(min=1),
-                    default=STEPS,
-                    metavar="N",
-                    help=f"Steps per run; default: {STEPS}.",
-                ),
-                click.option(
-                    "--warmup",
-                    type=click.IntRange(min=0),
-                    default=WARMUP,
-                    metavar="K",
-                    help=f"Warm-up steps, not measured; default: {WARMUP}.",
-                ),
-                click.option(
-                    "--repeats",
-                    type=click.IntRange(min=1),
-                    default=1,
-                    metavar="N",
-                    help=f"Run all {what} N times, one round after another, to see how much they vary.",
-                ),
-                click.option(
-                    "--out", metavar="DIR", help=f"Folder of the bench, new or empty; default: {folder}."
-                ),
-                click.option(
-                    "--at-once",
-                    type=click.IntRange(min=1),
-                    default=1,
-                    metavar="N",
-                    help="On Slurm: maximum runs in parallel; default: 1, so that none disturbs another.",
-                ),
-                click.option(
-                    "--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary."
-                ),
-                click.option(
-                    "--dry-run", is_flag=True, help=f"Print the {what} that would run; start nothing."
-                ),
-                click.option(
-                    "--collect", metavar="DIR", help="Write the summary of the bench in DIR; start nothing."
-                ),
-                json_option,
-            )
-        ):
-            decorated = option(decorated)
-        return decorated  # type: ignore[no-any-return]
-
-    return decorate
+    count = click.IntRange(min=1)
+    repeats = f"Run all {what} N times, one round after another, to see how much they vary."
+    at_once = "On Slurm: maximum runs in parallel; default: 1, so that none disturbs another."
+    collect = "Write the summary of the bench in DIR; start nothing."
+    options = (
+        click.option(
+            "--steps", type=count, default=STEPS, metavar="N", help=f"Steps per run; default: {STEPS}."
+        ),
+        click.option(
+            "--warmup",
+            type=click.IntRange(min=0),
+            default=WARMUP,
+            metavar="K",
+            help=f"Warm-up steps, not measured; default: {WARMUP}.",
+        ),
+        click.option("--repeats", type=count, default=1, metavar="N", help=repeats),
+        click.option("--out", metavar="DIR", help=f"Folder of the bench, new or empty; default: {folder}."),
+        click.option("--at-once", type=count, default=1, metavar="N", help=at_once),
+        click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary."),
+        click.option("--dry-run", is_flag=True, help=f"Print the {what} that would run; start nothing."),
+        click.option("--collect", metavar="DIR", help=collect),
+        json_option,
+    )
+    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
 @command.command(
@@ -172,9 +146,7 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
     help="Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
 )
 @_bench_options("layouts", "runs/NAME-layouts")
-def layouts(
-    request: ConfigRequest | None, layouts: tuple[str, ...], collect: str | None, as_json: bool, **typed: Any
-) -> int:
+def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
 
     Without --layout, runs all layouts that the number of processes, the model and the batch allow, simplest
@@ -185,12 +157,7 @@ def layouts(
     On this machine the layouts run one after another, and Ctrl-C ends the current one. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
-    if collect is not None:
-        refuse_other_options("collect")
-        return summarize_folder(collect, as_json)
-    assert request is not None
-    options = BenchOptions(**typed, as_json=as_json)
-    return _bench(plan_layouts(options.request(request), request.load_to_plan(), layouts), options)
+    return _bench(lambda asked, config: plan_layouts(asked, config.load_to_plan(), layouts), request, **typed)
 
 
 @command.command(
@@ -206,9 +173,7 @@ def layouts(
 @config_options_unless("collect")
 @sweep_option("Values to measure, and every combination of several --sweep; repeatable.")
 @_bench_options("points", "runs/NAME-settings")
-def settings(
-    request: ConfigRequest | None, sweeps: tuple[str, ...], collect: str | None, as_json: bool, **typed: Any
-) -> int:
+def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
 
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
@@ -218,50 +183,44 @@ def settings(
     array, or one for each size of job if the sweep changes it; --follow writes the summary, and so does
     --collect DIR later. Exits with 1 if nothing was measured.
     """
+
+    def plan(asked: BenchRequest, config: ConfigRequest) -> PlannedBench:
+        if not sweeps:
+            raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
+        return plan_settings(asked, GroupRequest(sweeps, None).points(config, TRAINER)[1])
+
+    return _bench(plan, request, **typed)
+
+
+def _bench(
+    plan: Callable[[BenchRequest, ConfigRequest], PlannedBench],
+    config: ConfigRequest | None,
+    *,
+    steps: int,
+    warmup: int,
+    repeats: int,
+    out: str | None,
+    at_once: int,
+    follow: bool,
+    dry_run: bool,
+    collect: str | None,
+    as_json: bool,
+) -> int:
     if collect is not None:
         refuse_other_options("collect")
-        return summarize_folder(collect, as_json)
-    if not sweeps:
-        raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
-    assert request is not None
-    options = BenchOptions(**typed, as_json=as_json)
-    asked = options.request(request)
-    _, points = GroupRequest(sweeps, None).points(request, TRAINER)
-    return _bench(plan_settings(asked, points), options)
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The options of every bench."""
-
-    steps: int
-    warmup: int
-    repeats: int
-    out: str | None
-    at_once: int
-    follow: bool
-    dry_run: bool
-    as_json: bool
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of ``--out``."""
-        if self.out is not None and not self.out.strip():
-            raise UsageError("--out is empty", hint="name a folder, or omit --out")
-        return None if self.out is None else Path(self.out)
-
-    def request(self, config: ConfigRequest) -> BenchRequest:
-        length = BenchLength(self.steps, self.warmup)
-        return BenchRequest(config.path, length, self.repeats, "name" in config.flags)
-
-
-def _bench(planned: PlannedBench, typed: BenchOptions) -> int:
-    if not typed.dry_run:
+        return summarize(read_bench(Path(collect)), as_json)
+    assert config is not None
+    folder = named_folder(out, OPTION)
+    length = BenchLength(steps, warmup)
+    planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
+    if not dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)
-    if typed.dry_run:
-        return _list(planned, typed.as_json)
-    return _run_here(planned, typed) if planned.plan.is_here else _submit(planned, typed)
+    if dry_run:
+        return _list(planned, as_json)
+    if planned.plan.is_here:
+        return _run_here(planned, folder, as_json)
+    return _submit(planned, folder, at_once, follow, as_json)
 
 
 def _describe(planned: PlannedBench) -> None:
@@ -314,9 +273,9 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
+def _run_here(planned: PlannedBench, out: Path | None, as_json: bool) -> int:
     """Run the points one after another on this machine, and write the summary."""
-    bench = planned.create_local(typed.folder)
+    bench = planned.create_local(out)
     runs = planned.runs
 
     def start(index: int, item: BenchRun) -> RunDir:
@@ -336,17 +295,17 @@ def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
     except KeyboardInterrupt:
         click.echo(f"\n`{bench.command} --collect {shown}` writes the summary so far", err=True)
         return EXIT_INTERRUPTED
-    return summarize(bench, typed.as_json)
+    return summarize(bench, as_json)
 
 
-def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
+def _submit(planned: PlannedBench, out: Path | None, at_once: int, follow: bool, as_json: bool) -> int:
     """Submit the points, as one array or several; with --follow, wait and write the summary."""
-    bench = _create_arrays(planned, typed)
+    bench = _create_arrays(planned, out, at_once)
     groups = bench.groups
     _start_arrays(bench.folder, groups)
     shown = quote(str(bench.folder))
-    if not typed.follow:
-        if typed.as_json:
+    if not follow:
+        if as_json:
             click.echo(json.dumps(_submitted(bench, groups)))
         else:
             click.echo("\n".join([str(bench.folder), *(str(group.job_id) for group in groups)]))
@@ -367,7 +326,7 @@ def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
             err=True,
         )
         return EXIT_INTERRUPTED
-    return summarize(bench, typed.as_json)
+    return summarize(bench, as_json)
 
 
 def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
@@ -377,18 +336,18 @@ def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
     return {**(arrays[0] if len(arrays) == 1 else {}), "folder": str(bench.folder), "arrays": arrays}
 
 
-def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
+def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Bench:
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
-    specs = [ArraySpec(tuple(range(len(runs))), typed.at_once) for runs in arrays]
+    specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
     refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
-        created = Submission(planned.runs, specs[0]).create(argv, typed.folder, OPTION)
+        created = Submission(planned.runs, specs[0]).create(argv, out, OPTION)
         print_copied(created.code)
         return planned.create(created.run.path, [str(index) for index in specs[0].indices])
     places: dict[int, str] = {}
     first = None
-    with new_folder(planned.name, typed.folder, OPTION) as (folder, _):
+    with new_folder(planned.name, out, OPTION) as (folder, _):
         for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
             points = [replace(run, index=index) for index, run in enumerate(runs)]
             place = folder / f"array-{number}"
@@ -401,44 +360,28 @@ def _create_arrays(planned: PlannedBench, typed: BenchOptions) -> Bench:
 
 def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
     """Submit arrays that run one after another: all of them, or none."""
-    num_started = 0
-    try:
-        for group in groups:
-            after = groups[num_started - 1].job_id if num_started else None
-            start_group(group, after)
-            num_started += 1
-    except BaseException:
-        _undo(folder, groups, num_started)
-        raise
-
-
-def _undo(folder: Path, groups: Sequence[RunGroup], num_started: int) -> None:
-    """Cancel the arrays of a bench of which the next one could not be submitted."""
-    if len(groups) == 1:
-        return  # its folder is that of the bench, which `start_group` removes
-    for group in groups[num_started + 1 :]:
-        shutil.rmtree(group.path, ignore_errors=True)
-    has_run = False
-    # The one that failed still has its folder if its job may exist.
-    for group in reversed([group for group in groups[: num_started + 1] if group.path.exists()]):
+    after = None
+    for number, group in enumerate(groups, 1):
         try:
-            has_run |= cancel.cancel_group(group, now=True, wait=False).facts["num_running"] > 0
-        except TrainkitError as error:
-            has_run = True
-            click.echo(f"warning: {group.path} may still run: {error.message}", err=True)
-        else:
-            click.echo(f"cancelled {group.job_id}: not all arrays of the bench were submitted", err=True)
-    if has_run:
-        click.echo(f"{folder} is kept: some of its runs may have started", err=True)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+            after = start_group(group, after)
+        except BaseException:
+            if len(groups) > 1:  # else its folder is that of the bench, which `start_group` removes
+                _undo(folder, groups[number:])
+            raise
 
 
-def summarize_folder(folder: str, as_json: bool) -> int:
-    """Write the summary of the bench in a folder."""
-    if not folder.strip():
-        raise UsageError("--collect is empty", hint="name the folder of a bench")
-    return summarize(read_bench(Path(folder)), as_json)
+def _undo(folder: Path, not_started: Sequence[RunGroup]) -> None:
+    """Cancel the arrays of a bench of which the next one could not be submitted."""
+    for group in not_started:
+        shutil.rmtree(group.path)
+    if not any(folder.glob("array-*")):  # the first one was refused
+        shutil.rmtree(folder)
+        return
+    click.echo(f"not all arrays were submitted: the others are cancelled, and {folder} is kept", err=True)
+    try:
+        cancel_bench(folder, now=True, wait=False)
+    except TrainkitError as error:
+        click.echo(f"warning: {folder} may still run: {error.message}", err=True)
 
 
 def summarize(bench: Bench, as_json: bool) -> int:

@@ -38,7 +38,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
-        return _cancel_bench(folder, now=now, wait=wait, as_json=as_json)
+        return cancel_bench(folder, now=now, wait=wait, as_json=as_json)
     found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
@@ -52,7 +52,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
-def _cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool) -> int:
+def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) -> int:
     """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
     from trainkit.bench.run_bench import read_bench
     from trainkit.control.cancel import cancel_group

@@ -82,17 +82,9 @@ def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
     yield f"sample {sample.index}  {ranks} microbatch {sample.microbatch}{note}{text}"
     for document in sample.documents[:MAX_DOCUMENTS]:
         inside = f" (token {document.skipped_tokens:,})" if document.skipped_tokens else ""
-        yield f"  {shown(document.where)}{inside}: {document.num_tokens:,} tokens  {one_line(document.text)}"
+        yield f"  {document.where}{inside}: {document.num_tokens:,} tokens  {one_line(document.text)}"
     if len(sample.documents) > MAX_DOCUMENTS:
         yield f"  and {len(sample.documents) - MAX_DOCUMENTS:,} more documents"
-
-
-def shown(where: str) -> str:
-    """A place with the path of its file relative to the current folder."""
-    from trainkit.replay.steps import shown_path
-
-    file, unit, position = where.rsplit(" ", 2)
-    return f"{shown_path(file)} {unit} {position}"
 
 
 def one_line(text: str) -> str:

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from trainkit.cli.following import print_copied
 from trainkit.cli.help import examples
 from trainkit.cli.options import (
     ConfigRequest,
@@ -20,16 +21,20 @@ from trainkit.cli.options import (
     launcher_option,
     trailing_workload,
 )
-from trainkit.drill.run_drill import DEFAULT_STEPS, MIN_STEPS
-from trainkit.drill.scenarios import NAMES
+from trainkit.config import LoadedConfig
+from trainkit.config.load import Change
+from trainkit.drill.result import Result, all_passed, result_table, summary
+from trainkit.drill.run_drill import DEFAULT_STEPS, MIN_STEPS, REFERENCE, Drill, drill_config, make_folder
+from trainkit.drill.scenarios import NAMES, Scenario, select, skip_reason
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
-    from trainkit.config.load import Change
-    from trainkit.drill.result import Result
-    from trainkit.drill.scenarios import Scenario
-    from trainkit.plan.launch import LaunchPlan
+from trainkit.formats import table
+from trainkit.plan.launch import LaunchPlan, describe_plan
+from trainkit.run.files import write_json
+from trainkit.run.registry import isolated_state
+from trainkit.run.rundir import RunDir
+from trainkit.submit.create import create_run
+from trainkit.submit.plan_run import gather, plan_run
+from trainkit.submit.start import start_run
 
 
 @click.command(
@@ -76,10 +81,6 @@ def command(
     tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
-    from trainkit.drill.run_drill import drill_config
-    from trainkit.drill.scenarios import select, skip_reason
-    from trainkit.submit.plan_run import gather, plan_run
-
     workload = trailing_workload(launcher)
     if workload.is_command and steps is not None:
         raise UsageError(
@@ -107,7 +108,6 @@ def command(
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
-    from trainkit.formats import table
 
     if as_json:
         value = [
@@ -136,15 +136,6 @@ def _drill(
     seed: int,
     as_json: bool,
 ) -> int:
-    from trainkit.cli.following import print_copied
-    from trainkit.drill.result import all_passed, result_table, summary
-    from trainkit.drill.run_drill import REFERENCE, Drill, make_folder
-    from trainkit.plan.launch import describe_plan
-    from trainkit.run.files import write_json
-    from trainkit.run.registry import isolated_state
-    from trainkit.run.rundir import RunDir
-    from trainkit.submit.create import create_run
-    from trainkit.submit.start import start_run
 
     def log_line(text: str) -> None:
         click.echo(text, err=True)

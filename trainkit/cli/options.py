@@ -67,11 +67,11 @@ class ConfigRequest:
             raise planning_error(error, workload or TRAINER, target=target) from None
 
 
-def named_folder(text: str) -> Path:
-    """The folder of --run-dir; UsageError if it is empty, as from an unset shell variable."""
-    if not text.strip():
-        raise UsageError("--run-dir is empty", hint="name a folder, or omit --run-dir for runs/NAME")
-    return Path(text)
+def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
+    """The folder of an option; UsageError if it is empty, as from an unset shell variable."""
+    if text is not None and not text.strip():
+        raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
+    return None if text is None else Path(text)
 
 
 def json_option(function: Function) -> Function:

@@ -15,7 +15,7 @@ from trainkit.formats import plural
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.plan.hardware import Hardware
+    from trainkit.plan.gpus import Hardware
     from trainkit.plan.layouts.choices import Choice
     from trainkit.plan.model_shape import ModelShape
 
@@ -67,7 +67,7 @@ def command(
 def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
     from trainkit.cluster.machine import detect_machine
     from trainkit.cluster.target import LOCAL, make_target
-    from trainkit.plan.hardware import find_hardware
+    from trainkit.plan.gpus import find_hardware
 
     # Slurm is queried only if the type or number of GPUs is missing.
     is_given = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None

@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -112,7 +111,7 @@ def command(
         warn(text)
     click.echo(what.cost, err=True)
     if submit:
-        return _submit(what, None if run_dir is None else named_folder(run_dir), follow, as_json)
+        return _submit(what, named_folder(run_dir), follow, as_json)
     return _run_here(what, keep, as_json)
 
 
@@ -131,29 +130,15 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
     from trainkit.job.signals import exit_on_stop
     from trainkit.replay.run_replay import run_replay
 
-    with exit_on_stop(), _throw_away_folder(keep) as folder:
-        return _report(what, run_replay(what, folder), as_json)
-
-
-@contextmanager
-def _throw_away_folder(keep: bool) -> Iterator[Path]:
-    """A temporary folder, removed at the end of the block."""
-    folder = None
-    try:
+    with exit_on_stop():
         folder = Path(tempfile.mkdtemp(prefix="trainkit-replay-"))
-        yield folder
-    except OSError as error:
-        if folder is not None and not str(error.filename or folder).startswith(str(folder)):
-            raise
-        raise UsageError(
-            f"cannot write {folder or tempfile.gettempdir()}: {error.strerror or error}",
-            hint="free disk space, or name another folder with the variable TMPDIR",
-        ) from error
-    finally:
-        if folder is not None and keep:
-            click.echo(f"kept {folder}", err=True)
-        elif folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            return _report(what, run_replay(what, folder), as_json)
+        finally:
+            if keep:
+                click.echo(f"kept {folder}", err=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:

@@ -91,7 +91,7 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
-    folder = None if run_dir is None else named_folder(run_dir)
+    folder = named_folder(run_dir)
 
     def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)

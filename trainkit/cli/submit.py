@@ -76,7 +76,7 @@ def command(
     from trainkit.submit.submission import plan_submission
 
     workload = trailing_workload(launcher)
-    folder = None if run_dir is None else named_folder(run_dir)
+    folder = named_folder(run_dir)
     if group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"

@@ -309,20 +309,38 @@ def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Change]:
-    """The changes for a run of `num_steps` steps that logs every step; `what` names it in reasons."""
-    train, schedule = config.train, config.schedule
-    yield Change("train.steps", num_steps, train.steps, f"a {what} is short")
-    yield Change("train.epochs", None, train.epochs, f"train.steps sets the length of the {what}")
-    yield Change("train.stop_at_step", None, train.stop_at_step, f"train.steps sets the length of the {what}")
-    yield Change("train.log_every", 1, train.log_every, f"the {what} uses every step")
-    yield Change("train.eval_every", None, train.eval_every, f"the {what} needs no validation")
-    yield Change("notify.webhook", None, config.notify.webhook, f"the {what} reports nothing")
-    yield Change("notify.mail", None, config.notify.mail, f"the {what} reports nothing")
+Values = dict[str, tuple[Any, str]]
+"""Dotted key -> the value that a command sets, and why."""
+
+
+def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
+    """The values of a run of `num_steps` steps that logs every step; `what` names it in reasons."""
+    schedule, length = config.schedule, f"train.steps sets the length of the {what}"
+    values: Values = {
+        "train.steps": (num_steps, f"a {what} is short"),
+        "train.epochs": (None, length),
+        "train.stop_at_step": (None, length),
+        "train.log_every": (1, f"the {what} uses every step"),
+        "train.eval_every": (None, f"the {what} needs no validation"),
+        "notify.webhook": (None, f"the {what} reports nothing"),
+        "notify.mail": (None, f"the {what} reports nothing"),
+    }
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
-        yield Change(
-            "schedule.decay_steps", None, schedule.decay_steps, f"the schedule is longer than the {what}"
-        )
+        values["schedule.decay_steps"] = None, f"the schedule is longer than the {what}"
+    return values
+
+
+def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[LoadedConfig, list[Change]]:
+    """A copy of the config with `values`, and those that change it; raises ConfigError as `with_values`."""
+    content = loaded.config.model_dump(mode="json", by_alias=True)
+    changes = []
+    for key, (value, why) in values.items():
+        before = content
+        for name in key.split("."):
+            before = before[name]
+        if value != before:
+            changes.append(Change(key, value, before, why))
+    return with_values(loaded, {change.key: change.value for change in changes}, origin), changes
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.backends import backend_of
-from trainkit.backends.jobs import live_entry, recover_job_id
-from trainkit.backends.slurm import cancel_follow_ups, step_of
+from trainkit.backends.slurm import print_note, step_of
+from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from trainkit.run.lock import run_lock
 from trainkit.run.manifest import Checkpoint, published
-from trainkit.run.record import mark_cancelled, read_job
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import kill_step, requeue, run_step
 
@@ -78,12 +77,6 @@ def kill_all(pids: Iterable[int]) -> int:
     return num_killed
 
 
-def kill_node(run: RunDir, node_rank: int) -> int:
-    """Send SIGKILL to an agent and its descendants, as if its node died; returns the number of processes."""
-    agent = find_processes(run).agents.get(node_rank)
-    return 0 if agent is None else kill_all((agent, *descendants(agent)))
-
-
 GONE_WITHIN_S = 120.0
 FLIPPED_BYTES = 8
 
@@ -109,7 +102,8 @@ class FaultInjector:
         return rank in ranks and kill_all([ranks[rank]]) > 0
 
     def kill_node(self, node_rank: int) -> bool:
-        return kill_node(self.run, node_rank) > 0
+        agent = find_processes(self.run).agents.get(node_rank)
+        return agent is not None and kill_all((agent, *descendants(agent))) > 0
 
     def kill_ranks(self) -> bool:
         return kill_all(find_processes(self.run).ranks.values()) > 0
@@ -125,20 +119,23 @@ class SlurmFaultInjector(FaultInjector):
         return self._kill_where(f"RANK={rank}")
 
     def kill_node(self, node_rank: int) -> bool:
-        entry = read_job(self.run).newest
-        step_id = None if entry is None else step_of(self.run, entry)
+        _, step_id = self._step()
         # The step id leaves out the batch shell, whose SLURM_NODEID is meaningless.
         return step_id is not None and self._kill_where(
             f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
         )
 
     def kill_ranks(self) -> bool:
-        entry = read_job(self.run).newest
-        step_id = None if entry is None else step_of(self.run, entry)
+        entry, step_id = self._step()
         if entry is None or step_id is None:
             return False
         kill_step(entry.job_id, step_id)
         return True
+
+    def _step(self) -> tuple[AttemptRecord | None, str | None]:
+        """The newest attempt, and the Slurm step of its ranks."""
+        entry = read_job(self.run).newest
+        return entry, None if entry is None else step_of(self.run, entry)
 
     def _kill_where(self, *words: str) -> bool:
         entry = read_job(self.run).newest
@@ -146,11 +143,8 @@ class SlurmFaultInjector(FaultInjector):
         if entry is None or job is None or not job.num_nodes:
             return False
         own = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry.attempt}"]
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)
-        }
+        without = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)
+        environ = {name: value for name, value in os.environ.items() if name not in without}
         argv = ["sh", "-c", _KILL_BY_ENVIRONMENT, "sh", *own, *words]
         return "killed" in run_step(job.job_id, job.num_nodes, argv, environ=environ)
 
@@ -183,15 +177,9 @@ def kill_job(run: RunDir) -> bool:
 
     Returns False if it had already ended.
     """
-    with run_lock(run):
-        recover_job_id(run)
-        entry = live_entry(run, "cancel")
-        if entry is None:
-            return False
-        mark_cancelled(run, now=True)
-        # First, because the end of this job would start its follow-up jobs.
-        cancel_follow_ups(run, keep=entry.job_id)
-        backend_of(entry).kill(run, entry)
+    entry = read_job(run).newest
+    if entry is None or cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
+        return False
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
     backend_of(entry).wait_until_gone(run, entry, GONE_WITHIN_S)
     return True

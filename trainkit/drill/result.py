@@ -1,16 +1,77 @@
-"""The results of a drill: checks the run of each scenario, and formats the table of all results."""
+"""The results of a drill: compares the loss curve of each run, checks its end, and formats a table of all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from trainkit.drill.loss_curve import Point, compare, steps_while_saving
 from trainkit.drill.scenarios import Scenario, ScenarioRecord
 from trainkit.formats import plural, table
 from trainkit.run.end import AttemptEnd
-from trainkit.run.events import Event
+from trainkit.run.events import Event, StepRecord
+
+
+@dataclass(frozen=True)
+class Point:
+    """One computed step, as recorded."""
+
+    step: int
+    loss: str
+    """The loss as JSON text: equal texts mean bit-identical losses."""
+    samples_seen: int | None = None
+    attempt: int | None = None
+    """None if the trainer does not record it."""
+
+
+def points_of(records: Iterable[StepRecord]) -> list[Point]:
+    """The points of the steps of a run that have a loss, in order of computation."""
+    return [
+        Point(record.step, json.dumps(record.values["loss"]), record.count("samples_seen"), record.attempt)
+        for record in records
+        if "loss" in record.values
+    ]
+
+
+def num_recomputed(points: Sequence[Point]) -> int:
+    """Number of repeated computations of steps."""
+    return len(points) - len({point.step for point in points})
+
+
+def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
+    """The first difference of a computed step from the uninterrupted run; empty if all are equal."""
+    expected = {point.step: point for point in reference}
+    for point in points:
+        known = expected.get(point.step)
+        if known is None:
+            return f"step {point.step} is not in the uninterrupted run"
+        if point.loss != known.loss:
+            return f"loss {point.loss} at step {point.step} instead of {known.loss}"
+        if point.samples_seen != known.samples_seen:
+            seen = f"{point.samples_seen} samples seen"
+            return f"{seen} at step {point.step} instead of {known.samples_seen}"
+    missing = sorted(set(expected) - {point.step for point in points})
+    return f"step {missing[0]} is missing" if missing else ""
+
+
+def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
+    """Number of steps computed while a save was being written that an interruption then cut off.
+
+    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
+    """
+    total = 0
+    for start in events:
+        if start.name != "training":
+            continue
+        before = (start.attempt or 0) - 1
+        done = [point.step for point in points if point.attempt == before]
+        own = (event for event in events if event.name == "checkpoint_begin" and event.attempt == before)
+        begun = [event.step or 0 for event in own]
+        if done and begun and begun[-1] > (start.step or 0):
+            total += done[-1] - begun[-1]
+    return total
+
 
 State = Literal["passed", "failed", "missed", "skipped"]
 """`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
@@ -75,7 +136,8 @@ def evaluate(
     `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
     number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`.
     """
-    comparison, has_curve = compare(reference, outcome.points), bool(reference)
+    has_curve, again = bool(reference), num_recomputed(outcome.points)
+    difference = compare(reference, outcome.points) if has_curve else ""
     result = Result(
         scenario.name,
         "passed",
@@ -84,16 +146,16 @@ def evaluate(
         step=record.step,
         restart_s=record.restart_s,
         restarted_by=record.restarted_by,
-        num_recomputed=comparison.num_recomputed if has_curve else None,
-        curve="unknown" if not has_curve else "differs" if comparison.difference else "equal",
+        num_recomputed=again if has_curve else None,
+        curve="unknown" if not has_curve else "differs" if difference else "equal",
         run_dir=outcome.run_dir,
     )
     if record.refused:
         return replace(result, state="skipped", message=record.refused, curve="", num_recomputed=None)
     problems = _problems(scenario, record, outcome, requeue_on)
     if has_curve:
-        problems += [comparison.difference] if comparison.difference else []
-        problems += _too_many_recomputed(scenario, comparison.num_recomputed, outcome, interval)
+        problems += [difference] if difference else []
+        problems += _too_many_recomputed(scenario, again, outcome, interval)
     if problems:
         return replace(result, state="failed", message="; ".join(problems))
     return replace(result, state="missed", message=record.missed) if record.missed else result
@@ -119,22 +181,17 @@ def _problems(
 
 
 def _too_many_recomputed(
-    scenario: Scenario, num_recomputed: int, outcome: RunOutcome, interval: int | None
+    scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
     """The problem if too many steps were recomputed: none may be after a signal, else those since a save."""
     if scenario.graceful:
-        return [f"{num_recomputed} steps were recomputed after a graceful stop"] if num_recomputed else []
-    if interval is None:
+        return [f"{again} steps were recomputed after a graceful stop"] if again else []
+    num_restarts = len({event.attempt for event in outcome.events if event.name == "training"}) - 1
+    intervals = num_restarts * (2 if scenario.name == "damaged-checkpoint" else 1)
+    allowed = intervals * (interval or 0) + steps_while_saving(outcome.points, outcome.events)
+    if interval is None or again <= allowed:
         return []
-    intervals = 2 if scenario.name == "damaged-checkpoint" else 1
-    attempts = {event.attempt for event in outcome.events if event.name == "training"}
-    num_restarts = len(attempts) - 1
-    allowed = num_restarts * intervals * interval + steps_while_saving(outcome.points, outcome.events)
-    return (
-        [f"{num_recomputed} steps were recomputed; the maximum is {allowed}"]
-        if num_recomputed > allowed
-        else []
-    )
+    return [f"{again} steps were recomputed; the maximum is {allowed}"]
 
 
 def _remark(record: ScenarioRecord, has_curve: bool) -> str:

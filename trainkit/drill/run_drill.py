@@ -9,16 +9,15 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.load import Change, short_training, with_values
+from trainkit.config.load import Change, Values, short_training, with_changes
 from trainkit.drill.inject import injector_for, kill_job
-from trainkit.drill.loss_curve import Point, compare, read_points
-from trainkit.drill.result import Result, RunOutcome, evaluate
-from trainkit.drill.run_watch import RunWatch
-from trainkit.drill.scenarios import Scenario, ScenarioRunner, choose_target, skip_reason
+from trainkit.drill.result import Point, Result, RunOutcome, evaluate, num_recomputed, points_of
+from trainkit.drill.scenarios import RunWatch, Scenario, ScenarioRunner, choose_target, skip_reason
 from trainkit.errors import TrainkitError
+from trainkit.observe.group import read_newest_end
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.events import read_events
+from trainkit.run.events import read_events, read_steps
 from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.rundir import RunDir
@@ -77,11 +76,10 @@ class Drill:
                 hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
-        self.reference = read_points(run)
-        num_recomputed = compare(self.reference, self.reference).num_recomputed
-        if num_recomputed:
+        self.reference = points_of(read_steps(run))
+        if again := num_recomputed(self.reference):
             raise TrainkitError(
-                f"{run.metrics_file} records {num_recomputed} steps twice without any interruption",
+                f"{run.metrics_file} records {again} steps twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         self.usual_s = _seconds_of(run, end)
@@ -125,14 +123,10 @@ class Drill:
 
 
 def _outcome(run: RunDir) -> RunOutcome:
-    numbers = run.attempt_numbers()
-    damages = [
-        f"{checkpoint.path.name}: {damage}"
-        for checkpoint in published(run.checkpoints_dir)
-        if (damage := find_damage(checkpoint))
-    ]
-    end = (read_end(run.attempt(numbers[-1])) if numbers else None) or AttemptEnd()
-    return RunOutcome(end, read_points(run), list(read_events(run)), damages, str(run.path))
+    found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
+    damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
+    end = read_newest_end(run) or AttemptEnd()
+    return RunOutcome(end, points_of(read_steps(run)), list(read_events(run)), damages, str(run.path))
 
 
 def _seconds_of(run: RunDir, end: AttemptEnd) -> float:
@@ -155,6 +149,7 @@ MIN_STEPS = 12
 """With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
 NUM_SAVES = 6
 ORIGIN = "trainkit drill"
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def save_interval(num_steps: int) -> int:
@@ -167,31 +162,17 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
 
     `device` is that of the plan: ``cpu`` or ``cuda``.
     """
-    possible = [*_changes(loaded.config, num_steps), *_deterministic(loaded.config, device)]
-    changes = [change for change in possible if change.value != change.before]
-    return with_values(loaded, {change.key: change.value for change in changes}, ORIGIN), changes
-
-
-def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
-    yield from short_training(config, num_steps, "drill")
-    checkpoint = config.checkpoint
-    yield Change(
-        "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
-    )
-    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "a drill saves at known steps")
-    yield Change("logging.mlflow", None, config.logging.mlflow, "runs of a drill are in no tracker")
-    yield Change("logging.wandb", None, config.logging.wandb, "runs of a drill are in no tracker")
-
-
-CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-
-
-def _deterministic(config: RunConfig, device: str) -> Iterator[Change]:
-    """The changes that make two runs on GPUs bit-identical."""
-    if device == "cpu":
-        return
-    reason = "makes two runs on GPUs bit-identical"
-    yield Change("train.deterministic", True, config.train.deterministic, reason)
-    env = config.launch.env
-    # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
-    yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")
+    config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
+    values: Values = {
+        **short_training(config, num_steps, "drill"),
+        "checkpoint.every_steps": (save_interval(num_steps), "a drill is short"),
+        "checkpoint.every_minutes": (None, "a drill saves at known steps"),
+        "logging.mlflow": in_no_tracker,
+        "logging.wandb": in_no_tracker,
+    }
+    if device != "cpu":
+        values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"
+        # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
+        env = {CUBLAS_VARIABLE: ":4096:8", **config.launch.env}
+        values["launch.env"] = env, "train.deterministic needs it"
+    return with_changes(loaded, values, ORIGIN)

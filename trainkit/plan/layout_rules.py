@@ -183,14 +183,14 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
         )
         raise _problem("dp_shard", message, "-1 derives it from the number of processes")
     layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
-    return layout, _description(layout) + note
+    return layout, describe_layout(layout) + note
 
 
 def _problem(name: str, message: str, hint: str) -> ConfigError:
     return ConfigError([Problem(f"parallel.{name}", message, hint=hint)])
 
 
-def _description(layout: Layout) -> str:
+def describe_layout(layout: Layout) -> str:
     """Describe the replicas and shards of a layout."""
     model_ranks = layout.tp * layout.pp * layout.cp
     holder = "process" if model_ranks == 1 else f"group of {model_ranks} processes"

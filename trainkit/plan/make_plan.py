@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL
@@ -16,7 +17,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.formats import gib, memory_mib
 from trainkit.plan.batch import parallel_with
 from trainkit.plan.facts import Facts
-from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
+from trainkit.plan.gpus import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
@@ -25,6 +26,8 @@ from trainkit.plan.memory import FLOAT32, state_bytes
 from trainkit.plan.model_shape import ModelShape, num_params, resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import optimizer_bytes
 from trainkit.plan.workload import TRAINER, Workload
+
+Policy = TypeVar("Policy", RequeuePolicy, NotifyPolicy)
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
@@ -119,7 +122,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
             "exit code 0 is the end; after a notice only if the command has created $TRAINKIT_JOB_DONE_FILE"
         )
         if target.node_sizes is None:  # a step has no supervisor that could look at it
-            draft.reasons["silence"] = _silence_reason(_policy(config.requeue))
+            draft.reasons["silence"] = _silence_reason(_policy(RequeuePolicy, config.requeue))
     draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
     lead_s = draft.lead_s()
@@ -136,8 +139,8 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         workers_per_node=workers_per_node,
         env={**given.env, **config.launch.env},
         network=config.launch.network,
-        requeue=_policy(config.requeue),
-        notify=_notify_policy(config.notify),
+        requeue=_policy(RequeuePolicy, config.requeue),
+        notify=_policy(NotifyPolicy, config.notify),
         spare_nodes=0 if slurm is None else config.resources.spare_nodes,
         per=per,
         device=device,
@@ -186,18 +189,9 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
     return SlurmDraft(loaded, machine, cluster=target.cluster)
 
 
-def _policy(requeue: RequeueConfig) -> RequeuePolicy:
-    return RequeuePolicy(
-        on=requeue.on,
-        max=requeue.max,
-        max_crashes=requeue.max_crashes,
-        hang_factor=requeue.hang_factor,
-        hang_min_s=requeue.hang_min_s,
-        inspect_s=requeue.inspect_s,
-        silence_s=requeue.silence_s,
-        slow_hosts=requeue.slow_hosts,
-        slow_after_s=requeue.slow_after_s,
-    )
+def _policy(policy: type[Policy], section: RequeueConfig | NotifyConfig) -> Policy:
+    """The values of a section that the job needs."""
+    return policy(**{field.name: getattr(section, field.name) for field in fields(policy)})
 
 
 def _silence_reason(policy: RequeuePolicy) -> str:
@@ -208,15 +202,6 @@ def _silence_reason(policy: RequeuePolicy) -> str:
     if policy.silence_s is None:
         return f"{reported}; never ended, as requeue.silence_s is null"
     return f"{reported}; ended as a hang after {policy.silence_s:g} s"
-
-
-def _notify_policy(notify: NotifyConfig) -> NotifyPolicy:
-    return NotifyPolicy(
-        on=notify.on,
-        webhook=notify.webhook,
-        min_interval_s=notify.min_interval_s,
-        stalled_after_s=notify.stalled_after_s,
-    )
 
 
 def _init_problems(loaded: LoadedConfig, facts: Facts) -> Iterator[Problem]:

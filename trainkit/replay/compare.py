@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.config import read_effective
+from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
-from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
+from trainkit.replay.plan_replay import ReplayPlan, changed_values
 from trainkit.replay.run_replay import SAMPLES_FILE
 from trainkit.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.run.events import read_metrics
@@ -102,10 +103,12 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     start_step = min(began.step for began in starts.values())
     recorded = _recorded(what, start_step + 1)
     attempts = sorted({number for by_attempt in recorded.values() for number in by_attempt})
+    reasons: dict[int, list[str]] = {}
     for number in attempts:
-        refuse_other_data(number, attempt_starts(what.run).get(number, Start()).data, start.data)
+        before = attempt_starts(what.run).get(number, Start())
+        refuse_other_data(number, before.data, start.data)
+        reasons[number] = list(_rounding(what, number, before, start))
     # A later attempt began with what the earlier ones had rounded.
-    reasons = {number: list(_rounding(what, number, start)) for number in attempts}
     inexact = next((number for number in attempts if reasons[number]), math.inf)
     tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
@@ -153,9 +156,9 @@ def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, flo
     return found
 
 
-def _rounding(what: ReplayPlan, attempt: int, start: Start) -> Iterator[str]:
+def _rounding(what: ReplayPlan, attempt: int, before: Start, start: Start) -> Iterator[str]:
     """What differs from an attempt and changes the rounding."""
-    plan, now = read_plan(what.run.attempt(attempt)), what.plan
+    plan, now = LaunchPlan.read(what.run.attempt(attempt).plan_file), what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
     elif now.batch.device_batch_size != plan.batch.device_batch_size:
@@ -165,7 +168,6 @@ def _rounding(what: ReplayPlan, attempt: int, start: Start) -> Iterator[str]:
         was = getattr(config.parallel, key)
         if key not in (*DEGREES, "pp_microbatches") and was != value:
             yield f"parallel.{key} {value} instead of {was}"
-    before = attempt_starts(what.run).get(attempt, Start())
     for name, text in FACTS.items():
         was, is_now = getattr(before, name), getattr(start, name)
         if was is not None and is_now is not None and was != is_now:
@@ -183,7 +185,7 @@ def _difference(recorded: float | None, replayed: float | None) -> float:
 
 def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir) -> Culprit:
     """Which rank computed something else first, by what each recorded before and after the reduction."""
-    num_ranks = read_plan(attempt).world_size
+    num_ranks = LaunchPlan.read(attempt.plan_file).world_size
     ranks = range(num_ranks)
     was = [rank_record(attempt, rank, bad.step) for rank in ranks]
     hosts = tuple("" if record is None else str(record.host) for record in was)
@@ -211,13 +213,9 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
         if not differing:
             continue
         if len(differing) < num_ranks or num_ranks == 1:
-            return Culprit(tuple(differing), _hosts_of(differing, hosts), label)
+            return Culprit(tuple(differing), tuple(dict.fromkeys(hosts[rank] for rank in differing)), label)
         return Culprit((), all_hosts, f"of all ranks {label}")
     return Culprit((), all_hosts, "only the sum over the ranks")
-
-
-def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
 def _replayed_record(copy: RunDir, rank: int, step: int) -> RankRecord | None:

@@ -177,18 +177,13 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
             )
 
 
-def read_plan(attempt: AttemptDir) -> LaunchPlan:
-    """The launch plan of an attempt."""
-    return LaunchPlan.read(attempt.plan_file)
-
-
 def changed_values(before: AttemptDir, after: AttemptDir) -> list[str]:
     """The values that change what a step computes and differ between two attempts, as lines to show."""
     if before.number == after.number:
         return []
     lines = changes(read_effective(before.config_file), read_effective(after.config_file))
     found = [line for line in lines if not line.startswith(IRRELEVANT)]
-    was, now = read_plan(before), read_plan(after)
+    was, now = LaunchPlan.read(before.plan_file), LaunchPlan.read(after.plan_file)
     if was.batch.global_batch_size != now.batch.global_batch_size:
         found.append(f"global batch size: {was.batch.global_batch_size} -> {now.batch.global_batch_size}")
     if was.lr != now.lr:

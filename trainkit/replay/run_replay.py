@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import signal
@@ -31,7 +30,6 @@ from trainkit.submit.create import collect_provenance, new_folder
 from trainkit.submit.secrets import without_secrets
 from trainkit.submit.start import start_run
 
-MIN_FREE_BYTES = 2**16
 SAMPLES_FILE = "sample_losses.jsonl"
 """As in `trainer.replay`, which this process must not import."""
 
@@ -167,10 +165,7 @@ def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
-    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait.
-
-    Raises OSError if the disk is full, where no rank can say so.
-    """
+    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait."""
     waiting = dict(enumerate(procs))
     while waiting:
         for rank, process in list(waiting.items()):
@@ -180,27 +175,19 @@ def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None
                 continue
             del waiting[rank]
             if code:
-                if shutil.disk_usage(attempt.path).free < MIN_FREE_BYTES:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(attempt.path))
                 raise _failure(attempt, rank, code)
 
 
 def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
     """The error of a rank that failed, as it has recorded it, else the last line of its log."""
-    start, hint = (
-        f"rank {rank} of the replay failed: ",
-        "`--keep` keeps its folder, with the logs of all ranks",
-    )
+    hint = "`--keep` keeps its folder, with the logs of all ranks"
     try:
         record = read_json(attempt.rank_error(rank))
-        return TrainkitError(start + str(record["message"]), hint=str(record["hint"] or hint))
+        message, hint = str(record["message"]), str(record["hint"] or hint)
     except OSError:
-        lines = attempt.rank_log(rank).read_text(errors="replace").split("\n")
-        last = next(
-            (line.strip() for line in reversed(lines) if line.strip()),
-            describe_exit(code if code > 0 else 128 - code),
-        )
-        return TrainkitError(start + last, hint=hint)
+        lines = attempt.rank_log(rank).read_text(errors="replace").strip().splitlines()
+        message = lines[-1] if lines else describe_exit(code if code > 0 else 128 - code)
+    return TrainkitError(f"rank {rank} of the replay failed: {message}", hint=hint)
 
 
 def _free_port() -> int:

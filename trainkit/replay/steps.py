@@ -20,7 +20,7 @@ from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.data.dataset_file import PLACES, places_file
 from trainkit.data.mixture import components
 from trainkit.data.prepare import INPUTS_FILE
-from trainkit.data.shards import TokenMixture, TokenShards
+from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import FORMS, ROWS, TEXT, DataConfig, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.tokenizer_identity import BYTES
@@ -80,14 +80,6 @@ class StepSample:
     documents: tuple[Document, ...] = ()
     text: str = ""
     """Of a user's task: the shortened repr of the item."""
-
-    @property
-    def where(self) -> str:
-        """Its first document and how many follow; empty for a user's task."""
-        if not self.documents:
-            return ""
-        more = len(self.documents) - 1
-        return self.documents[0].where + (f" and {more:,} more" if more else "")
 
 
 def attempt_starts(run: RunDir) -> dict[int, Start]:
@@ -164,10 +156,6 @@ def step_samples(at: RunStep) -> list[StepSample]:
     with submission_folder(run, False):
         if not config.has_decoder:
             return list(_items(at))
-        import numpy as np
-
-        from trainkit.data.shards import open_dataset
-
         data = open_dataset(config.data, config.data.seq_len, "train")
         refuse_other_data(at.attempt.number, at.began.data, data.fingerprint)
         sources = SampleSources(config.data, data)
@@ -203,26 +191,15 @@ def _items(at: RunStep) -> Iterator[StepSample]:
     argv = module_argv("trainkit.trainer.items")
     done = subprocess.run(argv, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["killed"])[-1].strip()
         raise TrainkitError(
-            f"the samples of {at.config.task} cannot be read: {last_line(done.stderr)}",
+            f"the samples of {at.config.task} cannot be read: {last}",
             hint="`trainkit data validate CONFIG` reads every sample",
         )
     found = json.loads(done.stdout.splitlines()[-1])
     refuse_other_data(at.attempt.number, at.began.data, found["data"])
     for position, (index, text) in zip(range(at.start, at.stop), found["items"], strict=True):
         yield StepSample(position, index, *_reader(at, position), text=text)
-
-
-def last_line(text: str) -> str:
-    """The last line that is not blank; ``killed`` without one."""
-    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "killed"
-
-
-def shown_path(path: str) -> str:
-    """A path relative to the current folder, if it is inside."""
-    file = Path(path)
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else path
 
 
 _BLOCK = 1 << 20
@@ -245,8 +222,10 @@ class Document:
 
     @property
     def where(self) -> str:
-        """The position in words: ``corpus.jsonl line 7``."""
-        return f"{self.file} {self.unit} {self.position:,}"
+        """The position in words: ``corpus.jsonl line 7``; a file in the current folder is relative to it."""
+        path = Path(self.file)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else self.file
+        return f"{shown} {self.unit} {self.position:,}"
 
 
 class SampleSources:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from step_works import llama, step_work
 
 from trainkit.config import load_config
-from trainkit.plan.gpus import find_gpu
-from trainkit.plan.hardware import Hardware
+from trainkit.plan.gpus import Hardware, find_gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.layouts.choices import Choice, best_on_layout, choose, configured_layout, layouts
@@ -69,7 +68,7 @@ def test_a_model_that_fits_is_copied() -> None:
     best, *_ = choose(step_work("125m"), hardware(8), 64)
     assert best.work.layout == Layout(dp_replicate=8)
     assert "replicas are simplest" in headline(best)
-    assert reason(best) == "one replica per GPU"
+    assert reason(best) == "8 replicas, one per process"
 
 
 def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
@@ -179,10 +178,12 @@ def test_advice_where_there_are_too_few_gpus() -> None:
 def test_reasons_name_what_costs_time() -> None:
     work = step_work("7b", layout=Layout(tp=8, pp=2), device_batch_size=2, pp_microbatches=2)
     text = reason(Choice(work.with_parallel(activation_checkpointing="full"), hardware(16)))
-    assert text.startswith("one group of 16 GPUs, tensor parallel over 8, pipeline over 2; ")
+    assert text.startswith(
+        "one replica on one group of 16 processes (2 pipeline-parallel x 8 tensor-parallel)"
+    )
     assert "recomputation" in text
     assert "pipeline bubble" in text
     far = step_work("7b", layout=Layout(dp_replicate=2, dp_shard=8, cp=2), seq_len=32_768)
     assert reason(Choice(far, hardware(32))).startswith(
-        "state sharded over 8 groups across nodes, 2 replicas, context parallel over 2"
+        "2 replicas, each sharded over 8 groups of 2 processes (2 context-parallel)"
     )

@@ -11,7 +11,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import BatchRequest, possible_batch
-from trainkit.plan.hardware import Hardware
+from trainkit.plan.gpus import Hardware
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.layouts.cost import Cost, cost_of

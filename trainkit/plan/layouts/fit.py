@@ -11,10 +11,9 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.formats import GIB, gib, table
-from trainkit.plan.gpus import Gpu
-from trainkit.plan.hardware import Hardware
+from trainkit.plan.gpus import Gpu, Hardware
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layout_rules import yaml_text
+from trainkit.plan.layout_rules import describe_layout, yaml_text
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
 from trainkit.plan.memory import state_bytes
 from trainkit.plan.model_shape import ModelShape
@@ -162,8 +161,8 @@ DERIVED = -1
 
 
 def reason(choice: Choice) -> str:
-    """Describe how a layout shards the model, and where it loses time."""
-    return "; ".join([_splits(choice), *_losses(choice)])
+    """Describe the replicas and shards of a layout, and where it loses time."""
+    return "; ".join([describe_layout(choice.work.layout), *_losses(choice)])
 
 
 def headline(best: Choice) -> str:
@@ -211,30 +210,6 @@ def set_flags(values: dict[str, object]) -> list[str]:
 def _configured(config: RunConfig, key: str) -> object:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
-
-
-def _splits(choice: Choice) -> str:
-    layout, size = choice.work.layout, choice.hardware.node_size
-    group = layout.tp * layout.pp * layout.cp
-    holder = "GPU" if group == 1 else f"group of {group} GPUs"
-    if layout.dp_shard > 1:
-        near = layout.dp_shard * layout.cp * layout.tp <= size
-        text = f"state sharded over {layout.dp_shard} {'GPUs' if group == 1 else 'groups'}"
-        text += " within a node" if near else " across nodes"
-        if layout.dp_replicate > 1:
-            text += f", {layout.dp_replicate} replicas"
-    elif layout.dp_replicate > 1:
-        text = f"one replica per {holder}"
-    else:
-        text = f"one {holder}"
-    inside = []
-    if layout.tp > 1:
-        inside.append(f"tensor parallel over {layout.tp}")
-    if layout.pp > 1:
-        inside.append(f"pipeline over {layout.pp}")
-    if layout.cp > 1:
-        inside.append(f"context parallel over {layout.cp}")
-    return ", ".join([text, *inside])
 
 
 def _losses(choice: Choice) -> list[str]:
