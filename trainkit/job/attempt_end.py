@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
 
 from trainkit.job.decision import (
     FAILURES,
-    AttemptResult,
     Decision,
     Failure,
     Outcome,
@@ -57,20 +57,14 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
             return Decision("stopped", KILLED, killed)
         cause = None
     outcome.failure = outcome.failure or find_first_failure(attempt, plan, outcome)
-    result = AttemptResult(
-        exit_codes=outcome.exit_codes,
-        stop_signal=outcome.stop_signal,
+    failure = outcome.failure
+    result = replace(
+        outcome,
         cause=cause,
-        had_failed=outcome.had_failed,
-        slow_host=outcome.slow_host,
-        out_of_time=outcome.out_of_time,
-        not_started=outcome.launch_error is not None,
-        hung=outcome.hung,
-        lost_nodes=outcome.lost_nodes,
         progress=progress_of(attempt),
-        step=last_step(attempt, outcome.failure),
-        failure=None if outcome.failure is None else repeatable_failure(outcome.failure),
-        failed_after_signal=_is_after_signal(attempt, outcome.failure),
+        step=last_step(attempt, failure),
+        repeatable=None if failure is None else repeatable_failure(failure),
+        failed_after_signal=_is_after_signal(attempt, failure),
         workload=plan.workload,
         is_done=attempt.done_file.exists(),
     )
@@ -108,13 +102,12 @@ def close_dead_attempts(
             lost_host = host if host and is_down(host) else None
             # A lost host also explains the errors of ranks on other hosts.
             failure = first_rank_failure(dead) if lost_host is None else None
-            outcome = Outcome(failure=failure or dead_host_failure(host, last_log_write(dead)))
-            result = None
+            failure = failure or dead_host_failure(host, last_log_write(dead))
+            outcome = Outcome(failure=failure, progress=progress_of(dead), step=last_step(dead, None))
             if lost_host is not None:
-                codes, hosts = [signal_exit_code(signal.SIGKILL)], (lost_host,)
-                step = last_step(dead, None)
-                result = AttemptResult(codes, lost_nodes=hosts, progress=progress_of(dead), step=step)
-            decision = decide_dead(result, previous, policy)
+                outcome.lost_nodes = (lost_host,)
+                outcome.exits = [(0, signal_exit_code(signal.SIGKILL))]
+            decision = decide_dead(outcome, previous, policy)
             write_end(dead, outcome, decision, guessed=lost_host is None)
             refusal = (outcome, decision) if decision.action == "failed" else None
     return refusal
