@@ -27,8 +27,7 @@ from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.job.watch.progress import ProgressWatch, SlowHostWatch
-from trainkit.job.watch.silence import SilenceWatch
+from trainkit.job.watch.progress import ProgressWatch, SilenceWatch, SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between
