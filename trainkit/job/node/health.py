@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,21 +173,31 @@ def host_memory_gib() -> tuple[float, float] | None:
     return round((total - available) / 2**20, 2), round(total / 2**20, 2)
 
 
+def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
+    """(root, path below it, whether of version 2) of the control groups that count this process's memory."""
+    for words in _lines(PROC / "self" / "cgroup"):
+        _, controllers, path = " ".join(words).split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root = CGROUPS / "memory" if controllers else CGROUPS
+            yield root, Path(path.lstrip("/")), not controllers
+
+
 def job_memory_gib() -> float | None:
     """The memory that the kernel accounts to this job, or else to this process's control group, in GiB."""
-    for line in _lines(PROC / "self" / "cgroup"):
-        _, controllers, path = line[0].split(":", 2)
-        if controllers == "":
-            root, name = CGROUPS, "memory.current"
-        elif "memory" in controllers.split(","):
-            root, name = CGROUPS / "memory", "memory.usage_in_bytes"
-        else:
-            continue
-        own = Path(path.lstrip("/"))
+    for root, own, is_new in _memory_cgroups():
         job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), own)
-        found = _lines(root / job / name)
+        found = _lines(root / job / ("memory.current" if is_new else "memory.usage_in_bytes"))
         if found:
             return round(int(found[0][0]) / GIB, 3)
+    return None
+
+
+def count_oom_kills() -> int | None:
+    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
+    for root, own, is_new in _memory_cgroups():
+        for name, *value in _lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
+            if name == "oom_kill":
+                return int(value[0])
     return None
 
 
