@@ -101,7 +101,7 @@ class Agent(ProcessGroup):
     poll_interval_s = POLL_S
 
     def start(self) -> None:
-        run, rendezvous = self.attempt.run, self.rendezvous
+        rendezvous = self.rendezvous
         network, reason = network_environ(self.plan.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
@@ -109,26 +109,11 @@ class Agent(ProcessGroup):
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
         work_dir = os.environ.get(WORK_DIR_VARIABLE) if self.workload.is_command else None
         for local_rank in local_ranks:
-            rank_env = worker_rank(
-                self.plan,
-                rendezvous.node_rank,
-                local_rank,
-                rendezvous.master_addr,
-                rendezvous.master_port,
-                rendezvous.nonce,
-            )
-            environ = worker_environ(
-                self.plan,
-                rank_env,
-                run_dir=str(run.path),
-                attempt=self.attempt.number,
-                configured=self.plan.env,
-                inherited=os.environ,
-                network=network,
-            )
+            rank_env = worker_rank(self.plan, rendezvous, local_rank)
+            environ = worker_environ(self.plan, rank_env, self.attempt, inherited=os.environ, network=network)
             with self.attempt.rank_log(rank_env.rank).open("ab") as log:
                 self.running[rank_env.rank] = processes.start_child(
-                    worker_argv(self.plan, rank_env, run),
+                    worker_argv(self.plan, rank_env, self.attempt.run),
                     environ=environ,
                     output=log,
                     keeps_mask=self.workload.knows_run,
