@@ -267,7 +267,7 @@ class SlurmAllocation(Allocation):
             *step,
             f"--nodelist={others[-1]}",
             "--input=none",
-            *module_argv("trainkit.job.watch.batch_host"),
+            *module_argv("trainkit.job.requeue"),
         ]
         with log.open("ab") as output:
             self._host_watch = processes.start_child(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, islice
-from pathlib import Path
 
 from trainkit.job.decision import (
     FAILURES,
@@ -43,7 +42,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 LONG_ATTEMPT_S = 1800.0
 """A trainer without checkpoints counts as progressing when it has run for this long."""
 LATE_RECORDS = 1000
-"""The number of records after which none is late: those of an attempt may follow some of the next one."""
+"""How many of the newest records tell the last step: those of an attempt may follow some of the next one."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
 
@@ -247,20 +246,7 @@ def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
     """The step at which an attempt ended: that of the failure, else the last one logged or saved."""
     if failure is not None and failure.step is not None:
         return failure.step
-    # The steps in metrics.jsonl grow during an attempt; checkpoints, which events.jsonl also names, are
-    # recorded later than their steps, or belong to an earlier attempt.
-    newest = islice(_steps_in(attempt.run.metrics_file, attempt), LATE_RECORDS)
-    return max(chain(newest, _steps_in(attempt.run.events_file, attempt)), default=None)
-
-
-def _steps_in(file: Path, attempt: AttemptDir) -> Iterator[int]:
-    """The steps in the records of an attempt, the newest first."""
-    num_others = 0
-    for record in map(Entry, read_jsonl_reversed(file)):
-        if record.attempt == attempt.number:
-            if (step := record.count("step")) is not None:
-                yield step
-        elif record.attempt is None or record.attempt < attempt.number:
-            num_others += 1
-            if num_others > LATE_RECORDS:
-                return
+    files = (attempt.run.metrics_file, attempt.run.events_file)
+    newest = chain.from_iterable(islice(read_jsonl_reversed(file), LATE_RECORDS) for file in files)
+    steps = (record.count("step") for record in map(Entry, newest) if record.attempt == attempt.number)
+    return max((step for step in steps if step is not None), default=None)

@@ -43,8 +43,7 @@ from trainkit.job.node.rendezvous import (
     recorded_notices,
     slurm_rendezvous,
 )
-from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
-from trainkit.job.node.step_listener import StepListener
+from trainkit.job.node.slurm_step import SlurmTask, StepListener, find_slurm_task, reason_not_a_task
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.preflight import check_node
