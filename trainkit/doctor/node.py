@@ -296,26 +296,15 @@ VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
 FOLDER_PREFIX = ".doctor-"
 
 
-class NoFolder(Exception):
-    """A run folder cannot be created here."""
-
-
 def nearest_folder(folder: Path) -> Path:
-    """The folder itself if it exists, else the one in which it would be created. Raises NoFolder, OSError."""
-    for item in (folder, *folder.parents):
-        if item.is_dir():
-            return item
-        if os.path.lexists(item):
-            what = "a link to a missing folder" if item.is_symlink() and not item.exists() else "a file"
-            raise NoFolder(f"{item} is {what}, not a folder")
-    raise NoFolder(f"{folder} has no parent")
+    """The folder itself if it exists, else where it would be created, which may be no folder."""
+    return next(item for item in (folder, *folder.parents) if os.path.lexists(item))
 
 
 def check_folder(request: Request) -> Iterator[Finding]:
     """Whether checkpoints can be written here, how fast, and whether all hosts see the same files."""
-    existing = request.folder
+    existing = nearest_folder(request.folder)
     try:
-        existing = nearest_folder(request.folder)
         # Named after the shared file, whose host removes what a killed task has left.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
@@ -325,14 +314,12 @@ def check_folder(request: Request) -> Iterator[Finding]:
             yield _write_speed(Path(name), request.quick)
             yield _renames(Path(name))
             yield check_clock(clock_offset_s(Path(name)))
-    except (NoFolder, OSError) as error:
+    except OSError as error:
         yield _unwritable(existing, error)
 
 
-def _unwritable(folder: Path, error: NoFolder | OSError) -> Finding:
-    if isinstance(error, NoFolder):
-        return Finding("disk", "failure", str(error), "choose another --run-dir")
-    if error.errno == errno.ENOENT:  # as below /proc
+def _unwritable(folder: Path, error: OSError) -> Finding:
+    if error.errno == errno.ENOENT:  # as below /proc, or a link to a missing folder
         return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
     hint = "choose another --run-dir, or check its mount options and `ls -ld`"
     if error.errno in NO_SPACE:
@@ -346,12 +333,11 @@ def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
 
     It is removed at the end, with what the tasks of nodes have left.
     """
-    existing = folder
+    existing = nearest_folder(folder)
     try:
-        existing = nearest_folder(folder)
         handle, name = tempfile.mkstemp(prefix=f"{FOLDER_PREFIX}shared-", dir=existing)
         os.close(handle)
-    except (NoFolder, OSError) as error:
+    except OSError as error:
         yield replace(_unwritable(existing, error), host=own_host())
         return
     try:
