@@ -1,8 +1,8 @@
 """Continues a run in another allocation: requeued or resubmitted jobs, and the hosts that they exclude.
 
 ``python -m trainkit.job.requeue`` is a step that watches the host of its job's batch shell from another host.
-Under ``--no-kill``, which spare nodes require, Slurm does nothing when that host dies with the supervisor: the
-other hosts would idle until the time limit.
+Under ``--no-kill``, which spare nodes require, Slurm does nothing when that host dies with the supervisor,
+and the other hosts would idle until the time limit.
 """
 
 from __future__ import annotations
