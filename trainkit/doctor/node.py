@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +33,10 @@ from trainkit.job.preflight import (
     Finding,
     check_clock,
     check_gpu,
-    check_temporary_folders,
+    check_space,
     clock_offset_s,
     free_mib,
+    temporary_folders,
 )
 from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import visible_gpus
@@ -55,7 +57,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
     yield check_interface(request)
     yield check_ports(request)
     yield from check_folder(request)
-    yield from check_temporary_folders(os.environ)
+    yield from starmap(check_space, temporary_folders(os.environ).items())
     if not request.quick:
         yield from check_torch(request)
 
