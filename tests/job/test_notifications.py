@@ -28,7 +28,7 @@ from trainkit.job.notifications import (
     read_state,
     url_problem,
 )
-from trainkit.job.watch.progress import ProgressWatch
+from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, log_event

@@ -27,6 +27,7 @@ from trainkit.job.attempt_end import (
     reached_its_stop,
     write_end,
 )
+from trainkit.job.attempt_watch import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
 from trainkit.job.claim_attempt import (
     cancelled_attempt,
     claim_attempt,
@@ -49,9 +50,8 @@ from trainkit.job.hangs import silent_hosts
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
+from trainkit.job.progress_watch import slow_hosts
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
-from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.watch.progress import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.failure import RankFailure

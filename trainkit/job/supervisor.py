@@ -27,16 +27,16 @@ from trainkit.job.allocation import (
     query_job,
 )
 from trainkit.job.attempt_end import judge, write_end
+from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
+from trainkit.job.progress_watch import ProgressWatch
 from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
-from trainkit.job.watch.attempt import AttemptWatch
-from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end

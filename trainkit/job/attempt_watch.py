@@ -25,9 +25,9 @@ from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
+from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.job.watch.progress import ProgressWatch, SilenceWatch, SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between
