@@ -107,9 +107,7 @@ class _Counters:
         num_jiffies = grown.get("all_cpu")
         used_gib, total_gib = host_memory_gib() or (None, None)
         return {
-            "cpu_percent": round(100.0 * grown["cpu"] / grown["all_cpu"], 1)
-            if grown.get("all_cpu")
-            else None,
+            "cpu_percent": round(100.0 * grown["cpu"] / num_jiffies, 1) if num_jiffies else None,
             "load_1m": round(os.getloadavg()[0], 2),
             "mem_used_gib": used_gib,
             "mem_total_gib": total_gib,
