@@ -319,8 +319,17 @@ def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
     try:
         plan = LaunchPlan.read(allocation.run.plan_file)
         allocation.job = query_job(allocation.job_id)
-        if locked.stopped and _stop_cause(allocation, plan) not in plan.requeue.on:
-            return EXIT_STOPPED
+        if locked.stopped:
+            cause = termination_cause(
+                signal.SIGTERM.name,
+                allocation.job,
+                plan.grace_s,
+                supervisor_was_signalled=True,
+                restarts=allocation.restarts,
+                lost=False,
+            )
+            if cause not in plan.requeue.on:
+                return EXIT_STOPPED
         if allocation.restarts >= plan.requeue.max:
             log_line(f"not requeued: requeue.max is {plan.requeue.max}")
             return EXIT_FAILED
@@ -333,17 +342,6 @@ def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
     if not (allocation.is_completing or allocation.is_being_requeued):
         await_eviction()
     return EXIT_STOPPED
-
-
-def _stop_cause(allocation: SlurmAllocation, plan: LaunchPlan) -> str | None:
-    return termination_cause(
-        signal.SIGTERM.name,
-        allocation.job,
-        plan.grace_s,
-        supervisor_was_signalled=True,
-        restarts=allocation.restarts,
-        lost=False,
-    )
 
 
 if __name__ == "__main__":
