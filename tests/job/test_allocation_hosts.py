@@ -12,7 +12,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import allocation
-from trainkit.job.allocation import choose_hosts, lost_hosts, step_argv
+from trainkit.job.allocation import lost_hosts, step_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
@@ -42,12 +42,6 @@ def step(made: LaunchPlan, *before: str) -> list[str]:
         "trainkit.job.node.agent",
         "/runs/srun",
     ]
-
-
-def test_the_first_hosts_in_the_order_of_the_job() -> None:
-    assert choose_hosts(HOSTS, (), 2) == ["h18", "h19"]
-    assert choose_hosts(HOSTS, {"h18": "lost"}, 2) == ["h19", "h1"]
-    assert choose_hosts(HOSTS, {"h19", "h1", "h2"}, 2) == ["h18"]
 
 
 def test_without_spares_the_step_is_that_of_the_script() -> None:

@@ -14,11 +14,11 @@ from slurm_job import Slurm, reasons
 
 from tests.support.webhooks import webhook
 from trainkit.backends.slurm import cancel_follow_ups
+from trainkit.job import requeue
 from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision, Outcome
 from trainkit.job.supervisor import supervise_job
-from trainkit.job.watch import batch_host
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -213,8 +213,8 @@ def test_the_guard_waits_until_slurm_has_given_the_host_up(
         batch_host="node1",
     )
     requeued: list[str] = []
-    monkeypatch.setattr(batch_host, "job_details", lambda job_id: job)
-    monkeypatch.setattr(batch_host, "node_states", lambda hosts: dict.fromkeys(hosts, state))
-    monkeypatch.setattr(batch_host, "requeue", requeued.append)
-    assert batch_host.requeue_if_down("7") is is_done
+    monkeypatch.setattr(requeue, "job_details", lambda job_id: job)
+    monkeypatch.setattr(requeue, "node_states", lambda hosts: dict.fromkeys(hosts, state))
+    monkeypatch.setattr(requeue, "requeue", requeued.append)
+    assert requeue.requeue_if_down("7") is is_done
     assert requeued == (["7"] if is_done else [])

@@ -2,8 +2,8 @@ import pytest
 
 from trainkit.job.decision import (
     MAX_SLOW_RESTARTS,
-    AttemptResult,
     Failure,
+    Outcome,
     PreviousAttempt,
     RestartOptions,
     SlowHost,
@@ -18,6 +18,10 @@ POLICY = RequeuePolicy()
 COMMAND = Command(("train",))
 HERE = RestartOptions(restart=True, requeue=True)
 NAN = Failure("ValueError: bad", 37)
+
+
+def ended(codes, stop_signal=None, cause=None, **more):
+    return Outcome(stop_signal, cause=cause, exits=list(enumerate(codes)), **more)
 
 
 def after(end, *past, policy=POLICY, options=HERE):
@@ -48,7 +52,7 @@ def after(end, *past, policy=POLICY, options=HERE):
     ],
 )
 def test_what_follows(codes, request_name, cause, action, exit_code):
-    decision = after(AttemptResult(codes, request_name, cause))
+    decision = after(ended(codes, request_name, cause))
     assert (decision.action, decision.exit_code) == (action, exit_code)
 
 
@@ -65,7 +69,7 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
 def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
     stop_signal, cause, is_done, action
 ):
-    result = AttemptResult([0, 0], stop_signal, cause, workload=COMMAND, is_done=is_done)
+    result = ended([0, 0], stop_signal, cause, workload=COMMAND, is_done=is_done)
     assert after(result).action == action
 
 
@@ -74,37 +78,37 @@ def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
 )
 def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
     """A rank without a handler dies of the signal, and its peers fail because it is gone."""
-    decision = after(AttemptResult([1, 143], "SIGTERM", cause, workload=COMMAND))
+    decision = after(ended([1, 143], "SIGTERM", cause, workload=COMMAND))
     assert (decision.action, decision.exit_code) == (action, 75)
     assert "no worker reported a save" in decision.reason
-    assert after(AttemptResult([1], None, None, workload=COMMAND)).cause == "crash"
-    assert after(AttemptResult([78], "SIGTERM", cause, workload=COMMAND)).action == "failed"
-    earlier = after(AttemptResult([137], "SIGTERM", cause, workload=COMMAND, had_failed=True))
+    assert after(ended([1], None, None, workload=COMMAND)).cause == "crash"
+    assert after(ended([78], "SIGTERM", cause, workload=COMMAND)).action == "failed"
+    earlier = after(ended([137], "SIGTERM", cause, workload=COMMAND, had_failed=True))
     assert (earlier.cause, earlier.resumes) == ("crash", cause is not None)
 
 
 @pytest.mark.parametrize(
     ("end", "cause", "words"),
     [
-        (AttemptResult([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),
-        (AttemptResult([143], hung=True), "hang", "no progress; resumes (restart 1)"),
+        (ended([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),
+        (ended([143], hangs=[None]), "hang", "no progress; resumes (restart 1)"),
         (
-            AttemptResult([143], hung=True, lost_nodes=("n2",)),
+            ended([143], hangs=[None], lost_nodes=("n2",)),
             "node_fail",
             "lost n2; resumes (restart 1)",
         ),
         (
-            AttemptResult([75], "SIGTERM", "preempted"),
+            ended([75], "SIGTERM", "preempted"),
             "preempted",
             "saved after SIGTERM at a preemption; resumes (restart 1)",
         ),
         (
-            AttemptResult([75], "SIGUSR2", "timeout"),
+            ended([75], "SIGUSR2", "timeout"),
             "timeout",
             "saved after SIGUSR2 before the time limit; resumes (restart 1)",
         ),
         (
-            AttemptResult([137], "SIGTERM", "preempted", out_of_time=True),
+            ended([137], "SIGTERM", "preempted", out_of_time=True),
             "preempted",
             "killed: not all workers ended within the grace time after SIGTERM at a preemption;"
             " resumes (restart 1)",
@@ -127,36 +131,32 @@ def test_each_cause_has_its_words(end, cause, words):
     ],
 )
 def test_the_nearest_way_back_from_a_crash(options, action):
-    assert after(AttemptResult([1]), options=options).action == action
+    assert after(ended([1]), options=options).action == action
 
 
 @pytest.mark.parametrize("cause", ["preempted", "asked", None])
 def test_a_failure_after_a_notice_is_no_crash(cause):
-    end = AttemptResult([1, 75], "SIGTERM", cause, failure=NAN, failed_after_signal=True)
+    end = ended([1, 75], "SIGTERM", cause, repeatable=NAN, failed_after_signal=True)
     decision = after(end, policy=RequeuePolicy(max_crashes=0))
     if cause is None:
         assert (decision.action, decision.cause) == ("failed", "crash")
     else:
         assert (decision.action, decision.cause) == ("requeue", cause)
         assert "before all workers had saved: ValueError: bad" in decision.reason
-    before = after(AttemptResult([1, 75], "SIGTERM", cause, failure=NAN), policy=RequeuePolicy(max_crashes=0))
+    before = after(ended([1, 75], "SIGTERM", cause, repeatable=NAN), policy=RequeuePolicy(max_crashes=0))
     assert (before.action, before.cause) == ("failed", "crash")
 
 
 def test_what_is_taken_away_is_no_place_to_start_again():
     assert (
-        after(AttemptResult([75], "SIGTERM", "preempted"), options=RestartOptions(restart=True)).action
-        == "stopped"
+        after(ended([75], "SIGTERM", "preempted"), options=RestartOptions(restart=True)).action == "stopped"
     )
-    assert after(AttemptResult([1], "SIGTERM", "preempted"), options=HERE).action == "requeue"
-    assert (
-        after(AttemptResult([75], "SIGUSR2", "asked"), options=RestartOptions(restart=True)).action
-        == "restart"
-    )
+    assert after(ended([1], "SIGTERM", "preempted"), options=HERE).action == "requeue"
+    assert after(ended([75], "SIGUSR2", "asked"), options=RestartOptions(restart=True)).action == "restart"
 
 
 def test_without_a_way_back_the_failure_stands():
-    decision = after(AttemptResult([9]), options=RestartOptions(unavailable_reason="there is no scontrol"))
+    decision = after(ended([9]), options=RestartOptions(unavailable_reason="there is no scontrol"))
     assert (decision.action, decision.exit_code) == ("failed", 9)
     assert decision.reason == "a worker ended with exit code 9; not started again: there is no scontrol"
 
@@ -164,11 +164,11 @@ def test_without_a_way_back_the_failure_stands():
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
-        (AttemptResult([75], "SIGTERM", "preempted"), "preempted"),
-        (AttemptResult([75], "SIGUSR2", "timeout"), "timeout"),
-        (AttemptResult([1]), "crash"),
-        (AttemptResult([1], hung=True), "hang"),
-        (AttemptResult([1], lost_nodes=("n1",)), "node_fail"),
+        (ended([75], "SIGTERM", "preempted"), "preempted"),
+        (ended([75], "SIGUSR2", "timeout"), "timeout"),
+        (ended([1]), "crash"),
+        (ended([1], hangs=[None]), "hang"),
+        (ended([1], lost_nodes=("n1",)), "node_fail"),
     ],
 )
 def test_requeue_on_says_what_starts_again(end, cause):
@@ -180,7 +180,7 @@ def test_requeue_on_says_what_starts_again(end, cause):
 
 
 def test_who_asks_gets_it_whatever_the_config_says():
-    assert after(AttemptResult([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
+    assert after(ended([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_who_asks_gets_it_whatever_the_config_says():
 def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options, action):
     slow = SlowHost("node3", "rank 5 slow since step 1200 (compute)")
     decision = after(
-        AttemptResult([75, 75], "SIGUSR2", "slow_host", slow_host=slow),
+        ended([75, 75], "SIGUSR2", "slow_host", slow_host=slow),
         policy=RequeuePolicy(on=()),
         options=options,
     )
@@ -197,7 +197,7 @@ def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options,
     assert decision.reason == (
         "restarts without node3: rank 5 slow since step 1200 (compute); resumes (restart 1)"
     )
-    preempted = AttemptResult([75, 75], "SIGUSR2", "preempted", slow_host=slow)
+    preempted = ended([75, 75], "SIGUSR2", "preempted", slow_host=slow)
     assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
 
 
@@ -208,22 +208,18 @@ def test_restarts_for_slow_hosts_are_few_and_no_lack_of_progress():
     assert refusal == "the run has restarted 3 times to continue without slow hosts"
     most = slow_restart_refusal([PreviousAttempt("preempted")] * 2, RequeuePolicy(max=2))
     assert most == "requeue.max is 2, and the run has restarted 2 times"
-    assert after(AttemptResult([1], step=9), slow, slow).action == "restart"
+    assert after(ended([1], step=9), slow, slow).action == "restart"
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident():
-    decision = after(AttemptResult([1], failure=NAN, progress=30), PreviousAttempt("crash", 20, 37, NAN))
+    decision = after(ended([1], repeatable=NAN, progress=30), PreviousAttempt("crash", 20, 37, NAN))
     assert decision.action == "failed"
     assert decision.reason.endswith("the same failure at step 37 as in the previous attempt")
-    assert after(
-        AttemptResult([1], failure=NAN), PreviousAttempt("crash", 0, 36, Failure(NAN.what, 36))
-    ).resumes
-    assert after(
-        AttemptResult([1], failure=NAN), PreviousAttempt("crash", 0, 37, Failure("other", 37))
-    ).resumes
+    assert after(ended([1], repeatable=NAN), PreviousAttempt("crash", 0, 36, Failure(NAN.what, 36))).resumes
+    assert after(ended([1], repeatable=NAN), PreviousAttempt("crash", 0, 37, Failure("other", 37))).resumes
     # Another end between them shows that it is an accident.
     assert after(
-        AttemptResult([1], failure=NAN),
+        ended([1], repeatable=NAN),
         PreviousAttempt("crash", 0, 37, NAN),
         PreviousAttempt("preempted", 30),
     ).resumes
@@ -232,39 +228,39 @@ def test_the_same_failure_at_the_same_step_is_no_accident():
 def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
     unknown = Failure("exit: ended with exit code 1", None)
     assert not after(
-        AttemptResult([1], failure=unknown, progress=5), PreviousAttempt("crash", 5, None, unknown)
+        ended([1], repeatable=unknown, progress=5), PreviousAttempt("crash", 5, None, unknown)
     ).resumes
     assert after(
-        AttemptResult([1], failure=unknown, progress=6), PreviousAttempt("crash", 5, None, unknown)
+        ended([1], repeatable=unknown, progress=6), PreviousAttempt("crash", 5, None, unknown)
     ).resumes
 
 
 def test_what_cannot_get_better_is_not_tried():
-    decision = after(AttemptResult([1], failure=Failure("ImportError: no x", None, final=True)))
+    decision = after(ended([1], repeatable=Failure("ImportError: no x", None, final=True)))
     assert (decision.action, decision.exit_code) == ("failed", 1)
     assert decision.reason.endswith("it would fail again in the same way")
 
 
 def test_crashes_without_progress_are_counted():
     crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
-    assert after(AttemptResult([1], progress=10, step=14), *crashes[:2]).resumes
-    decision = after(AttemptResult([1], progress=10, step=14), *crashes)
+    assert after(ended([1], progress=10, step=14), *crashes[:2]).resumes
+    decision = after(ended([1], progress=10, step=14), *crashes)
     assert decision.action == "failed"
     assert decision.reason.endswith("requeue.max_crashes is 3, and 4 attempts saved nothing new")
-    assert after(AttemptResult([1], progress=20, step=24), *crashes).resumes
+    assert after(ended([1], progress=20, step=24), *crashes).resumes
 
 
 def test_three_ends_at_one_step_are_enough():
     policy = RequeuePolicy(max_crashes=10)
     two = [PreviousAttempt("hang", 10, 15), PreviousAttempt("crash", 10, 15)]
-    decision = after(AttemptResult([1], progress=10, step=15), *two, policy=policy)
+    decision = after(ended([1], progress=10, step=15), *two, policy=policy)
     assert (decision.action, "3 attempts in a row ended at step 15" in decision.reason) == ("failed", True)
-    assert after(AttemptResult([1], progress=10, step=16), *two, policy=policy).resumes
+    assert after(ended([1], progress=10, step=16), *two, policy=policy).resumes
     timeouts = [PreviousAttempt("timeout", 10, 10)] * 2
-    decision = after(AttemptResult([75], "SIGUSR2", "timeout", progress=10, step=10), *timeouts)
+    decision = after(ended([75], "SIGUSR2", "timeout", progress=10, step=10), *timeouts)
     assert (decision.action, decision.exit_code) == ("stopped", 75)
     preempted = [PreviousAttempt("preempted", 10, 10)] * 9
-    assert after(AttemptResult([75], "SIGTERM", "preempted", progress=10, step=10), *preempted).resumes
+    assert after(ended([75], "SIGTERM", "preempted", progress=10, step=10), *preempted).resumes
 
 
 def test_a_start_that_slurm_could_not_make_is_no_failure():
@@ -272,12 +268,12 @@ def test_a_start_that_slurm_could_not_make_is_no_failure():
     delays = []
     for count in range(9):
         decision = after(
-            AttemptResult([1], not_started=True), *[PreviousAttempt("not_started")] * count, policy=policy
+            ended([1], launch_error="srun: error"), *[PreviousAttempt("not_started")] * count, policy=policy
         )
         assert (decision.action, decision.cause) == ("restart", "not_started")
         delays.append(decision.delay_s)
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    decision = after(AttemptResult([1], not_started=True), *[PreviousAttempt("not_started")] * 9)
+    decision = after(ended([1], launch_error="srun: error"), *[PreviousAttempt("not_started")] * 9)
     assert (decision.action, decision.reason) == (
         "failed",
         "Slurm could not start the step 10 times in a row",
@@ -285,7 +281,7 @@ def test_a_start_that_slurm_could_not_make_is_no_failure():
     # Nor does it hide failures before and after it.
     crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
     assert not after(
-        AttemptResult([1], progress=10, step=14), *crashes[:2], PreviousAttempt("not_started", 10), crashes[2]
+        ended([1], progress=10, step=14), *crashes[:2], PreviousAttempt("not_started", 10), crashes[2]
     ).resumes
 
 
@@ -294,13 +290,13 @@ def test_waits_grow_while_nothing_new_is_saved():
     delays = []
     for count in range(9):
         past = [PreviousAttempt("crash", 10, 11 + number) for number in range(count)]
-        delays.append(after(AttemptResult([1], progress=10, step=90), *past, policy=policy).delay_s)
+        delays.append(after(ended([1], progress=10, step=90), *past, policy=policy).delay_s)
     assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_cap_on_restarts():
     decision = after(
-        AttemptResult([75], "SIGUSR2", "asked"),
+        ended([75], "SIGUSR2", "asked"),
         *[PreviousAttempt("preempted", 1)] * 3,
         policy=RequeuePolicy(max=3),
     )

@@ -20,15 +20,14 @@ from trainkit.job.notifications import (
     DeliveryError,
     Notification,
     Notifier,
-    State,
     end_notification,
     event_notification,
+    is_due,
     notify_end,
     post,
-    read_state,
     url_problem,
 )
-from trainkit.job.watch.progress import ProgressWatch
+from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, log_event
@@ -107,13 +106,12 @@ def test_slow_ranks_are_reported_with_their_host() -> None:
 
 
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
-    state = State({"requeued": as_utc(NOW), "failed": as_utc(NOW)})
-    soon, later = NOW + timedelta(seconds=599), NOW + timedelta(seconds=600)
-    assert not state.is_due("requeued", soon, 600)
-    assert state.is_due("requeued", later, 600)
-    assert state.is_due("stalled", soon, 600)
-    assert state.is_due("failed", soon, 600)
-    assert state.is_due("requeued", NOW - timedelta(seconds=5), 600)  # of a host with another clock
+    last, soon, later = as_utc(NOW), NOW + timedelta(seconds=599), NOW + timedelta(seconds=600)
+    assert not is_due(last, "requeued", soon, 600)
+    assert is_due(last, "requeued", later, 600)
+    assert is_due(None, "stalled", soon, 600)
+    assert is_due(last, "failed", soon, 600)
+    assert is_due(last, "requeued", NOW - timedelta(seconds=5), 600)  # of a host with another clock
 
 
 def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
@@ -133,7 +131,7 @@ def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> 
     assert len(endpoint.events) <= 3  # the two processes may both have been first
     assert endpoint.messages[-1]["withheld"]["requeued"] > 40
     assert "not reported before: " in endpoint.messages[-1]["text"]
-    assert read_state(attempt.run).withheld == {}
+    assert read_json(attempt.run.path / notifications.STATE_NAME)["withheld"] == {}
     assert SECRET not in (attempt.run.path / notifications.STATE_NAME).read_text()
 
 
@@ -255,7 +253,7 @@ def test_a_dead_endpoint_delays_nothing_for_long(
     expected = {"silent": "has not answered", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
     assert logs.count(expected) == 1
     assert SECRET not in logs
-    assert read_state(job.run).withheld != {}
+    assert read_json(job.run.path / notifications.STATE_NAME)["withheld"] != {}
 
 
 def stall_watch(

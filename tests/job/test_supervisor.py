@@ -18,10 +18,10 @@ from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
 from trainkit.job import allocation, supervisor
+from trainkit.job import attempt_watch as attempt_module
+from trainkit.job.attempt_watch import SlurmAttemptWatch
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.supervisor import supervise_job
-from trainkit.job.watch import attempt as attempt_module
-from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.failure import RankFailure
@@ -135,7 +135,7 @@ def test_an_agent_that_was_killed_is_no_longer_waited_for(
 ) -> None:
     """It could write nothing; srun says so, and waits for the others, which wait for its rank."""
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.attempt.PEER_EXIT_S", 0.2)
+    monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
     says = "srun: error: node1: task 0: Killed"
     code = f"import sys, time; print({says!r}, file=sys.stderr, flush=True); time.sleep(60)"
@@ -151,14 +151,14 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
 ) -> None:
     """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.attempt.PEER_EXIT_S", 0.2)
+    monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
     assert step(run, code, record_signal(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.job.watch.attempt.DELETED_AFTER_S", 0.3)
+    monkeypatch.setattr("trainkit.job.attempt_watch.DELETED_AFTER_S", 0.3)
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.run()

@@ -13,7 +13,7 @@ from slurm_job import RUNNING, Slurm, record_signal, step
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, requeue, supervisor
 from trainkit.job.allocation import SlurmAllocation
-from trainkit.job.watch.attempt import SlurmAttemptWatch
+from trainkit.job.attempt_watch import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
@@ -44,7 +44,7 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 ) -> None:
     """Slurm may take a while between what job.json says and the kill."""
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.attempt.SIGNAL_RECORD_S", 0.1)
+    monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
         " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
@@ -69,7 +69,7 @@ def test_a_requested_requeue_is_neither_lost_nor_a_crash(
 ) -> None:
     monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.attempt.SIGNAL_RECORD_S", 0.1)
+    monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
         " from trainkit.run.record import mark_requeue_requested;"

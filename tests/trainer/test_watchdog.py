@@ -186,7 +186,7 @@ def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(t
     with agent(attempt, {}) as proc:
         wait_until(lambda: len(losses(attempt.run.path)) >= 3)
         for _ in range(3):  # a rank has 3 s to say it itself
-            replies = gather(attempt, range(2), None, 60.0)
+            replies = gather(attempt, 2, None, 60.0)
             if all(reply.how == "asked" for reply in replies):
                 break
         assert [(reply.rank, reply.how) for reply in replies] == [(0, "asked"), (1, "asked")]

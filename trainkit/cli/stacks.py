@@ -32,8 +32,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     is installed.
     """
     from trainkit.control.rank_stacks import ask_stacks
-    from trainkit.job.failure.stacks import group_replies
-    from trainkit.job.watch.silence import explain_silence
+    from trainkit.job.failure.stacks import explain_silence, group_replies
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)

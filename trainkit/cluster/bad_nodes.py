@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Literal
 
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.locks import file_lock
-from trainkit.run.files import read_object, write_json
+from trainkit.run.files import parse_time, read_object, read_record, write_json
 
 KEEP = timedelta(hours=24)
+LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 LOCK_TIMEOUT_S = 10.0
 """The note is not worth more: a dead host may hold the lock."""
 FAILURES_OF_A_CULPRIT = 2
@@ -61,18 +62,20 @@ def note_failure(
 
 @dataclass(frozen=True)
 class Note:
-    """One failure, as the file has it."""
+    """One failure, as the file has it; a value that is damaged or edited is missing."""
 
-    host: str
-    kind: str
-    reason: str
-    run: str
-    attempt: int
-    time: str
+    host: str = ""
+    kind: str = ""
+    reason: str = ""
+    run: str = ""
+    attempt: int = 0
+    time: str = ""
 
     @property
     def at(self) -> datetime:
-        return datetime.fromisoformat(self.time)
+        """When it was; long ago if that is unknown."""
+        found = parse_time(self.time)
+        return LONG_AGO if found is None or found.tzinfo is None else found
 
 
 def excluded(
@@ -108,17 +111,8 @@ def _reason_text(note: Note, failures: int) -> str:
 
 
 def _notes(file: Path, now: datetime) -> list[Note]:
-    """The notes that have not expired, the oldest first; without those that are damaged or edited."""
+    """The notes that have not expired, the oldest first."""
     values = read_object(file).get("notes")
-    notes = [_note(value) for value in (values if isinstance(values, list) else [])]
-    return [note for note in notes if note is not None and now - note.at < KEEP]
-
-
-def _note(value: object) -> Note | None:
-    try:
-        note = Note(**{item.name: value[item.name] for item in fields(Note)})  # type: ignore[index]
-        texts = (note.host, note.kind, note.reason, note.run)
-        is_whole = isinstance(note.attempt, int) and all(isinstance(text, str) for text in texts)
-        return note if is_whole and note.at.tzinfo is not None else None
-    except (KeyError, TypeError, ValueError):
-        return None
+    listed = values if isinstance(values, list) else []
+    found = (read_record(Note, value) for value in listed if isinstance(value, dict))
+    return [note for note in found if note.host and now - note.at < KEEP]

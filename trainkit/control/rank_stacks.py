@@ -24,7 +24,7 @@ def ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], 
     if rank is not None and rank >= world_size:
         raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
     try:
-        replies = gather(attempt, range(world_size), rank, WAIT_S)
+        replies = gather(attempt, world_size, rank, WAIT_S)
     except OSError as error:
         raise UsageError(
             f"{attempt.path} cannot be written: {error.strerror}",

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +33,10 @@ from trainkit.job.preflight import (
     Finding,
     check_clock,
     check_gpu,
-    check_temporary_folders,
+    check_space,
     clock_offset_s,
     free_mib,
+    temporary_folders,
 )
 from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import visible_gpus
@@ -55,7 +57,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
     yield check_interface(request)
     yield check_ports(request)
     yield from check_folder(request)
-    yield from check_temporary_folders(os.environ)
+    yield from starmap(check_space, temporary_folders(os.environ).items())
     if not request.quick:
         yield from check_torch(request)
 
@@ -290,33 +292,21 @@ def check_ports(request: Request) -> Finding:
 MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
 """Free space that is too little for any checkpoint, and that is little."""
 PROBE_MIB = 32
-SLOW_MIB_S, SLOW_FSYNC_S = 50.0, 0.5
-NUM_FSYNCS = 3
+SLOW_MIB_S = 50.0
 VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
 """How long a file of another host may take to be visible: an NFS client may have cached its folder."""
 FOLDER_PREFIX = ".doctor-"
 
 
-class NoFolder(Exception):
-    """A run folder cannot be created here."""
-
-
 def nearest_folder(folder: Path) -> Path:
-    """The folder itself if it exists, else the one in which it would be created. Raises NoFolder, OSError."""
-    for item in (folder, *folder.parents):
-        if item.is_dir():
-            return item
-        if os.path.lexists(item):
-            what = "a link to a missing folder" if item.is_symlink() and not item.exists() else "a file"
-            raise NoFolder(f"{item} is {what}, not a folder")
-    raise NoFolder(f"{folder} has no parent")
+    """The folder itself if it exists, else where it would be created, which may be no folder."""
+    return next(item for item in (folder, *folder.parents) if os.path.lexists(item))
 
 
 def check_folder(request: Request) -> Iterator[Finding]:
     """Whether checkpoints can be written here, how fast, and whether all hosts see the same files."""
-    existing = request.folder
+    existing = nearest_folder(request.folder)
     try:
-        existing = nearest_folder(request.folder)
         # Named after the shared file, whose host removes what a killed task has left.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
@@ -326,14 +316,12 @@ def check_folder(request: Request) -> Iterator[Finding]:
             yield _write_speed(Path(name), request.quick)
             yield _renames(Path(name))
             yield check_clock(clock_offset_s(Path(name)))
-    except (NoFolder, OSError) as error:
+    except OSError as error:
         yield _unwritable(existing, error)
 
 
-def _unwritable(folder: Path, error: NoFolder | OSError) -> Finding:
-    if isinstance(error, NoFolder):
-        return Finding("disk", "failure", str(error), "choose another --run-dir")
-    if error.errno == errno.ENOENT:  # as below /proc
+def _unwritable(folder: Path, error: OSError) -> Finding:
+    if error.errno == errno.ENOENT:  # as below /proc, or a link to a missing folder
         return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
     hint = "choose another --run-dir, or check its mount options and `ls -ld`"
     if error.errno in NO_SPACE:
@@ -347,12 +335,11 @@ def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
 
     It is removed at the end, with what the tasks of nodes have left.
     """
-    existing = folder
+    existing = nearest_folder(folder)
     try:
-        existing = nearest_folder(folder)
         handle, name = tempfile.mkstemp(prefix=f"{FOLDER_PREFIX}shared-", dir=existing)
         os.close(handle)
-    except (NoFolder, OSError) as error:
+    except OSError as error:
         yield replace(_unwritable(existing, error), host=own_host())
         return
     try:
@@ -396,16 +383,9 @@ def _write_speed(folder: Path, quick: bool) -> Finding:
         file.flush()
         os.fsync(file.fileno())
         written_s = time.monotonic() - started_s
-        waits_s = []
-        for _ in range(NUM_FSYNCS):
-            file.write(block[:4096])
-            file.flush()
-            began_s = time.monotonic()
-            os.fsync(file.fileno())
-            waits_s.append(time.monotonic() - began_s)
-    speed, wait_s = size_mib / max(written_s, 1e-6), sorted(waits_s)[NUM_FSYNCS // 2]
-    value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync; fsync of 4 KiB {1e3 * wait_s:.1f} ms"
-    if speed < SLOW_MIB_S or wait_s > SLOW_FSYNC_S:
+    speed = size_mib / max(written_s, 1e-6)
+    value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync"
+    if speed < SLOW_MIB_S:
         hint = "checkpoints will take long: save less often, or use a faster filesystem with --run-dir"
         return Finding("write speed", "warning", value, hint)
     return Finding("write speed", "ok", value)

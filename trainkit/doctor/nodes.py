@@ -8,6 +8,7 @@ import queue
 import re
 import statistics
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -72,28 +73,23 @@ class NodesStep:
     """The step of `step_argv` while it runs."""
 
     def __init__(self, argv: Sequence[str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         # A Ctrl-C in the terminal ends the step through `__exit__`: srun alone would ask for a second one.
         self._proc = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             errors="replace",
             env=plain_environ(scrubbed(os.environ)),
             start_new_session=True,
         )
-        self._errors: list[str] = []
         self._step = ""
         self._messages: queue.Queue[tuple[str, float] | None] = queue.Queue()
         """Each with this host's time when it came; None at the end."""
-        assert self._proc.stderr is not None
-        self._readers = [
-            threading.Thread(target=self._receive, daemon=True),
-            threading.Thread(target=self._errors.extend, args=(self._proc.stderr,), daemon=True),
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._reader = threading.Thread(target=self._receive, daemon=True)
+        self._reader.start()
 
     def _receive(self) -> None:
         assert self._proc.stdout is not None
@@ -107,7 +103,9 @@ class NodesStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        assert self._proc.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._proc.stdin.close()
         self._proc.terminate()
         try:
             self._proc.wait(STOP_S)
@@ -117,8 +115,8 @@ class NodesStep:
                     run_slurm(["scancel", self._step], STOP_S)
             self._proc.kill()
             self._proc.wait()
-        for reader in self._readers:
-            reader.join(STOP_S)
+        self._reader.join(STOP_S)
+        self._errors.close()
 
     def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
         """The reports of `count` nodes, by host; fewer in the cases of `_received`."""
@@ -130,7 +128,10 @@ class NodesStep:
 
     def measure(self, layout: Layout) -> list[Bandwidth]:
         """What the nodes, which have reported, measure; not all if a rank fails."""
-        self._send(to_json(layout))
+        assert self._proc.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the step has ended
+            self._proc.stdin.write(to_json(layout) + "\n")
+            self._proc.stdin.flush()
         limit_s = MEASURE_TIMEOUT_S + STOP_S
         answers = []
         for text, _ in self._received(len(layout.hosts), limit_s, limit_s):
@@ -155,19 +156,6 @@ class NodesStep:
             yield message
             deadline_s = min(deadline_s, time.monotonic() + wait_s)
 
-    def _send(self, line: str) -> None:
-        """Send a line to every task."""
-        assert self._proc.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the step has ended
-            self._proc.stdin.write(line + "\n")
-            self._proc.stdin.flush()
-
-    def close(self) -> None:
-        """Let the tasks end."""
-        assert self._proc.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._proc.stdin.close()
-
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
         """Why these hosts have not reported after this time, as srun says it; all, if none are given."""
         has_ended = True
@@ -175,8 +163,7 @@ class NodesStep:
             self._proc.wait(1.0)
         except subprocess.TimeoutExpired:
             has_ended = False
-        for reader in self._readers:
-            reader.join(1.0)
+        self._errors.seek(0)
         said = [line.strip() for line in self._errors if line.strip()]
         of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
@@ -202,9 +189,7 @@ def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Ite
             request = replace(request, shared=shared)
         with NodesStep(step_argv(loaded, request, timeout_s)) as step:
             reports = step.reports(num_nodes, timeout_s, wait_s)
-            found = [
-                item for report in sorted(reports, key=lambda item: item.host) for item in report.findings
-            ]
+            found = [item for report in reports for item in report.findings]
             yield from found
             yield _reported(reports, num_nodes, step, wait_s if reports else timeout_s)
             if len(reports) > 1:
@@ -365,7 +350,8 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
     if config.get("PreemptType", "").endswith("none") or not preempted:
         yield Finding("preemption", "ok", "jobs are not preempted")
         return
-    signal = "SIGTERM and the job's own signal" if _sends_own_signal(config) else "SIGTERM"
+    sends_own = "send_user_signal" in config.get("PreemptParameters", "").split(",")
+    signal = "SIGTERM and the job's own signal" if sends_own else "SIGTERM"
     for item in preempted:
         grace_s = _seconds(item.get("GraceTime", "0")) or 0
         mode = item.get("PreemptMode", default)
@@ -378,11 +364,6 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
             yield Finding("preemption", "warning", value, hint)
         else:
             yield Finding("preemption", "ok", value)
-
-
-def _sends_own_signal(config: Mapping[str, str]) -> bool:
-    """Whether preempted jobs get the signal that they asked for with ``--signal``."""
-    return "send_user_signal" in config.get("PreemptParameters", "").split(",")
 
 
 def _seconds(text: str) -> int | None:

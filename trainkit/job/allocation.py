@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path, PurePath
@@ -27,6 +27,7 @@ from trainkit.job.attempt_end import (
     reached_its_stop,
     write_end,
 )
+from trainkit.job.attempt_watch import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
 from trainkit.job.claim_attempt import (
     cancelled_attempt,
     claim_attempt,
@@ -49,9 +50,8 @@ from trainkit.job.hangs import silent_hosts
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
+from trainkit.job.progress_watch import slow_hosts
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
-from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.watch.progress import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.failure import RankFailure
@@ -249,12 +249,7 @@ class SlurmAllocation(Allocation):
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         view = retry_on_disk_error(lambda: supervisor_view(attempt))
         self._watch_batch_host(plan, attempt.batch_host_log)
-        argv = step_argv(
-            self.step,
-            plan,
-            choose_hosts(self.hosts, self.bad, plan.num_nodes),
-            overlap=self.step_may_still_run,
-        )
+        argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts)
 
     @property
@@ -272,7 +267,7 @@ class SlurmAllocation(Allocation):
             *step,
             f"--nodelist={others[-1]}",
             "--input=none",
-            *module_argv("trainkit.job.watch.batch_host"),
+            *module_argv("trainkit.job.requeue"),
         ]
         with log.open("ab") as output:
             self._host_watch = processes.start_child(
@@ -308,6 +303,7 @@ class SlurmAllocation(Allocation):
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
         if outcome.stop_signal is not None:
+            option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
             outcome.cause = termination_cause(
                 outcome.stop_signal,
                 self.job,
@@ -315,7 +311,7 @@ class SlurmAllocation(Allocation):
                 supervisor_was_signalled=outcome.supervisor_was_signalled,
                 restarts=self.restarts,
                 lost=bool(lost),
-                notice=_notice_signal(plan),
+                notice=f"SIG{option.partition('@')[0]}",
             )
         if outcome.slow_host is not None:
             self.bad[outcome.slow_host.host] = "slow"
@@ -376,14 +372,10 @@ class SlurmAllocation(Allocation):
 
         Slurm sends that signal once, and a step that starts later does not receive it.
         """
-        left_s = self.time_left_s()
-        return left_s is None or left_s > plan.grace_s + EARLY_S + START_S
-
-    def time_left_s(self) -> float | None:
-        """Seconds until Slurm ends the job; None when unknown."""
         if self.job is None or self.job.end_time is None:
-            return None
-        return (self.job.end_time - datetime.now(timezone.utc)).total_seconds()
+            return True
+        left_s = (self.job.end_time - datetime.now(timezone.utc)).total_seconds()
+        return left_s > plan.grace_s + EARLY_S + START_S
 
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
@@ -468,21 +460,10 @@ class SlurmAllocation(Allocation):
         cancel_jobs(waiting, completing)
 
 
-def _notice_signal(plan: LaunchPlan) -> str:
-    """The signal that Slurm sends before the time limit: that of `--signal`."""
-    option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
-    return f"SIG{option.partition('@')[0]}"
-
-
-def choose_hosts(hosts: Sequence[str], bad: Container[str], num: int) -> list[str]:
-    """The first `num` hosts that are not bad, in the job's order; fewer when there are not enough."""
-    return [host for host in hosts if host not in bad][:num]
-
-
 def step_argv(
     step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
 ) -> list[str]:
-    """The argv that starts the ranks on these hosts, derived from the step in the batch script.
+    """The argv that starts the ranks on the first of these hosts, derived from the step in the batch script.
 
     Without spare nodes the step uses all hosts of the job, and its argv is unchanged. Set `overlap` when
     Slurm may still count an earlier step as running, which then occupies the job's memory: a step on an
@@ -490,10 +471,8 @@ def step_argv(
     Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
-        raise TrainkitError(
-            f"the step needs {plan.num_nodes} nodes, but only {len(hosts)} of the job's are good"
-            + (f": {','.join(hosts)}" if hosts else "")
-        )
+        good = f"{len(hosts)} of the job's are good: {','.join(hosts)}"
+        raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
     options = ["--overlap", "--mem=0"] if overlap else []
     if plan.spare_nodes:
         options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, islice
-from pathlib import Path
 
 from trainkit.job.decision import (
     FAILURES,
-    AttemptResult,
     Decision,
     Failure,
     Outcome,
@@ -43,7 +42,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 LONG_ATTEMPT_S = 1800.0
 """A trainer without checkpoints counts as progressing when it has run for this long."""
 LATE_RECORDS = 1000
-"""The number of records after which none is late: those of an attempt may follow some of the next one."""
+"""How many of the newest records tell the last step: those of an attempt may follow some of the next one."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
 
@@ -57,20 +56,14 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
             return Decision("stopped", KILLED, killed)
         cause = None
     outcome.failure = outcome.failure or find_first_failure(attempt, plan, outcome)
-    result = AttemptResult(
-        exit_codes=outcome.exit_codes,
-        stop_signal=outcome.stop_signal,
+    failure = outcome.failure
+    result = replace(
+        outcome,
         cause=cause,
-        had_failed=outcome.had_failed,
-        slow_host=outcome.slow_host,
-        out_of_time=outcome.out_of_time,
-        not_started=outcome.launch_error is not None,
-        hung=outcome.hung,
-        lost_nodes=outcome.lost_nodes,
         progress=progress_of(attempt),
-        step=last_step(attempt, outcome.failure),
-        failure=None if outcome.failure is None else repeatable_failure(outcome.failure),
-        failed_after_signal=_is_after_signal(attempt, outcome.failure),
+        step=last_step(attempt, failure),
+        repeatable=None if failure is None else repeatable_failure(failure),
+        failed_after_signal=_is_after_signal(attempt, failure),
         workload=plan.workload,
         is_done=attempt.done_file.exists(),
     )
@@ -108,13 +101,12 @@ def close_dead_attempts(
             lost_host = host if host and is_down(host) else None
             # A lost host also explains the errors of ranks on other hosts.
             failure = first_rank_failure(dead) if lost_host is None else None
-            outcome = Outcome(failure=failure or dead_host_failure(host, last_log_write(dead)))
-            result = None
+            failure = failure or dead_host_failure(host, last_log_write(dead))
+            outcome = Outcome(failure=failure, progress=progress_of(dead), step=last_step(dead, None))
             if lost_host is not None:
-                codes, hosts = [signal_exit_code(signal.SIGKILL)], (lost_host,)
-                step = last_step(dead, None)
-                result = AttemptResult(codes, lost_nodes=hosts, progress=progress_of(dead), step=step)
-            decision = decide_dead(result, previous, policy)
+                outcome.lost_nodes = (lost_host,)
+                outcome.exits = [(0, signal_exit_code(signal.SIGKILL))]
+            decision = decide_dead(outcome, previous, policy)
             write_end(dead, outcome, decision, guessed=lost_host is None)
             refusal = (outcome, decision) if decision.action == "failed" else None
     return refusal
@@ -254,20 +246,7 @@ def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
     """The step at which an attempt ended: that of the failure, else the last one logged or saved."""
     if failure is not None and failure.step is not None:
         return failure.step
-    # The steps in metrics.jsonl grow during an attempt; checkpoints, which events.jsonl also names, are
-    # recorded later than their steps, or belong to an earlier attempt.
-    newest = islice(_steps_in(attempt.run.metrics_file, attempt), LATE_RECORDS)
-    return max(chain(newest, _steps_in(attempt.run.events_file, attempt)), default=None)
-
-
-def _steps_in(file: Path, attempt: AttemptDir) -> Iterator[int]:
-    """The steps in the records of an attempt, the newest first."""
-    num_others = 0
-    for record in map(Entry, read_jsonl_reversed(file)):
-        if record.attempt == attempt.number:
-            if (step := record.count("step")) is not None:
-                yield step
-        elif record.attempt is None or record.attempt < attempt.number:
-            num_others += 1
-            if num_others > LATE_RECORDS:
-                return
+    files = (attempt.run.metrics_file, attempt.run.events_file)
+    newest = chain.from_iterable(islice(read_jsonl_reversed(file), LATE_RECORDS) for file in files)
+    steps = (record.count("step") for record in map(Entry, newest) if record.attempt == attempt.number)
+    return max((step for step in steps if step is not None), default=None)

@@ -1,7 +1,6 @@
 """Decides what follows an ended attempt: a pure function of its result, earlier attempts and the options.
 
-`Outcome` is what the supervisor observed; `AttemptResult` is the part that the decision depends on. Why a job
-received a stop signal is inferred from its state in Slurm, else from the processes that got the signal.
+Why a job received a stop signal is inferred from its state in Slurm, else from the processes that got it.
 """
 
 from __future__ import annotations
@@ -45,9 +44,20 @@ class SlowHost:
     """For example ``rank 5 slow since step 1200 (compute)``."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of an attempt, reduced to what identifies it when it happens again."""
+
+    what: str
+    """Type and message."""
+    step: int | None
+    final: bool = False
+    """Whether a restart cannot help: a missing module, a syntax error."""
+
+
 @dataclass
 class Outcome:
-    """How an attempt ended, as its supervisor observed it."""
+    """How an attempt ended: as its supervisor observed it, and for `decide` what `judge` adds."""
 
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
@@ -76,6 +86,18 @@ class Outcome:
     """The first failure; None until it is determined, and without one."""
     exits: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""
+    progress: int = 0
+    """A measure of the run's progress that grows with every checkpoint."""
+    step: int | None = None
+    """The step at which it ended."""
+    repeatable: Failure | None = None
+    """What identifies the first failure when it happens again; None if its cause was external or random."""
+    failed_after_signal: bool = False
+    """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
+    workload: Workload = TRAINER
+    """What the workers ran."""
+    is_done: bool = False
+    """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
     @property
     def hung(self) -> bool:
@@ -92,53 +114,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The first failure of an attempt, reduced to what identifies it when it happens again."""
-
-    what: str
-    """Type and message."""
-    step: int | None
-    final: bool = False
-    """Whether a restart cannot help: a missing module, a syntax error."""
-
-
-@dataclass(frozen=True)
-class AttemptResult:
-    """How the workers of one attempt ended."""
-
-    exit_codes: Sequence[int]
-    """One per node or task."""
-    stop_signal: str | None = None
-    """The signal that asked them to stop."""
-    cause: Cause | None = None
-    """The reason for the signal; None if a person cancelled the job."""
-    had_failed: bool = False
-    """Whether they had failed before that signal."""
-    slow_host: SlowHost | None = None
-    """The host to continue without, with the cause `slow_host`."""
-    out_of_time: bool = False
-    """Whether some did not end within the grace time."""
-    not_started: bool = False
-    """Whether Slurm could not start the step."""
-    hung: bool = False
-    lost_nodes: tuple[str, ...] = ()
-    """Hosts that no longer respond."""
-    progress: int = 0
-    """A measure of the run's progress that grows with every checkpoint."""
-    step: int | None = None
-    """The step at which it ended."""
-    failure: Failure | None = None
-    failed_after_signal: bool = False
-    """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
-    workload: Workload = TRAINER
-    """What the workers ran."""
-    is_done: bool = False
-    """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
-
-
-@dataclass(frozen=True)
 class PreviousAttempt:
-    """An earlier attempt since a command last started the run; the fields are those of `AttemptResult`."""
+    """An earlier attempt since a command last started the run; the fields are those of `Outcome`."""
 
     cause: Cause | None
     progress: int = 0
@@ -177,7 +154,7 @@ class Decision:
 
 
 def decide(
-    result: AttemptResult, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
+    result: Outcome, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
     """Decide what follows one attempt; `previous` are the attempts before it, oldest first."""
     codes, starts = result.exit_codes, previous
@@ -199,7 +176,7 @@ def decide(
         return _after_request(result, saved, previous, policy, options)
     if saved:
         return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
-    if result.not_started and not result.lost_nodes and not was_stopped:
+    if result.launch_error is not None and not result.lost_nodes and not was_stopped:
         summary = "Slurm could not start the step"
         return decide_no_start(summary, _failure_code(result), starts, options, in_place=True)
     return _after_failure(result, previous, policy, options)
@@ -219,15 +196,12 @@ def decide_no_start(
     return _resume(summary, "not_started", code, starts, options, in_place=in_place, delay_s=delay_s)
 
 
-def decide_dead(
-    result: AttemptResult | None, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
-) -> Decision:
+def decide_dead(result: Outcome, previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> Decision:
     """What follows an attempt whose supervisor died, and whose job Slurm has requeued by itself.
 
-    `result` is that of an attempt whose host is lost; None when that is unknown: the job may also have been
-    preempted without grace time.
+    If no host is lost, the job may also have been preempted without grace time.
     """
-    if result is not None:
+    if result.lost_nodes:
         return decide(result, previous, policy, RestartOptions(requeue=True))
     reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
     limit = _restarts_limit(previous, policy)
@@ -237,7 +211,7 @@ def decide_dead(
 
 
 def _after_request(
-    result: AttemptResult,
+    result: Outcome,
     saved: bool,
     previous: Sequence[PreviousAttempt],
     policy: RequeuePolicy,
@@ -253,8 +227,8 @@ def _after_request(
         summary = (
             f"stuck: the workers exited shortly before the grace time after {result.stop_signal} was over"
         )
-    elif result.failed_after_signal and result.failure is not None:
-        summary = f"failed after {result.stop_signal}, before all workers had saved: {result.failure.what}"
+    elif result.failed_after_signal and result.repeatable is not None:
+        summary = f"failed after {result.stop_signal}, before all workers had saved: {result.repeatable.what}"
     else:
         summary = f"ended by {result.stop_signal}, and no worker reported a save"
     cause = result.cause
@@ -298,7 +272,7 @@ def slow_restart_refusal(previous: Sequence[PreviousAttempt], policy: RequeuePol
 
 
 def _after_failure(
-    result: AttemptResult, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
+    result: Outcome, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
     cause: Cause = "node_fail" if result.lost_nodes else "hang" if result.hung else "crash"
     code = _failure_code(result)
@@ -317,15 +291,15 @@ def _after_failure(
     )
 
 
-def _failure_code(result: AttemptResult) -> int:
+def _failure_code(result: Outcome) -> int:
     return next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
 
 
 def _restart_limit(
-    result: AttemptResult, cause: Cause, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
+    result: Outcome, cause: Cause, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
 ) -> str | None:
     """Why the run is not restarted after a failure; "" when obvious, None when it may be restarted."""
-    failure = result.failure
+    failure = result.repeatable
     if result.stop_signal is not None and result.cause is None:
         return ""  # a person wanted it to end
     if cause not in policy.on:
@@ -357,9 +331,7 @@ def _restarts_limit(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) 
     return f"requeue.max is {policy.max}, and the run has restarted {len(previous)} times"
 
 
-def _failures_without_progress(
-    result: AttemptResult, previous: Sequence[PreviousAttempt]
-) -> list[PreviousAttempt]:
+def _failures_without_progress(result: Outcome, previous: Sequence[PreviousAttempt]) -> list[PreviousAttempt]:
     """The failures before this one that saved nothing new."""
     return list(
         takewhile(
@@ -369,7 +341,7 @@ def _failures_without_progress(
     )
 
 
-def _makes_no_progress(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> bool:
+def _makes_no_progress(result: Outcome, previous: Sequence[PreviousAttempt]) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
     counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked", "slow_host")][
         1 - MAX_ENDS_AT_STEP :
@@ -381,7 +353,7 @@ def _makes_no_progress(result: AttemptResult, previous: Sequence[PreviousAttempt
     )
 
 
-def _delay_s(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> float:
+def _delay_s(result: Outcome, previous: Sequence[PreviousAttempt]) -> float:
     """Seconds to wait before the step is restarted; doubles with every failure without progress."""
     failures = len(_failures_without_progress(result, previous))
     return 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))

@@ -25,9 +25,9 @@ from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event
 from trainkit.run.failure import RankFailure
-from trainkit.run.files import parse_time, read_json, read_record, utc_now, write_json
+from trainkit.run.files import parse_time, read_object, read_record, utc_now, write_json
 from trainkit.run.record import read_job
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
@@ -153,14 +153,24 @@ def notify_end(attempt: AttemptDir, end: AttemptEnd) -> None:
 
 def _send_limited(url: str, attempt: AttemptDir, notification: Notification, min_interval_s: float) -> None:
     """Send a notification unless one of its kind was sent recently; counts those that are not sent."""
-    event, state = notification.event, read_state(attempt.run)
+    file, event = attempt.run.path / STATE_NAME, notification.event
+    state = read_record(State, read_object(file))
     after = State(state.sent, {**state.withheld, event: state.withheld.get(event, 0) + 1})
     try:
-        if state.is_due(event, datetime.now(timezone.utc), min_interval_s):
+        if is_due(state.sent.get(event), event, datetime.now(timezone.utc), min_interval_s):
             post(url, message(attempt, notification, state.withheld))
             after = State({**state.sent, event: utc_now()})
     finally:
-        write_json(attempt.run.path / STATE_NAME, asdict(after))
+        write_json(file, asdict(after))
+
+
+def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -> bool:
+    """Whether an event may be reported at the time `now`; `last` is the time of its last report."""
+    then = parse_time(last)
+    if event in LAST_EVENTS or then is None:
+        return True
+    since_s = (now - then).total_seconds()
+    return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
 
 
 @dataclass(frozen=True)
@@ -171,22 +181,6 @@ class State:
     """Event -> time of its last notification."""
     withheld: dict[str, int] = field(default_factory=dict)
     """Event -> number of those that were not sent since the last one of any event."""
-
-    def is_due(self, event: str, now: datetime, min_interval_s: float) -> bool:
-        """Whether an event may be reported at the time `now`."""
-        last = parse_time(self.sent.get(event))
-        if event in LAST_EVENTS or last is None:
-            return True
-        since_s = (now - last).total_seconds()
-        return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
-
-
-def read_state(run: RunDir) -> State:
-    """The state of a run; empty without its file."""
-    try:
-        return read_record(State, read_json(run.path / STATE_NAME))
-    except (FileNotFoundError, ValueError, AttributeError):
-        return State()
 
 
 def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[str, int]) -> str:
@@ -244,12 +238,10 @@ def url_problem(url: str) -> str | None:
         return "is not a URL"
     if parts.scheme not in ("http", "https"):
         return "does not start with https:// or http://"
-    if not host:
-        return "has no host"
+    if not host or any(character.isspace() or not character.isprintable() for character in url):
+        return "has no host, or contains white space"
     if parts.username is not None:
         return "has a user or password, which a webhook does not have"
-    if any(character.isspace() or not character.isprintable() for character in url):
-        return "contains white space"
     return None
 
 

@@ -49,10 +49,10 @@ class PreflightFailed(TrainkitError):
         """Whether the problem is this node's, so that another node could pass."""
 
 
-def _require(finding: Finding) -> None:
-    """Raise PreflightFailed if a check of this node has failed."""
+def _require(subject: str, finding: Finding) -> None:
+    """Raise PreflightFailed if a check of this node has failed; `subject` is what was checked."""
     if finding.state == "failure":
-        raise PreflightFailed(f"{finding.name} on {socket.gethostname()}: {finding.value}", finding.hint)
+        raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
 
 def check_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
@@ -86,7 +86,7 @@ def _check(
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
-        _require(check_gpu(nvml, int(name)))
+        _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, int(name)))
 
 
 def _missing_gpu(
@@ -198,9 +198,9 @@ def check_node(
                 )
             # If the supervisor's clock is off as well, the file server's clock is the wrong one.
             if abs(float(supervisor_offset_s)) <= MAX_CLOCK_OFFSET_S:
-                _require(check_clock(offset_s))
-        for finding in check_temporary_folders(environ):
-            _require(finding)
+                _require(f"the clock of {socket.gethostname()} is", check_clock(offset_s))
+        for folder in temporary_folders(environ).values():
+            _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
         check_gpus(plan, local_ranks, environ)
 
@@ -261,26 +261,22 @@ def free_mib(folder: Path) -> float | None:
     return found.f_bavail * found.f_frsize / 2**20 if found.f_blocks else math.inf
 
 
-def check_temporary_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The free space of the folders in which ranks put temporary files."""
-    yield check_space(
-        "/tmp",
-        Path(environ.get("TMPDIR") or "/tmp"),
-        "remove the files that other jobs left there, or set TMPDIR to another folder",
-    )
-    yield check_space(
-        "/dev/shm",
-        Path("/dev/shm"),
-        "in a container, `docker run --shm-size=8g` enlarges it; data loaders with processes need it",
-    )
+def temporary_folders(environ: Mapping[str, str]) -> dict[str, Path]:
+    """The folders in which ranks put temporary files, by the names of their checks."""
+    return {"/tmp": Path(environ.get("TMPDIR") or "/tmp"), "/dev/shm": Path("/dev/shm")}
 
 
-def check_space(name: str, folder: Path, hint: str) -> Finding:
+def check_space(name: str, folder: Path) -> Finding:
     """The free space of a folder for temporary files."""
     free = free_mib(folder)
     if free is None:
         return Finding(name, "ok", "there is none")
     value = f"{free / 1024:,.1f} GiB" if free >= 1024 else f"{free:,.0f} MiB"
-    state: Literal["ok", "warning", "failure"]
-    state = "ok" if free >= FEW_FREE_MIB else "failure" if free < MIN_FREE_MIB else "warning"
-    return Finding(name, state, f"{value} free in {folder}", "" if state == "ok" else hint)
+    if free >= FEW_FREE_MIB:
+        return Finding(name, "ok", f"{value} free in {folder}")
+    hint = f"remove the files that other jobs left in {folder}, or set TMPDIR to another folder"
+    if folder == Path("/dev/shm"):
+        hint = "in a container, `docker run --shm-size=8g` enlarges it; data loaders with processes need it"
+    if free < MIN_FREE_MIB:
+        return Finding(name, "failure", f"has only {free:.1f} MiB free", hint)
+    return Finding(name, "warning", f"{value} free in {folder}", hint)

@@ -64,37 +64,25 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
-    missing = [
-        name
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if name not in environ
-    ]
-    if missing:
+    sizes = {"LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", ""), "NODE_RANK": environ.get("GROUP_RANK", "0")}
+    given = {**sizes, **environ}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
+    wrong = [f"{name}={given.get(name, '')}" for name in names if not given.get(name, "").isdigit()]
+    if wrong or "MASTER_ADDR" not in environ:
         raise UsageError(
-            f"the rank environment is incomplete: {', '.join(missing)} not set",
+            f"the rank environment is incomplete: {', '.join(wrong) or 'MASTER_ADDR is not set'}",
             hint="start through trainkit submit or trainkit run, or unset RANK and WORLD_SIZE",
         )
-
-    def number(name: str, default: int | None = None) -> int:
-        text = environ.get(name)
-        if text is None and default is not None:
-            return default
-        try:
-            return int(text or "")
-        except ValueError:
-            raise UsageError(f"{name}={text!r} is not a whole number") from None
-
-    world_size = number("WORLD_SIZE")
-    local_world_size = number("LOCAL_WORLD_SIZE", world_size)
+    rank, local_rank, world_size, local_world_size, node_rank, port = (int(given[name]) for name in names)
     found = RankEnv(
-        rank=number("RANK"),
-        local_rank=number("LOCAL_RANK"),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=number("NODE_RANK", number("GROUP_RANK", 0)),
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        node_rank,
         num_nodes=max(1, world_size // max(1, local_world_size)),
         master_addr=environ["MASTER_ADDR"],
-        master_port=number("MASTER_PORT"),
+        master_port=port,
         source="environment",
         nonce=environ.get(NONCE_VARIABLE, ""),
     )

@@ -1,17 +1,24 @@
-"""Continues a run in another allocation: requeued or resubmitted jobs, and the hosts that they exclude."""
+"""Continues a run in another allocation: requeued or resubmitted jobs, and the hosts that they exclude.
+
+``python -m trainkit.job.requeue`` is a step that watches the host of its job's batch shell from another host.
+Under ``--no-kill``, which spare nodes require, Slurm does nothing when that host dies with the supervisor,
+and the other hosts would idle until the time limit.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import EXIT_OK, EXIT_USAGE, TrainkitError
 from trainkit.job import processes
+from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
@@ -32,7 +39,9 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents
+from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
+from trainkit.slurm.hosts import is_down, node_states
+from trainkit.slurm.jobs import job_details
 from trainkit.slurm.submit import query_start, submit_script
 
 EVICTION_S = 120.0
@@ -206,3 +215,42 @@ def _test_submission(options: Sequence[str]) -> str | None:
         except SlurmRefused as error:
             return error.message
     return None
+
+
+HOST_POLL_S = 20.0
+
+
+def requeue_if_down(job_id: str) -> bool:
+    """Requeue the job, or cancel it if Slurm may not requeue it, if its batch host is down; whether it is."""
+    job = job_details(job_id)
+    host = job.batch_host
+    if not host or not is_down(node_states([host]).get(host, "")):
+        return False
+    action = "requeuing" if job.may_requeue else "cancelling (the job must not be requeued)"
+    print(f"{host}, the host of the supervisor, is down: {action} {job_id}", flush=True)
+    if job.may_requeue:
+        requeue(job_id)
+    else:
+        cancel([job_id])
+    return True
+
+
+def main() -> int:
+    """Watch the batch host of the job that this step belongs to until it dies; returns the exit code."""
+    # The early notice is for the ranks.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    job_id = slurm_job_id()
+    if job_id is None:
+        print("error: this is not a step of a Slurm job", file=sys.stderr)
+        return EXIT_USAGE
+    while True:
+        time.sleep(HOST_POLL_S)
+        try:
+            if requeue_if_down(job_id):
+                return EXIT_OK
+        except TrainkitError as error:
+            print(f"{error.message}; retrying", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,16 +27,16 @@ from trainkit.job.allocation import (
     query_job,
 )
 from trainkit.job.attempt_end import judge, write_end
+from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier, end_notification
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
+from trainkit.job.progress_watch import ProgressWatch
 from trainkit.job.requeue import await_eviction
 from trainkit.job.signals import signal_exit_code
-from trainkit.job.watch.attempt import AttemptWatch
-from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
@@ -319,8 +319,17 @@ def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
     try:
         plan = LaunchPlan.read(allocation.run.plan_file)
         allocation.job = query_job(allocation.job_id)
-        if locked.stopped and _stop_cause(allocation, plan) not in plan.requeue.on:
-            return EXIT_STOPPED
+        if locked.stopped:
+            cause = termination_cause(
+                signal.SIGTERM.name,
+                allocation.job,
+                plan.grace_s,
+                supervisor_was_signalled=True,
+                restarts=allocation.restarts,
+                lost=False,
+            )
+            if cause not in plan.requeue.on:
+                return EXIT_STOPPED
         if allocation.restarts >= plan.requeue.max:
             log_line(f"not requeued: requeue.max is {plan.requeue.max}")
             return EXIT_FAILED
@@ -333,17 +342,6 @@ def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
     if not (allocation.is_completing or allocation.is_being_requeued):
         await_eviction()
     return EXIT_STOPPED
-
-
-def _stop_cause(allocation: SlurmAllocation, plan: LaunchPlan) -> str | None:
-    return termination_cause(
-        signal.SIGTERM.name,
-        allocation.job,
-        plan.grace_s,
-        supervisor_was_signalled=True,
-        restarts=allocation.restarts,
-        lost=False,
-    )
 
 
 if __name__ == "__main__":

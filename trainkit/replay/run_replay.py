@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -123,16 +124,14 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
     port, size, procs = _free_port(), plan.world_size, []
-    configured = {**plan.env, **code_variables(attempt.run, plan.env)}
+    plan = replace(plan, env={**plan.env, **code_variables(attempt.run, plan.env)})
     try:
         for rank in range(size):
             env = RankEnv(rank, rank, size, size, 0, 1, "127.0.0.1", port, source="replay")
             environ = worker_environ(
                 plan,
                 env,
-                run_dir=str(attempt.run.path),
-                attempt=attempt.number,
-                configured=configured,
+                attempt,
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
             )

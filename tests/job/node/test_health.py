@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +74,7 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
     write(100, 300, 10)
     counters = health._Counters()
     write(160, 340, 30)
-    found = asdict(counters.sample())
+    found = counters.sample()
     assert found["cpu_percent"] == 60.0
     assert (found["net_rx_mib_s"], found["net_tx_mib_s"]) == (10.0, 20.0)
     assert (found["disk_read_mib_s"], found["disk_write_mib_s"]) == (10.0, 30.0)
@@ -85,7 +84,7 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
 def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROC", tmp_path / "none")
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
-    found = asdict(health._Counters().sample())
+    found = health._Counters().sample()
     assert {key for key, value in found.items() if value is not None} == {"load_1m"}
 
 
@@ -153,7 +152,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) ->
     found = health._Gpus(listed)
     found.open()
     samples, problem = found.sample()
-    return list(map(asdict, samples)), problem
+    return samples, problem
 
 
 def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

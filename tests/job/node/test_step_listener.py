@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainkit.job.node.step_listener import StepListener
+from trainkit.job.node.slurm_step import StepListener
 from trainkit.job.processes import descendants
 from trainkit.job.signals import NOTICE_SIGNALS
 

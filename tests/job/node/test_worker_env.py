@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from trainkit.job.node.rendezvous import local_rendezvous
 from trainkit.job.node.worker_env import gpu_slice, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
@@ -10,15 +11,18 @@ from trainkit.run.rundir import RunDir
 PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 0.1, 3, 60.0, {})
 
 
+def place_on(node_rank, local_rank, plan=PLAN):
+    return worker_rank(plan, local_rendezvous(plan, node_rank, 12345), local_rank)
+
+
 def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
-    place = worker_rank(plan, node_rank, 1, "127.0.0.1", 12345)
-    given = {"configured": configured or {}, "inherited": inherited or {}, "network": {}}
-    return worker_environ(plan, place, run_dir="/r", attempt=2, **given)
+    plan, place = replace(plan, env=configured or {}), place_on(node_rank, 1, plan)
+    return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, network={})
 
 
 def test_worker_finds_its_place():
     found = find_rank_env(environ(inherited={"RANK": "9", "GROUP_RANK": "9"}))
-    assert replace(found, source="") == replace(worker_rank(PLAN, 1, 1, "127.0.0.1", 12345), source="")
+    assert replace(found, source="") == replace(place_on(1, 1), source="")
     assert found.rank == 3
 
 
@@ -67,7 +71,7 @@ def test_one_node_sees_all_gpus():
 
 def test_workers_use_the_environment_that_the_plan_names():
     run = RunDir("/r")
-    place = worker_rank(PLAN, 0, 0, "127.0.0.1", 12345)
+    place = place_on(0, 0)
     own = worker_argv(PLAN, place, run)
     other = worker_argv(replace(PLAN, python=("/v/bin/python", "-u")), place, run)
     assert other == ("/v/bin/python", "-u", *own[own.index("-m") :])

@@ -1,16 +1,22 @@
 """What launchers print about what failed first: torchrun, accelerate and DeepSpeed a rank, srun a task.
 
-The first three exit with 1, or with the exit code of that rank as a byte: 247 is -9, death by SIGKILL.
+The first three exit with 1, or with the exit code of that rank as a byte: 247 is -9, death by SIGKILL. So an
+agent also watches the ranks of its launcher.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import select
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainkit.errors import EXIT_STOPPED
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job.processes import exit_code_of_zombie
 from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
@@ -75,6 +81,46 @@ def _line(text: str, position: int) -> int:
 def _is_at_once(first: RankExit, second: RankExit) -> bool:
     later_s = seconds_between(first.time, parse_time(second.time))
     return later_s is not None and abs(later_s) < AT_ONCE_S
+
+
+class LaunchedRanks:
+    """The processes of a launcher's ranks: a thread watches each, as only its parent can wait for it."""
+
+    def __init__(self) -> None:
+        self.first_exit: RankExit | None = None
+        """The exit of the first rank that failed; None as long as none has."""
+        self.codes: list[int | None] = []
+        """The exit codes of the ranks that have ended; None where it came too late to see."""
+        self._lock = threading.Lock()
+        self._watched: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    @property
+    def have_saved(self) -> bool:
+        """Whether all that have ended say that they have saved or finished, and one that it has saved."""
+        return EXIT_STOPPED in self.codes and set(self.codes) <= {EXIT_OK, EXIT_STOPPED}
+
+    def watch(self, pids: Mapping[int, int]) -> None:
+        """Watch these processes, by rank, in addition to those that are already watched."""
+        for rank, pid in pids.items():
+            if pid not in self._watched:
+                self._watched.add(pid)
+                with contextlib.suppress(OSError):  # it has ended, or the kernel is older than Linux 5.3
+                    arguments = (rank, pid, os.pidfd_open(pid))
+                    threading.Thread(target=self._await, args=arguments, name="rank", daemon=True).start()
+
+    def _await(self, rank: int, pid: int, handle: int) -> None:
+        try:
+            select.select([handle], [], [])
+        finally:
+            os.close(handle)
+        code = exit_code_of_zombie(pid)
+        with self._lock:
+            self.codes.append(code)
+            if code and self.first_exit is None:
+                self.first_exit = RankExit(code, rank)
 
 
 _NOT_STARTED = re.compile(

@@ -128,27 +128,19 @@ def record_silent_death(
     `worker` is its rank; a launcher has that of the first rank of its node. `killed` is the rank whose death
     has ended a launcher, and `exit_code` then that of the rank.
     """
-    path = attempt.rank_error(worker)
-    if path.exists():
+    if attempt.rank_error(worker).exists():
         return
     death = _out_of_memory(exit_code) if out_of_memory else _death(attempt, worker, exit_code)
-    write_json(
-        path,
-        {
-            "rank": worker if killed is None else killed.rank,
-            "node_rank": node_rank,
-            "host": own_host(),
-            "time": utc_now(),
-            "step": death.step,
-            "type": death.type if killed is None or out_of_memory else "RankKilled",
-            "message": death.message,
-            **({} if death.hint is None else {"hint": death.hint}),
-            **({} if death.final is None else {"final": death.final}),
-            "traceback": None,
-            "exit_code": exit_code,
-            "log_tail": log_tail(attempt.rank_log(worker)),
-        },
-    )
+    rank = worker if killed is None else killed.rank
+    kind = death.type if killed is None or out_of_memory else "RankKilled"
+    _write(attempt, worker, replace(death, rank=rank, node_rank=node_rank, type=kind, exit_code=exit_code))
+
+
+def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
+    """Write the failure record of a worker of this host, with the end of its log."""
+    record = replace(failure, host=own_host(), time=utc_now()).to_dict()
+    log = log_tail(attempt.rank_log(worker))
+    write_json(attempt.rank_error(worker), {**record, "traceback": None, "log_tail": log})
 
 
 def _out_of_memory(exit_code: int) -> RankFailure:
@@ -174,22 +166,13 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
     """Write the failure record of a rank that could not start."""
-    write_json(
-        attempt.rank_error(rank),
-        {
-            "rank": rank,
-            "node_rank": node_rank,
-            "host": own_host(),
-            "time": utc_now(),
-            "step": None,
-            "type": type(error).__name__,
-            "message": error.message,
-            "hint": error.hint,
-            "traceback": None,
-            "exit_code": error.exit_code,
-            # The run may work on another node.
-            **({"node": True} if isinstance(error, PreflightFailed) and error.is_node else {}),
-        },
+    kind, code = type(error).__name__, error.exit_code
+    # The run may work on another node.
+    node = True if isinstance(error, PreflightFailed) and error.is_node else None
+    _write(
+        attempt,
+        rank,
+        RankFailure(rank, node_rank, None, None, None, kind, error.message, code, error.hint, node=node),
     )
 
 

@@ -17,14 +17,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.job import processes
 from trainkit.job.signals import STACKS_SIGNAL
-from trainkit.run.files import as_utc, read_json, utc_now, write_json
+from trainkit.run.files import as_utc, parse_time, read_json, utc_now, write_json
 from trainkit.run.process import PROC, process_stat
 from trainkit.run.rundir import AttemptDir
 
@@ -116,44 +116,19 @@ def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
     return request
 
 
-class Gathering:
-    """A request for the stacks of `rank`, or of all `ranks` if None, and the replies to it.
+def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
+    """Request the stacks of `rank`, or of all ranks if None; returns the replies by rank.
 
-    Raises OSError when the run folder cannot be written.
+    Fewer come after the timeout. Raises OSError when the run folder cannot be written.
     """
-
-    def __init__(
-        self, attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float
-    ) -> None:
-        self._request = request_stacks(attempt, rank)
-        self._wanted = len(ranks) if rank is None else 1
-        self._deadline_s = time.monotonic() + timeout_s
-        self._replies: list[Reply] | None = None
-
-    def poll(self) -> list[Reply] | None:
-        """The replies by rank, once all are there or the time is over; until then None."""
-        if self._replies is None:
-            replies = self._request.replies()
-            if len(replies) < self._wanted and time.monotonic() < self._deadline_s:
-                return None
-            self.withdraw()
-            self._replies = replies
-        return self._replies
-
-    def withdraw(self) -> None:
-        """Stop waiting for replies."""
-        self._request.withdraw()
-
-
-def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request stacks as a `Gathering` does, and wait for them; returns the replies so far by rank."""
-    gathering = Gathering(attempt, ranks, rank, timeout_s)
+    request, deadline_s = request_stacks(attempt, rank), time.monotonic() + timeout_s
+    wanted = num_ranks if rank is None else 1
     try:
-        while (replies := gathering.poll()) is None:
+        while len(replies := request.replies()) < wanted and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         return replies
     finally:
-        gathering.withdraw()
+        request.withdraw()
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
@@ -163,6 +138,53 @@ def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
         if reply.threads:
             groups.setdefault(reply.main_stack, []).append(reply)
     return sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What the ranks of a silent command wait for, as far as it can be seen."""
+
+    text: str
+    """One sentence."""
+    rank: int | None = None
+    host: str | None = None
+    lock: str | None = None
+    is_left: bool = False
+    """Whether a rank certainly waits for that lock file, which was there before and no process has open."""
+
+
+def explain_silence(replies: Sequence[Reply], started: str = "") -> Silence:
+    """What the ranks of an attempt wait for that began at the time `started`, from their stacks and locks."""
+    found = [(reply, lock) for reply in replies for lock in reply.locks]
+    holders = {lock.path: f"{lock.holder} on {reply.host}" for reply, lock in reversed(found) if lock.holder}
+    in_the_way = [
+        lock
+        for reply, lock in found
+        # A rank with a stack that does not show that it waits has the lock itself, or works next to a holder.
+        if lock.is_certain or not reply.threads or not lock.holder
+    ]
+    if in_the_way:
+        # Of several, the one that a stack shows, then one that nobody releases, then the newest.
+        lock = max(in_the_way, key=lambda lock: (lock.is_certain, lock.path not in holders, lock.time))
+        seen = [(reply, other) for reply, other in found if other.path == lock.path]
+        hosts = ", ".join(sorted({reply.host for reply, _ in seen}))
+        first, *others = [reply for reply, other in seen if other.is_certain >= lock.is_certain]
+        more = f" (and {len(others)} more)" if others else ""
+        waits = "waits" if lock.is_certain else "may wait"
+        text = (
+            f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}, "
+            f"which {holders.get(lock.path, f'no process on {hosts}')} has open"
+        )
+        made, began = parse_time(lock.time), parse_time(started)
+        is_older = made is not None and began is not None and made < began
+        is_left = lock.is_certain and lock.path not in holders and is_older
+        return Silence(text, first.rank, first.host, lock.path, is_left)
+    if not replies:
+        return Silence("none of its ranks could be looked at in time")
+    groups = group_replies(replies)
+    first = groups[0][0] if groups else replies[0]
+    where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
+    return Silence(f"rank {first.rank} on {first.host}{where}", first.rank, first.host)
 
 
 REPLY_S = 3.0

@@ -18,11 +18,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.failure.launcher_report import RankExit
+from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
 from trainkit.job.failure.records import (
     killed_rank,
     lost_host_failure,
@@ -30,9 +29,8 @@ from trainkit.job.failure.records import (
     record_silent_death,
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
-from trainkit.job.node.health import HealthSampler
+from trainkit.job.node.health import HealthSampler, count_oom_kills
 from trainkit.job.node.host_rendezvous import host_rendezvous, lost_host
-from trainkit.job.node.launched_ranks import LaunchedRanks
 from trainkit.job.node.network import network_environ
 from trainkit.job.node.rendezvous import (
     HostPlace,
@@ -45,8 +43,7 @@ from trainkit.job.node.rendezvous import (
     recorded_notices,
     slurm_rendezvous,
 )
-from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
-from trainkit.job.node.step_listener import StepListener
+from trainkit.job.node.slurm_step import SlurmTask, StepListener, find_slurm_task, reason_not_a_task
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.preflight import check_node
@@ -103,7 +100,7 @@ class Agent(ProcessGroup):
     poll_interval_s = POLL_S
 
     def start(self) -> None:
-        run, rendezvous = self.attempt.run, self.rendezvous
+        rendezvous = self.rendezvous
         network, reason = network_environ(self.plan.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
@@ -111,26 +108,11 @@ class Agent(ProcessGroup):
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
         work_dir = os.environ.get(WORK_DIR_VARIABLE) if self.workload.is_command else None
         for local_rank in local_ranks:
-            rank_env = worker_rank(
-                self.plan,
-                rendezvous.node_rank,
-                local_rank,
-                rendezvous.master_addr,
-                rendezvous.master_port,
-                rendezvous.nonce,
-            )
-            environ = worker_environ(
-                self.plan,
-                rank_env,
-                run_dir=str(run.path),
-                attempt=self.attempt.number,
-                configured=self.plan.env,
-                inherited=os.environ,
-                network=network,
-            )
+            rank_env = worker_rank(self.plan, rendezvous, local_rank)
+            environ = worker_environ(self.plan, rank_env, self.attempt, inherited=os.environ, network=network)
             with self.attempt.rank_log(rank_env.rank).open("ab") as log:
                 self.running[rank_env.rank] = processes.start_child(
-                    worker_argv(self.plan, rank_env, run),
+                    worker_argv(self.plan, rank_env, self.attempt.run),
                     environ=environ,
                     output=log,
                     keeps_mask=self.workload.knows_run,
@@ -392,38 +374,6 @@ def superseding_attempt(attempt: AttemptDir) -> int | None:
     newest = run.latest_number() or 0
     later = range(newest, attempt.number, -1)
     return next((number for number in later if has_rendezvous(run.attempt(number))), None)
-
-
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
-def count_oom_kills() -> int | None:
-    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            file = CGROUP_ROOT / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            file = CGROUP_ROOT / "memory" / path.lstrip("/") / "memory.oom_control"
-        else:
-            continue
-        count = _oom_kill_counter(file)
-        if count is not None:
-            return count
-    return None
-
-
-def _oom_kill_counter(file: Path) -> int | None:
-    try:
-        entries = dict(line.split() for line in file.read_text().splitlines())
-        return int(entries["oom_kill"])
-    except (OSError, ValueError, KeyError):
-        return None  # another cgroup version, or a kernel without this counter
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ driver or a filesystem that does not respond must not keep it from its work. Not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainkit.folders import ensure_folder
 from trainkit.job.processes import log_line
@@ -77,8 +77,7 @@ class HealthSampler:
         if problem:
             self._report(f"cannot query the GPUs: {problem}")
         record = {"time": utc_now(), "attempt": self._number, "host": self._host}
-        record |= asdict(self._counters.sample())
-        append_jsonl(self.file, {**record, "gpus": list(map(asdict, gpus))})
+        append_jsonl(self.file, {**record, **self._counters.sample(), "gpus": gpus})
 
     def _report(self, problem: str) -> None:
         """Say once what is wrong: the run continues without samples."""
@@ -94,56 +93,49 @@ def thin_out(file: Path) -> None:
     write_atomic(file, "".join(lines[:half:2] + lines[half:]))
 
 
-@dataclass(frozen=True)
-class HostSample:
-    """The use of a host; None for what is unknown."""
-
-    cpu_percent: float | None
-    load_1m: float
-    mem_used_gib: float | None
-    mem_total_gib: float | None
-    job_mem_gib: float | None
-    net_rx_mib_s: float | None
-    net_tx_mib_s: float | None
-    disk_read_mib_s: float | None
-    disk_write_mib_s: float | None
-
-
 class _Counters:
-    """Rates since the previous sample, from the counters of the kernel."""
+    """The use of the host, with rates since the previous sample; None for what is unknown."""
 
     def __init__(self) -> None:
-        self._before = self._read()
+        self._read_s, self._before = time.monotonic(), _counters()
 
-    def sample(self) -> HostSample:
-        now, before = self._read(), self._before
-        self._before = now
-        elapsed_s = max(1e-3, now.s - before.s)
-
-        def rate(now_bytes: int | None, before_bytes: int | None) -> float | None:
-            if now_bytes is None or before_bytes is None:
-                return None
-            return round(max(0, now_bytes - before_bytes) / elapsed_s / MIB, 2)
-
-        busy, total = (new - old for new, old in zip(now.cpu, before.cpu, strict=True))
-        percent = round(100.0 * busy / total, 1) if total > 0 else None
+    def sample(self) -> dict[str, float | None]:
+        now_s, now = time.monotonic(), _counters()
+        elapsed_s = max(1e-3, now_s - self._read_s)
+        grown = {name: now[name] - self._before[name] for name in now.keys() & self._before.keys()}
+        self._read_s, self._before = now_s, now
+        num_jiffies = grown.get("all_cpu")
         used_gib, total_gib = host_memory_gib() or (None, None)
-        rates = map(rate, (*now.network, *now.disks), (*before.network, *before.disks))
-        return HostSample(
-            percent, round(os.getloadavg()[0], 2), used_gib, total_gib, job_memory_gib(), *rates
-        )
+        return {
+            "cpu_percent": round(100.0 * grown["cpu"] / num_jiffies, 1) if num_jiffies else None,
+            "load_1m": round(os.getloadavg()[0], 2),
+            "mem_used_gib": used_gib,
+            "mem_total_gib": total_gib,
+            "job_mem_gib": job_memory_gib(),
+            **{
+                f"{name}_mib_s": round(max(0, grown[name]) / elapsed_s / MIB, 2) if name in grown else None
+                for name in ("net_rx", "net_tx", "disk_read", "disk_write")
+            },
+        }
 
-    def _read(self) -> _Reading:
-        return _Reading(time.monotonic(), _cpu_jiffies(), _network_bytes(), _disk_bytes())
 
-
-class _Reading(NamedTuple):
-    """The counters of the kernel at a moment."""
-
-    s: float
-    cpu: tuple[int, int]
-    network: tuple[int | None, int | None]
-    disks: tuple[int | None, int | None]
+def _counters() -> dict[str, int]:
+    """The kernel's counters of jiffies of the processors and of bytes; without those that are unknown."""
+    found = {}
+    for name, *values in _lines(PROC / "stat"):
+        if name == "cpu":
+            _, _, _, idle, iowait, *_ = jiffies = list(map(int, values[:8]))
+            found["cpu"], found["all_cpu"] = sum(jiffies) - idle - iowait, sum(jiffies)
+    interfaces = [words for words in _lines(PROC / "net" / "dev")[2:] if len(words) > 9]
+    if interfaces:
+        others = [words for words in interfaces if words[0] != "lo:"]
+        found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
+    with contextlib.suppress(OSError):  # network filesystems are not among the disks
+        disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
+        lines = [words for words in _lines(PROC / "diskstats") if words[2] in disks]
+        read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
+        found["disk_read"], found["disk_write"] = read, written
+    return found
 
 
 def _lines(path: Path) -> list[list[str]]:
@@ -152,16 +144,6 @@ def _lines(path: Path) -> list[list[str]]:
         return [line.split() for line in path.read_text().splitlines()]
     except OSError:
         return []
-
-
-def _cpu_jiffies() -> tuple[int, int]:
-    """Busy and all jiffies of all processors."""
-    for name, *values in _lines(PROC / "stat"):
-        if name == "cpu":
-            user, nice, system, idle, iowait, *others = map(int, values[:8])
-            total = sum((user, nice, system, idle, iowait, *others))
-            return total - idle - iowait, total
-    return 0, 0
 
 
 def host_memory_gib() -> tuple[float, float] | None:
@@ -173,63 +155,32 @@ def host_memory_gib() -> tuple[float, float] | None:
     return round((total - available) / 2**20, 2), round(total / 2**20, 2)
 
 
+def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
+    """(root, path below it, whether of version 2) of the control groups that count this process's memory."""
+    for words in _lines(PROC / "self" / "cgroup"):
+        _, controllers, path = " ".join(words).split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root = CGROUPS / "memory" if controllers else CGROUPS
+            yield root, Path(path.lstrip("/")), not controllers
+
+
 def job_memory_gib() -> float | None:
     """The memory that the kernel accounts to this job, or else to this process's control group, in GiB."""
-    for line in _lines(PROC / "self" / "cgroup"):
-        _, controllers, path = line[0].split(":", 2)
-        if controllers == "":
-            root, name = CGROUPS, "memory.current"
-        elif "memory" in controllers.split(","):
-            root, name = CGROUPS / "memory", "memory.usage_in_bytes"
-        else:
-            continue
-        own = Path(path.lstrip("/"))
+    for root, own, is_new in _memory_cgroups():
         job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), own)
-        found = _lines(root / job / name)
+        found = _lines(root / job / ("memory.current" if is_new else "memory.usage_in_bytes"))
         if found:
             return round(int(found[0][0]) / GIB, 3)
     return None
 
 
-def _network_bytes() -> tuple[int | None, int | None]:
-    """Bytes received and sent by all interfaces but the loopback."""
-    found = [0, 0]
-    lines = _lines(PROC / "net" / "dev")[2:]
-    for name, *rest in lines:
-        if name != "lo:" and len(rest) > 8:
-            found[0] += int(rest[0])
-            found[1] += int(rest[8])
-    return (found[0], found[1]) if lines else (None, None)
-
-
-def _disk_bytes() -> tuple[int | None, int | None]:
-    """Bytes read from and written to the disks of the host; network filesystems are not among them."""
-    try:
-        disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
-    except OSError:
-        return None, None
-    found = [0, 0]
-    for _, _, name, *values in _lines(PROC / "diskstats"):
-        if name in disks:
-            found[0] += int(values[2]) * SECTOR_BYTES
-            found[1] += int(values[6]) * SECTOR_BYTES
-    return found[0], found[1]
-
-
-@dataclass(frozen=True)
-class GpuSample:
-    """The state of a GPU; None for what it does not tell."""
-
-    index: int
-    name: str
-    util_percent: int | None
-    mem_used_gib: float | None
-    mem_total_gib: float | None
-    power_w: float | None
-    temperature_c: int | None
-    sm_clock_mhz: int | None
-    throttle: list[str] | None
-    ecc_errors: int | None
+def count_oom_kills() -> int | None:
+    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
+    for root, own, is_new in _memory_cgroups():
+        for name, *value in _lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
+            if name == "oom_kill":
+                return int(value[0])
+    return None
 
 
 class _Gpus:
@@ -261,44 +212,43 @@ class _Gpus:
         except pynvml.NVMLError:
             return  # no driver, or a slice of a GPU that reports nothing
 
-    def sample(self) -> tuple[list[GpuSample], str]:
-        """A sample of each GPU, and a problem; empty without one."""
+    def sample(self) -> tuple[list[dict[str, object]], str]:
+        """The state of each GPU, None for what it does not tell, and a problem; empty without one."""
         problem, found = "", []
         for index, handle, name in self._handles:
-            values = [self._query(get, handle) for get in self._queries()]
-            lost = [str(value) for value in values if _is_lost(self._nvml, value)]
-            problem = problem or (f"GPU {index}: {lost[0]}" if lost else "")
-            known = (None if isinstance(value, Exception) else value for value in values)
-            found.append(GpuSample(index, name, *known))
+            sample: dict[str, object] = {"index": index, "name": name}
+            for key, get in self._queries().items():
+                try:
+                    sample[key] = get(handle)
+                except self._nvml.NVMLError as error:
+                    sample[key] = None
+                    if _is_lost(self._nvml, error):
+                        problem = problem or f"GPU {index}: {error}"
+            found.append(sample)
         return found, problem
 
-    def _query(self, get: Any, handle: Any) -> Any:
-        try:
-            return get(handle)
-        except self._nvml.NVMLError as error:
-            return error
-
-    def _queries(self) -> tuple[Callable[[Any], Any], ...]:
-        """In the order of the fields of a sample."""
+    def _queries(self) -> dict[str, Callable[[Any], object]]:
         nvml = self._nvml
-        return (
-            lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-            lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB, 2),
-            lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB, 2),
-            lambda gpu: round(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, 1),
-            lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-            lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-            lambda gpu: throttle_reasons(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
-            lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        return {
+            "util_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "mem_used_gib": lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB, 2),
+            "mem_total_gib": lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB, 2),
+            "power_w": lambda gpu: round(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, 1),
+            "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "throttle": lambda gpu: throttle_reasons(
+                nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+            ),
+            "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
-        )
+        }
 
 
-def _is_lost(nvml: Any, value: object) -> bool:
+def _is_lost(nvml: Any, error: Exception) -> bool:
     """Whether a query failed, other than because this GPU does not have the value."""
     unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
-    return isinstance(value, Exception) and not isinstance(value, unknown)
+    return not isinstance(error, unknown)
 
 
 def throttle_reasons(nvml: Any, mask: int) -> list[str]:

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 from trainkit.job import startup
+from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 
 STARTUP_FOLDER = Path(startup.__file__).parent
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
@@ -25,31 +26,27 @@ DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 """Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
 
 
-def worker_rank(
-    plan: LaunchPlan, node_rank: int, local_rank: int, master_addr: str, master_port: int, nonce: str = ""
-) -> RankEnv:
+def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> RankEnv:
     """The rank environment of one worker; ranks are numbered node by node."""
     return RankEnv(
-        rank=plan.first_rank_of(node_rank) + local_rank,
+        rank=plan.first_rank_of(rendezvous.node_rank) + local_rank,
         local_rank=local_rank,
         world_size=plan.world_size,
-        local_world_size=plan.workers_of(node_rank),
-        node_rank=node_rank,
+        local_world_size=plan.workers_of(rendezvous.node_rank),
+        node_rank=rendezvous.node_rank,
         num_nodes=plan.num_nodes,
-        master_addr=master_addr,
-        master_port=master_port,
+        master_addr=rendezvous.master_addr,
+        master_port=rendezvous.master_port,
         source="agent",
-        nonce=nonce,
+        nonce=rendezvous.nonce,
     )
 
 
 def worker_environ(
     plan: LaunchPlan,
     rank_env: RankEnv,
+    attempt: AttemptDir,
     *,
-    run_dir: str,
-    attempt: int,
-    configured: Mapping[str, str],
     inherited: Mapping[str, str],
     network: Mapping[str, str],
 ) -> dict[str, str]:
@@ -57,7 +54,7 @@ def worker_environ(
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
     script_variables = {"PYTHONPATH"} if plan.slurm is not None else set()
-    environ.update({name: value for name, value in configured.items() if name not in script_variables})
+    environ.update({name: value for name, value in plan.env.items() if name not in script_variables})
     environ.setdefault(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
     )
@@ -76,10 +73,10 @@ def worker_environ(
         environ.pop("PYTHONHOME", None)
     environ[AGENT_VARIABLE] = str(os.getpid())
     environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *filter(None, [environ.get("PYTHONPATH")])])
-    environ[RUN_DIR_VARIABLE] = run_dir
-    environ[ATTEMPT_VARIABLE] = str(attempt)
+    environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
+    environ[ATTEMPT_VARIABLE] = str(attempt.number)
     if plan.workload.is_command:
-        _add_for_command(environ, plan, RunDir(run_dir), attempt)
+        _add_for_command(environ, plan, attempt)
         if WORK_DIR_VARIABLE in inherited:
             environ["PWD"] = inherited[WORK_DIR_VARIABLE]
         return environ
@@ -90,12 +87,12 @@ def worker_environ(
     return {**environ, NONCE_VARIABLE: rank_env.nonce} if rank_env.nonce else environ
 
 
-def _add_for_command(environ: dict[str, str], plan: LaunchPlan, run: RunDir, attempt: int) -> None:
-    environ[DONE_FILE_VARIABLE] = str(run.attempt(attempt).done_file)
+def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
+    environ[DONE_FILE_VARIABLE] = str(attempt.done_file)
     if not plan.workload.has_launcher:
         # As torchrun does, so that a framework takes these ranks and not those that Slurm's variables
         # suggest: Lightning, which would, also ignores SIGTERM then.
-        environ["TORCHELASTIC_RUN_ID"] = f"{run.path.name}-{attempt}"
+        environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
     # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))

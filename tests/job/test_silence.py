@@ -15,9 +15,9 @@ import pytest
 from job_tree import Job, wait_for
 
 from trainkit.job.attempt_end import repeatable_failure
-from trainkit.job.failure.stacks import LockFile, Reply, find_locks, find_requests
+from trainkit.job.failure.stacks import LockFile, Reply, explain_silence, find_locks, find_requests
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
-from trainkit.job.watch.silence import SilenceWatch, explain_silence
+from trainkit.job.progress_watch import SilenceWatch
 from trainkit.observe.diagnose import diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_status

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import TrainkitError
+from trainkit.job import progress_watch
 from trainkit.job.decision import MAX_SLOW_RESTARTS, SlowHost
-from trainkit.job.watch import progress
-from trainkit.job.watch.progress import SlowHostWatch
+from trainkit.job.progress_watch import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.events import log_event
@@ -28,7 +28,7 @@ class Played:
 
     def __init__(self, attempt: AttemptDir, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self.now_s = attempt, 0.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(progress_watch.time, "monotonic", lambda: self.now_s)
         plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
         requeue = replace(plan.requeue, slow_hosts="restart", slow_after_s=300.0)
         plan = replace(plan, requeue=requeue, num_nodes=2, slurm=SlurmRequest({"nodes": 2}))
@@ -78,7 +78,7 @@ def test_without_a_spare_node_slurm_must_accept_the_job_without_the_host(
             raise answer
         return list(answer)
 
-    monkeypatch.setattr(progress, "excludable", excludable)
+    monkeypatch.setattr(progress_watch, "excludable", excludable)
     played = Played(make_attempt(tmp_path / "run"), ["a", "b"], monkeypatch)
     played.event("slow_rank", 5, "b")
     played.after(1)

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from trainkit.job.failure.launcher_report import RankExit
-from trainkit.job.node.launched_ranks import LaunchedRanks
+from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
 
 
 def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -25,10 +24,9 @@ from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
+from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.job.watch.progress import ProgressWatch, SlowHostWatch
-from trainkit.job.watch.silence import SilenceWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between
@@ -159,18 +157,6 @@ class LocalAttemptWatch(AttemptWatch):
             processes.end_descendants()
 
 
-@dataclass(frozen=True)
-class _SrunExit:
-    """The exit of srun, recorded without reading the run folder, which may be unavailable at that moment."""
-
-    rank: int
-    code: int
-    killed: bool
-    was_terminated: bool
-    """Whether srun had been asked to end the step."""
-    time: datetime
-
-
 class SlurmAttemptWatch(AttemptWatch):
     """The srun of one attempt.
 
@@ -194,7 +180,11 @@ class SlurmAttemptWatch(AttemptWatch):
         """The run folder as the supervisor sees it, for the agents to compare."""
         self._is_ending = False
         self._failed_s: float | None = None
-        self._srun_exit: _SrunExit | None = None
+        self._srun_exit: tuple[int, bool, bool, datetime] | None = None
+        """Its code, whether it was killed, whether it had been asked to end the step, and when.
+
+        Recorded without reading the run folder, which may be unavailable at that moment.
+        """
         self._unconfirmed_since_s: float | None = None
         """Monotonic time of a notice that the ranks may not have received; inf once it was handled."""
 
@@ -332,29 +322,28 @@ class SlurmAttemptWatch(AttemptWatch):
         return True
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        self._srun_exit = _SrunExit(rank, code, killed, self._is_ending, datetime.now(timezone.utc))
+        self._srun_exit = (code, killed, self._is_ending, datetime.now(timezone.utc))
 
     def collect_outcome(self) -> None:
-        end = self._srun_exit
-        if end is None:
+        if self._srun_exit is None:
             return
-        code = end.code
+        code, was_killed, was_terminated, ended_at = self._srun_exit
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
         # srun returns the code of the task that was killed last; the failure records have that of the first.
-        if not end.was_terminated and not end.killed:
+        if not was_terminated and not was_killed:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         if first_code is None and ran_out_of_memory(self.attempt):
             first_code = signal_exit_code(signal.SIGKILL)  # of an agent; srun returns 1
-        self.outcome.exits = [(end.rank, code if first_code is None else first_code)]
+        self.outcome.exits = [(SRUN, code if first_code is None else first_code)]
         if self.outcome.stop_signal is None:
             self.outcome.stop_signal = self._signal_of_ranks()
         if self.outcome.stop_signal is None and any(map(is_death_by_notice, self.outcome.exit_codes)):
             # The signal of a request came before the handlers of the ranks were installed.
             self.outcome.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
-        is_late = end.killed or self._exceeded_grace(end.time)
+        is_late = was_killed or self._exceeded_grace(ended_at)
         self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
 
     def _signal_of_ranks(self) -> str | None:

@@ -1,0 +1,312 @@
+"""Watches the progress of a running attempt: reports what is wrong, and finds hosts to continue without.
+
+A COMMAND that prints nothing may wait for a lock file that a killed process has left. Silence alone is no
+failure, since a script may print into a file of its own: it is reported, and ends the attempt only where
+`requeue.silence_s` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from trainkit.errors import TrainkitError
+from trainkit.folders import ensure_folder
+from trainkit.job.attempt_end import last_step, previous_attempts
+from trainkit.job.decision import SlowHost, slow_restart_refusal
+from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
+from trainkit.job.hangs import GATHER_S, HangRecord, node_of
+from trainkit.job.notifications import Notification, Notifier, event_notification
+from trainkit.job.processes import log_line
+from trainkit.job.requeue import excludable
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import (
+    FAILED_SAVES,
+    SAVE_EVENTS,
+    SILENCE_EVENTS,
+    SLOWDOWN_EVENTS,
+    Event,
+    events_of,
+    log_event,
+    read_events,
+)
+from trainkit.run.files import JsonlTail, refresh_listing, utc_now, write_json
+from trainkit.run.history import Attempt, attempts_of
+from trainkit.run.rundir import AttemptDir
+
+SLOW_POLL_S = 2.0
+
+
+def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> dict[str, str]:
+    """The `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
+    if plan.requeue.slow_hosts == "ignore":
+        return {}
+    found = {}
+    events = read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number)
+    seen = attempts_of(events).get(attempt.number) or Attempt(attempt.number)
+    for event in seen.slow.values():
+        if event.host is not None and event.host in hosts:
+            log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
+            found[event.host] = "slow"
+    return found
+
+
+class SlowHostWatch:
+    """Polls the events of one attempt for ranks that stay slow."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
+        """`hosts` are the good hosts of the allocation, as Slurm names them."""
+        self._attempt, self._plan, self._hosts = attempt, plan, hosts
+        self._events = JsonlTail(attempt.run.events_file, SLOWDOWN_EVENTS)
+        self._slow: dict[int, tuple[Event, float]] = {}
+        """Ranks that are slow: their event, and when it was read."""
+        self._kept: set[str] = set()
+        """Hosts that the run cannot do without."""
+        self._next_s = 0.0
+
+    def poll(self) -> SlowHost | None:
+        """The host to continue without; None as long as there is none. Raises OSError."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return None
+        self._next_s = now_s + SLOW_POLL_S
+        for event in events_of(self._events.read()):
+            rank = event.rank
+            if event.attempt != self._attempt.number or rank is None:
+                continue  # a slow run has no rank
+            if event.name == "slow_rank":
+                self._slow.setdefault(rank, (event, now_s))
+            else:
+                self._slow.pop(rank, None)
+        for rank, (event, since_s) in self._slow.items():
+            host = str(event.host)
+            is_due = now_s - since_s >= self._plan.requeue.slow_after_s
+            if not is_due or host in self._kept or host not in self._hosts:
+                continue
+            refusal = self._refusal(host)
+            why = f"rank {rank} slow since step {event.count('since_step')} ({event.text('phase')})"
+            if refusal is None:
+                return SlowHost(host, why)
+            log_line(f"not restarting without {host} ({why}): {refusal}")
+            self._kept.add(host)
+        return None
+
+    def _refusal(self, host: str) -> str | None:
+        """Why the run must not be stopped to continue without a host; None when it can continue."""
+        previous = [attempt for _, attempt in previous_attempts(self._attempt)]
+        refusal = slow_restart_refusal(previous, self._plan.requeue)
+        if refusal is not None or len(self._hosts) > self._plan.num_nodes:
+            return refusal
+        try:
+            found = [] if self._plan.slurm is None else excludable([host], self._plan.slurm)
+        except TrainkitError as error:
+            return error.message
+        return None if found else "no spare node, and Slurm would not start the job on others"
+
+
+SILENCE_POLL_S = 10.0
+LOOK_S = 30.0
+"""How long the agents may take to look at their ranks: py-spy takes up to 20 s for a process."""
+
+
+class OutputWatch:
+    """Watches the files that a run changes while it makes progress."""
+
+    def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
+        """`with_logs` includes what the ranks print, else events of the trainer; `limit_s` sets the pace."""
+        self._attempt = attempt
+        self._with_logs = with_logs
+        self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
+        # Not the files' own times, which are those of other hosts' clocks.
+        self._changed_s = self._polled_s = time.monotonic()
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._at_start: dict[str, tuple[int, int]] | None = None
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a rank has printed anything, or metrics or a heartbeat were written since the start."""
+        run, before = self._attempt.run, self._at_start or {}
+        signs = (str(run.metrics_file), str(run.heartbeat_file))
+        # An agent prints into the log of its node before its ranks start.
+        logs = (size for name, (size, _) in self._seen.items() if Path(name).name.startswith("rank-"))
+        return any(logs) or any(self._seen.get(name) != before.get(name) for name in signs)
+
+    def poll(self) -> float | None:
+        """Seconds since the last change; None when it is too early to check again. Raises OSError."""
+        now_s = time.monotonic()
+        if now_s < self._polled_s + self._pause_s:
+            return None
+        was_suspended, self._polled_s = now_s > self._polled_s + 2 * self._pause_s + GATHER_S, now_s
+        seen = self._files()
+        self._at_start = seen if self._at_start is None else self._at_start
+        if seen != self._seen or was_suspended:
+            self._seen, self._changed_s = seen, now_s
+        return now_s - self._changed_s
+
+    def reset(self) -> None:
+        """Count from now."""
+        self._changed_s = time.monotonic()
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Size and time of what a running command changes."""
+        run, logs = self._attempt.run, self._attempt.logs_dir
+        files = [run.metrics_file, run.heartbeat_file]
+        if self._with_logs:
+            refresh_listing(logs)
+            files += [*logs.glob("rank-*.log"), *logs.glob("node-*.log")]
+        else:
+            files.append(run.events_file)
+        found = {}
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                found[str(file)] = status.st_size, status.st_mtime_ns
+        return found
+
+
+class SilenceWatch:
+    """Looks at a command when no rank prints anything and no metrics and no heartbeat are written.
+
+    After `RequeuePolicy.look_s` it logs what the ranks wait for, as an event ``silent``, if none has printed
+    anything yet or a lock file may be in the way; ``silent_over`` follows with the next output. After
+    `requeue.silence_s` it writes the reports of a hang, which ranks of the built-in trainer write themselves.
+    """
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+        """`plan.requeue.look_s` must not be None."""
+        policy = plan.requeue
+        assert policy.look_s is not None
+        self._attempt = attempt
+        self._plan = plan
+        self._look_s = policy.look_s
+        self._limit_s = float("inf") if policy.silence_s is None else policy.silence_s
+        self._output = OutputWatch(attempt, self._look_s, with_logs=True)
+        self._started = utc_now()
+        self._silent_s = 0.0
+        self._look: Request | None = None
+        self._look_until_s = 0.0
+        self._silence: Silence | None = None
+        self._is_reported = False
+
+    def poll(self) -> None:
+        """Look at the ranks once there is silence, and report them if it lasts. Raises OSError."""
+        silent_s = self._output.poll()
+        if silent_s is not None:
+            if silent_s < self._silent_s:
+                if self._is_reported:
+                    log_event(self._attempt.run, self._attempt.number, "silent_over")
+                self._forget()
+            self._silent_s = silent_s
+        if self._silent_s <= self._look_s:
+            return
+        if self._silence is None:
+            if self._look is None:
+                self._look = request_stacks(self._attempt, None)
+                self._look_until_s = time.monotonic() + LOOK_S
+            replies = self._look.replies()
+            if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
+                return
+            self._look.withdraw()
+            self._silence = explain_silence(replies, self._started)
+            self._log(self._silence)
+        if self._silent_s > self._limit_s:
+            self._report(self._silence)
+            self._forget()
+            self._output.reset()
+
+    def _forget(self) -> None:
+        if self._look is not None:
+            self._look.withdraw()
+        self._look, self._silence, self._is_reported, self._silent_s = None, None, False, 0.0
+
+    def _log(self, silence: Silence) -> None:
+        if self._output.has_output and silence.lock is None:
+            return  # many a script prints seldom
+        before = "" if self._output.has_output else ", and none before"
+        reason = f"no output for {self._silent_s:.0f} s{before}; {silence.text}"
+        log_line(f"attempt {self._attempt.number}: {reason}")
+        self._is_reported = True
+        log_event(
+            self._attempt.run,
+            self._attempt.number,
+            "silent",
+            rank=silence.rank,
+            host=silence.host,
+            lock=silence.lock,
+            reason=reason,
+        )
+
+    def _report(self, silence: Silence) -> None:
+        """One report per rank, all alike: nothing tells which one blocks the others."""
+        ensure_folder(self._attempt.hangs_dir)
+        plan = self._plan
+        for rank in range(plan.world_size):
+            record = HangRecord(
+                rank=rank,
+                node_rank=node_of(plan, rank),
+                host="",
+                step=None,
+                phase=f"a command without output: {silence.text}",
+                beat=0,
+                waited_s=round(self._silent_s, 3),
+                limit_s=self._limit_s,
+                usual_s=None,
+                time=utc_now(),
+                stack=(),
+                is_final=silence.is_left,
+            )
+            write_json(self._attempt.rank_hang(rank), asdict(record))
+
+
+STALL_INTERVALS = 3.0
+"""A run that writes metrics seldom is stalled after this many of its longest intervals."""
+WATCHED_EVENTS = (*SLOWDOWN_EVENTS, *SILENCE_EVENTS, *SAVE_EVENTS)
+
+
+class ProgressWatch:
+    """Reports that an attempt is stalled, once until it makes progress again, and what its events say."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, notifier: Notifier) -> None:
+        self._attempt = attempt
+        self._notifier = notifier
+        self._limit_s = plan.notify.stalled_after_s
+        # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
+        self._output = OutputWatch(attempt, self._limit_s, with_logs=not plan.workload.knows_run)
+        self._events = JsonlTail(attempt.run.events_file, WATCHED_EVENTS)
+        self._seen = Attempt(attempt.number)
+        self._silent_s = self._longest_s = 0.0
+        self._is_stalled = False
+
+    def poll(self) -> None:
+        """Report what has changed. Raises OSError."""
+        silent_s = self._output.poll()
+        if silent_s is None:
+            return
+        if silent_s < self._silent_s:
+            if not self._is_stalled:
+                self._longest_s = max(self._longest_s, self._silent_s)
+            self._is_stalled = False
+        self._silent_s = silent_s
+        if not self._is_stalled and silent_s > max(self._limit_s, STALL_INTERVALS * self._longest_s):
+            self._is_stalled = True
+            step = last_step(self._attempt, None)
+            after = "" if step is None else f" after step {step}"
+            text = f"no progress for {silent_s / 60:.0f} minutes{after}"
+            self._notifier.send(self._attempt, Notification("stalled", text, "stacks", step=step))
+        for event in events_of(self._events.read()):
+            if event.attempt == self._attempt.number:
+                self._report(event)
+
+    def _report(self, event: Event) -> None:
+        if event.name in ("slow_rank", "slow_run", "silent"):
+            self._notifier.send(self._attempt, event_notification(event))
+        elif event.name in SAVE_EVENTS:
+            self._seen.add(event)
+            failed = self._seen.failed_saves
+            if len(failed) == FAILED_SAVES:
+                since = f"{len(failed)} in a row failed, since step {failed[0].step}"
+                text = f"cannot save checkpoints: {since}: {event.text('error')}"
+                self._notifier.send(self._attempt, Notification("stalled", text, "status", step=event.step))
