@@ -62,7 +62,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
 
-    def opened(name: str, settings: object, facts: Facts, position: Position) -> Memory:
+    def opened(settings: object, facts: Facts, position: Position) -> Memory:
         return memory
 
     monkeypatch.setattr(sync, "open_tracker", opened)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -70,7 +70,13 @@ class MlflowRun:
         self._client = MlflowClient(tracking_uri=uri)
         experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.name
         self.place = f"{uri}, experiment {experiment}"
-        self._run_id, self._is_new = self._find_or_create(self._experiment_id(experiment, uri), key)
+        experiment_id = self._experiment_id(experiment, uri)
+        found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        self._is_new = not found
+        if self._is_new:
+            tags = {KEY_TAG: key, "trainkit.folder": str(facts.folder)}
+            found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
+        self._run_id = str(found[0].info.run_id)
         if self._is_new:
             self._log_params()
         self._describe_attempt()
@@ -82,14 +88,6 @@ class MlflowRun:
         # By default a SQLite store has its artifacts in the folder of the process.
         folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
         return str(self._client.create_experiment(name, artifact_location=folder))
-
-    def _find_or_create(self, experiment_id: str, key: str) -> tuple[str, bool]:
-        found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id), False
-        tags = {KEY_TAG: key, "trainkit.folder": str(self._facts.folder)}
-        created = self._client.create_run(experiment_id, run_name=self._facts.name, tags=tags)
-        return str(created.info.run_id), True
 
     def _log_params(self) -> None:
         """Log the config. MLflow cannot change a param: later configs are among the artifacts only."""
@@ -116,13 +114,13 @@ class MlflowRun:
         return 0 if self._is_new or position.place != self.place else position.step
 
     def send(self, batch: Sequence[Sample]) -> None:
-        for part in _requests(batch):
-            metrics = [
-                self._metric(name, value, sample.time_ms, sample.step)
-                for sample in part
-                for name, value in sample.values.items()
-            ]
-            self._client.log_batch(self._run_id, metrics=metrics)
+        metrics = [
+            self._metric(name, value, sample.time_ms, sample.step)
+            for sample in batch
+            for name, value in sample.values.items()
+        ]
+        for start in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def send_manifest(self, label: str, file: Path) -> None:
         self._client.log_text(
@@ -133,20 +131,6 @@ class MlflowRun:
     def close(self, state: str) -> None:
         if state != "running":
             self._client.set_terminated(self._run_id, status=STATUS[state])
-
-
-def _requests(batch: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Whole steps, at most `MAX_METRICS` values at a time."""
-    part: list[Sample] = []
-    count = 0
-    for sample in batch:
-        if part and count + len(sample.values) > MAX_METRICS:
-            yield part
-            part, count = [], 0
-        part.append(sample)
-        count += len(sample.values)
-    if part:
-        yield part
 
 
 def _text(value: object) -> str:

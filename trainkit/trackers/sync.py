@@ -14,10 +14,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
@@ -28,7 +27,6 @@ from trainkit.run.rundir import RunDir
 from trainkit.trackers.records import (
     Facts,
     Position,
-    Sample,
     manifests,
     read_facts,
     read_position,
@@ -38,23 +36,9 @@ from trainkit.trackers.records import (
     trackers_of,
 )
 
-
-class Tracker(Protocol):
-    """One run in MLflow or in Weights & Biases, opened."""
-
-    place: str
-
-    def newest_step(self, position: Position) -> int:
-        """The newest step that the tracker has."""
-
-    def send(self, batch: Sequence[Sample]) -> None:
-        """Send the steps after `newest_step`."""
-
-    def send_manifest(self, label: str, file: Path) -> None:
-        """Store the manifest of a checkpoint: ``best`` or ``last``."""
-
-    def close(self, state: str) -> None:
-        """Wait until all is sent, and store the state, one of those that `state_of` returns."""
+if TYPE_CHECKING:
+    from trainkit.trackers.mlflow_run import MlflowRun
+    from trainkit.trackers.wandb_run import WandbRun
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,7 @@ class RunTracker:
         self.name = name
         self.settings = settings
         self._position: Position | None = None
-        self._tracker: Tracker | None = None
+        self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
         self._manifests: dict[str, Path] = {}
 
@@ -135,7 +119,7 @@ class RunTracker:
         if self._tracker is None:
             if not samples(self.run, 0, limit):
                 return 0  # nothing yet: not even a name
-            self._tracker = open_tracker(self.name, self.settings, read_facts(self.run), position)
+            self._tracker = open_tracker(self.settings, read_facts(self.run), position)
             step = self._tracker.newest_step(position)
             # Before the first step is sent: a run must be found again by its key.
             self._record(replace(position, place=self._tracker.place, step=step))
@@ -169,18 +153,17 @@ class RunTracker:
 
 
 def open_tracker(
-    name: str, settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
-) -> Tracker:
+    settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
+) -> MlflowRun | WandbRun:
     """Open the run in a tracker, or create it there."""
     # Imported where they are used: a run may have one of the two, and neither module needs to be installed.
     if isinstance(settings, MlflowConfig):
         from trainkit.trackers.mlflow_run import MlflowRun
 
         return MlflowRun(settings, facts, position.key)
-    from trainkit.trackers.wandb_run import OfflineRun, OnlineRun
+    from trainkit.trackers.wandb_run import WandbRun
 
-    kind = OfflineRun if settings.mode == "offline" else OnlineRun
-    return kind(settings, facts, position.key)
+    return WandbRun(settings, facts, position.key)
 
 
 def sync_run(run: RunDir) -> list[Sent]:
