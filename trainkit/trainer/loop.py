@@ -322,8 +322,7 @@ class Trainer:
             record_event(self.run, self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
-            ranks = None if slowest is None else slowest.to_record(self.hosts)
-            self.metrics.write(self.state, report, lr, validation, ranks)
+            self.metrics.write(self.state, report, lr, validation, slowest)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

@@ -199,7 +199,7 @@ def build_trainer(
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
-    uses_gpu = world.device.type == "cuda"
+    uses_gpu, hosts = world.device.type == "cuda", gather_from_all(own_host(), world)
     trainer = Trainer(
         run=attempt.run,
         attempt=attempt.number,
@@ -234,8 +234,10 @@ def build_trainer(
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         buffers=built.buffers,
         clock=StepClock(world, plan.layout),
-        slow_ranks=SlowRanks(plan.layout, on_gpu=uses_gpu) if world.is_main and world.size > 1 else None,
-        hosts=gather_from_all(own_host(), world),
+        slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)
+        if world.is_main and world.size > 1
+        else None,
+        hosts=hosts,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
     return trainer, tensorboard
