@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainkit.config.training import DataConfig
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
 from trainkit.data.dataset_file import (
     SPLITS,
@@ -29,7 +30,6 @@ from trainkit.data.sources import (
     BOTH,
     TABLES,
     TEXT,
-    DataConfig,
     DatasetSpec,
     Input,
     dataset_spec,
@@ -246,14 +246,11 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
         return [("data.seq_len", message, hint)]
     if not val_wanted or val >= needed:
         return []
-    # Documents are not divided, so a fraction yields more or less than its share.
-    yields = min(1.0, val / (config.val_fraction * (train + val)) if config.val_fraction else 1.0) or 0.5
-    share = math.ceil(1000 * 1.1 * needed / (train + val) / yields) / 1000
     message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
         return [("data.val_source", f"{_named(config.val_source)}: {message}", "add more text there")]
-    enough = f"set it to {share:g}, or to 0 for no validation" if share <= 0.5 else "add more text"
-    return [("data.val_fraction", f"{config.val_fraction:g}: {message}", enough)]
+    hint = "raise it, set it to 0 for no validation, or add more text"
+    return [("data.val_fraction", f"{config.val_fraction:g}: {message}", hint)]
 
 
 def _named(source: str | Iterable[str]) -> str:

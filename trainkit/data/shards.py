@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainkit.config.training import DataConfig
 from trainkit.data.cache import ensure_prepared
 from trainkit.data.dataset_file import (
     VAL,
@@ -23,7 +24,6 @@ from trainkit.data.dataset_file import (
 )
 from trainkit.data.mixture import components, integer_weights, is_mixture
 from trainkit.data.order import IntArray, Schedule, sample_index, source_seed
-from trainkit.data.sources import DataConfig
 from trainkit.data.tokenizer_identity import refuse_several
 from trainkit.errors import UsageError
 
