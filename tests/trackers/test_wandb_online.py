@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.runs import free_port
 from trainkit.config.running import WandbConfig
-from trainkit.trackers import wandb_run
+from trainkit.trackers import clients
+from trainkit.trackers.clients import WandbRun
 from trainkit.trackers.records import Facts, Position, Sample
-from trainkit.trackers.wandb_run import WandbRun
 
 
 class Client:
@@ -74,7 +74,7 @@ def test_a_server_that_is_away_can_be_tried_again(tmp_path: Path, monkeypatch: p
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(wandb_run, "INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(clients, "INIT_TIMEOUT_S", 2.0)
     for _ in range(2):
         with pytest.raises(wandb.errors.CommError):
             WandbRun(WandbConfig(), facts(tmp_path), "key")

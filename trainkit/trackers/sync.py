@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
@@ -24,6 +23,7 @@ from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import RunDir
+from trainkit.trackers.clients import MlflowRun, WandbRun
 from trainkit.trackers.records import (
     Facts,
     Position,
@@ -35,10 +35,6 @@ from trainkit.trackers.records import (
     state_of,
     trackers_of,
 )
-
-if TYPE_CHECKING:
-    from trainkit.trackers.mlflow_run import MlflowRun
-    from trainkit.trackers.wandb_run import WandbRun
 
 
 @dataclass(frozen=True)
@@ -156,13 +152,8 @@ def open_tracker(
     settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
 ) -> MlflowRun | WandbRun:
     """Open the run in a tracker, or create it there."""
-    # Imported where they are used: a run may have one of the two, and neither module needs to be installed.
     if isinstance(settings, MlflowConfig):
-        from trainkit.trackers.mlflow_run import MlflowRun
-
         return MlflowRun(settings, facts, position.key)
-    from trainkit.trackers.wandb_run import WandbRun
-
     return WandbRun(settings, facts, position.key)
 
 

@@ -80,8 +80,6 @@ class Trainer:
     clock: StepClock
     slow_ranks: SlowRanks | None
     """On rank 0 of several."""
-    hosts: Sequence[str]
-    """The host name of every rank."""
     rank_records: RankRecords
     buffers: StateBuffers | None = None
     _steps_done: int = 0
@@ -270,10 +268,10 @@ class Trainer:
             self._record_slowdown(found)
 
     def _record_slowdown(self, found: Slowdown) -> None:
-        fields = {} if found.rank is None else {"rank": found.rank, "host": self.hosts[found.rank]}
-        name = "run" if found.rank is None else f"rank {found.rank} on {fields['host']}"
-        usual = "before" if found.rank is None else "the other ranks"
-        event, over = ("slow_run", "slow_run_over") if found.rank is None else ("slow_rank", "slow_rank_over")
+        is_run, fields = found.rank is None, {"rank": found.rank, "host": found.host}
+        name, usual = f"rank {found.rank} on {found.host}", "the other ranks"
+        if is_run:
+            name, usual, fields = "run", "before", {}
         if found.is_over:
             log.info(f"step={self.state.step} {name} is no longer slow")
         else:
@@ -284,7 +282,7 @@ class Trainer:
         record_event(
             self.run,
             self.attempt,
-            over if found.is_over else event,
+            f"slow_{'run' if is_run else 'rank'}{'_over' if found.is_over else ''}",
             **fields,
             step=self.state.step,
             since_step=found.since_step,

@@ -153,6 +153,7 @@ class Slowdown:
     """A rank, or with `rank` None the whole run, that became slow, or is no longer slow."""
 
     rank: int | None
+    host: str | None
     is_over: bool
     phase: Phase
     """Where most of the difference is."""
@@ -246,7 +247,8 @@ class SlowRanks:
                 is_slow = own_s > RATIO * usual_s and own_s - usual_s > min_excess_s
                 if is_slow or rank in self._episodes:
                     waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
-                    found = Slowdown(rank, not is_slow, "data" if waits else "compute", first, own_s, usual_s)
+                    phase: Phase = "data" if waits else "compute"
+                    found = Slowdown(rank, self._hosts[rank], not is_slow, phase, first, own_s, usual_s)
                     yield self._judge(found, WINDOWS, sum(steps_s))
 
     def _of_run(
@@ -259,7 +261,7 @@ class SlowRanks:
             phase: Phase = "compute" if compute_s > RUN_RATIO * usual_compute_s else "network"
             if data_s - usual_data_s > (step_s - usual_s) / 2:
                 phase = "data"
-            found = Slowdown(None, not is_slow, phase, first, step_s, usual_s)
+            found = Slowdown(None, None, not is_slow, phase, first, step_s, usual_s)
             yield self._judge(found, RUN_WINDOWS, sum(steps_s))
             if is_slow:
                 return  # not what is usual

@@ -222,7 +222,6 @@ def build_trainer(
             attempt.run,
             attempt.number,
             world,
-            task.flops_per_token,
             config.precision.dtype,
             total_steps,
             tensorboard,
@@ -237,7 +236,6 @@ def build_trainer(
         slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)
         if world.is_main and world.size > 1
         else None,
-        hosts=hosts,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
     return trainer, tensorboard
