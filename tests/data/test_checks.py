@@ -72,14 +72,6 @@ def test_short_val_source(data_config, tmp_path):
     assert "at most 6 tokens" in found[1]
 
 
-def test_big_data_is_judged_by_its_size(data_config, tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"hello world\n" * 250_000)
-    assert inspect_data(data_config(source=str(path))).problems == ()
-    assert only(data_config(source=str(path), seq_len=3_000_001))[0] == "data.seq_len"
-    assert only(data_config(source=str(path), seq_len=400_000))[0] == "data.val_fraction"
-
-
 def test_cache_that_cannot_be_written(data_config, tmp_path):
     (tmp_path / "file").write_text("")
     found = only(data_config(val_fraction=0.01, cache_dir=str(tmp_path / "file" / "cache")))

@@ -173,7 +173,10 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     for name in sorted(names):
         folder, slash, last = name.rpartition("/")
         if last == SAVED_SPLITS:
-            raise _several_splits(path / folder)
+            raise UsageError(
+                f"{path / folder} contains the splits of a Hugging Face DatasetDict",
+                hint="name the folder of one of them",
+            )
         if last == "state.json" and all(f"{folder}{slash}{other}" in names for other in SAVED_FILES):
             inputs += _saved_inputs(path, folder + slash, role)
     if not inputs:
@@ -197,15 +200,6 @@ def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
     for name in names:
         file = root / folder / name
         yield _input(str(file), folder + name, role, ARROW, False, file.stat)
-
-
-def _several_splits(folder: Path) -> UsageError:
-    splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    shown = ", ".join(splits) or "none"
-    return UsageError(
-        f"{folder} contains the splits of a Hugging Face DatasetDict: {shown}",
-        hint=f"name one of them, such as {folder / (splits or ['train'])[0]}",
-    )
 
 
 def _is_shown(name: str) -> bool:

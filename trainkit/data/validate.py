@@ -5,10 +5,11 @@ from __future__ import annotations
 import codecs
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
 from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
@@ -92,11 +93,12 @@ def validate_texts(
 
     try:
         if source.form in TABLES:
-            _count_tokens(_table(source, text_key, summary, report), tokenizer, summary)
+            rows = read_column(source, text_key)
+            _count_tokens(_rows(rows, partial(cell_text, key=text_key), summary, report), tokenizer, summary)
             return summary
         with open_input(source) as stream:
             if source.form == ROWS:
-                texts = _rows(stream, text_key, summary, report)
+                texts = _rows(enumerate(stream, 1), partial(_line_text, key=text_key), summary, report)
             else:
                 texts = _text(stream, summary, report)
             _count_tokens(texts, tokenizer, summary)
@@ -130,23 +132,18 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
 _Report = Callable[[int | None, str], None]
 
 
-def _rows(stream: IO[bytes], key: str, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    for number, line in enumerate(stream, 1):
-        summary.lines = number
-        try:
-            text = row_text(line, key) if line.strip() else b""
-        except RowError as error:
-            report(number, str(error))
-            continue
-        if summary.add_row(number, text):
-            yield text
+def _line_text(line: bytes, key: str) -> bytes:
+    return row_text(line, key) if line.strip() else b""
 
 
-def _table(source: Input, key: str, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    for number, value in read_column(source, key):
+def _rows(
+    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], bytes], summary: SourceSummary, report: _Report
+) -> Iterator[bytes]:
+    """The texts of the lines of a file, or of the rows of a table, each with its number."""
+    for number, row in rows:
         summary.lines = number
         try:
-            text = cell_text(value, key)
+            text = parse(row)
         except RowError as error:
             report(number, str(error))
             continue

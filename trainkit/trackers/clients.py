@@ -127,12 +127,6 @@ class MlflowRun:
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
-    def send_manifest(self, label: str, file: Path) -> None:
-        self._client.log_text(
-            self._run_id, file.read_text(encoding="utf-8"), f"checkpoints/{label}/{file.name}"
-        )
-        self._client.set_tag(self._run_id, f"trainkit.checkpoint.{label}", file.parent.name)
-
     def close(self, state: str) -> None:
         if state != "running":
             self._client.set_terminated(self._run_id, status=STATUS[state])
@@ -194,13 +188,6 @@ class WandbRun:
     def send(self, batch: Sequence[Sample]) -> None:
         for sample in batch:
             self._run.log({**sample.values, "_timestamp": sample.time_ms / 1000}, step=sample.step)
-
-    def send_manifest(self, label: str, file: Path) -> None:
-        copy = Path(self._run.dir) / "checkpoints" / label / file.name
-        ensure_folder(copy.parent, parents=True)
-        shutil.copyfile(file, copy)
-        self._run.save(str(copy), base_path=self._run.dir, policy="now")
-        self._run.summary[f"checkpoint/{label}"] = file.parent.name
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=1 if state == "failed" else 0)

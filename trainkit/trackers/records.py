@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from trainkit.errors import UsageError
 from trainkit.run.end import read_end
 from trainkit.run.events import read_metrics
 from trainkit.run.files import parse_time, read_json, read_object, refresh_listing
-from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME, published
+from trainkit.run.manifest import published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -149,13 +148,3 @@ def _sample(record: Mapping[str, Any]) -> Sample:
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
     return Sample(record["step"], 0 if time is None else round(time.timestamp() * 1000), values)
-
-
-def manifests(run: RunDir) -> dict[str, Path]:
-    """The manifests of the ``best`` and the newest (``last``) checkpoint, if there are any."""
-    found = {"best": run.checkpoints_dir / BEST_LINK / MANIFEST_NAME}
-    checkpoints = published(run.checkpoints_dir)
-    if checkpoints:
-        found["last"] = checkpoints[-1].manifest_file
-    # Resolved, so that a new best checkpoint is another file.
-    return {label: Path(os.path.realpath(file)) for label, file in found.items() if file.is_file()}

@@ -15,7 +15,6 @@ import select
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
@@ -27,7 +26,6 @@ from trainkit.trackers.clients import MlflowRun, WandbRun
 from trainkit.trackers.records import (
     Facts,
     Position,
-    manifests,
     read_facts,
     read_position,
     samples,
@@ -71,7 +69,6 @@ class RunTracker:
         self._position: Position | None = None
         self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
-        self._manifests: dict[str, Path] = {}
 
     @property
     def writes_once(self) -> bool:
@@ -124,10 +121,6 @@ class RunTracker:
         if batch:
             self._tracker.send(batch)
             self._record(replace(self._position, step=batch[-1].step, time=utc_now(), problem=""))
-        for label, file in manifests(self.run).items():
-            if self._manifests.get(label) != file:
-                self._tracker.send_manifest(label, file)
-                self._manifests[label] = file
         return len(batch)
 
     def _record(self, position: Position) -> None:
@@ -142,7 +135,6 @@ class RunTracker:
     def release(self) -> None:
         """Let another process send to the tracker."""
         self._tracker = None
-        self._manifests.clear()
         if self._lock is not None:
             release_lock(self._lock)
             self._lock = None
