@@ -163,21 +163,6 @@ def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
     assert add_steps(ranks, range(1, 1001), 16, {}, seed=seed) == []
 
 
-@pytest.mark.parametrize(
-    ("phase", "data_s", "compute_s"), [("data", 0.2, 0.0), ("compute", 0.0, 0.2), ("network", 0.0, 0.0)]
-)
-def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute_s: float) -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
-    assert add_steps(ranks, range(1, 101), 4, {}) == []
-    times = [(0.001 + data_s, 0.02 + compute_s)] * 4
-    [slow] = add(ranks, [(step, times, 0.5) for step in range(101, 141)])
-    assert (slow.rank, slow.phase, slow.is_over, slow.since_step) == (None, phase, False, 101)
-    assert slow.own_s == pytest.approx(0.5)
-    assert slow.usual_s == pytest.approx(STEP_S)
-    [over] = add_steps(ranks, range(141, 201), 4, {})
-    assert (over.rank, over.is_over) == (None, True)
-
-
 def test_short_steps_are_not_judged_by_a_moment() -> None:
     ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
     times = [(0.001, 0.002), (0.001, 0.002), (0.001, 0.002), (0.001, 0.02)]

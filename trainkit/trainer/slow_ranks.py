@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ import torch
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 
-Phase = Literal["data", "compute", "network"]
+Phase = Literal["data", "compute"]
 WINDOW = 10
 """Steps that are judged together."""
 WINDOWS = 2
@@ -36,12 +36,6 @@ Sharded ranks measure little more than their update: it shows how fast they are,
 """
 MIN_SLOW_S = 3.0
 """How long it must be slow: on busy hosts, short steps differ for a moment."""
-RUN_RATIO = 1.5
-"""The run is slow if its steps take this many times the median of its earlier windows."""
-RUN_WINDOWS = 3
-BASE_WINDOWS = 5
-"""Windows to know before the run is compared with its own past."""
-MAX_PAST = 100
 FEW = 4
 """Ranks below which a slow one changes the median, so that it is compared with the others alone."""
 NUM_TIMES = 2
@@ -150,18 +144,18 @@ def _elapsed_s(first: float | torch.cuda.Event, last: float | torch.cuda.Event) 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A rank, or with `rank` None the whole run, that became slow, or is no longer slow."""
+    """A rank that became slow, or is no longer slow."""
 
-    rank: int | None
-    host: str | None
+    rank: int
+    host: str
     is_over: bool
     phase: Phase
     """Where most of the difference is."""
     since_step: int
     own_s: float
-    """Its time of a step, in seconds, of a rank before its first collective."""
+    """Its time of a step before its first collective, in seconds."""
     usual_s: float
-    """The time of the other ranks, or of the run's past."""
+    """That of the other ranks."""
 
     @property
     def ratio(self) -> float:
@@ -170,11 +164,11 @@ class Slowdown:
 
 @dataclass
 class _Episode:
-    """A rank, or the run, that seems slow."""
+    """A rank that seems slow."""
 
     since_step: int
     level: int = 0
-    """Rises with each window that is slow, up to the number that counts, and falls with each other one."""
+    """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
     slow_s: float = 0.0
     is_reported: bool = False
 
@@ -185,16 +179,14 @@ class SlowRanks:
     def __init__(self, layout: Layout, hosts: Sequence[str], *, on_gpu: bool) -> None:
         self._hosts = hosts
         self._has_local_forward = has_local_forward(layout)
-        # On CPUs, other processes of the host disturb an update more than a slow CPU does.
-        self._compares_ranks = on_gpu or self._has_local_forward
         self._groups: dict[int, list[int]] = defaultdict(list)
         """Ranks that do the same work, by pipeline stage."""
-        for rank in range(layout.world_size):
-            self._groups[layout.place(rank).pp].append(rank)
+        # On CPUs, other processes of the host disturb an update more than a slow CPU does.
+        if on_gpu or self._has_local_forward:
+            for rank in range(layout.world_size):
+                self._groups[layout.place(rank).pp].append(rank)
         self._steps_s: list[float] = []
-        self._past: deque[tuple[float, float, float]] = deque(maxlen=MAX_PAST)
-        """Of earlier windows: seconds of a step, and the ranks' median seconds of data and computing."""
-        self._episodes: dict[int | None, _Episode] = {}
+        self._episodes: dict[int, _Episode] = {}
         self._has_started = False
         self.slowest: dict[str, float | str] | None = None
         """The rank with the longest time before its first collective in the newest window, slow or not, as
@@ -216,15 +208,10 @@ class SlowRanks:
             # The first whole window has what compiling and first accesses to files and memory take.
             self._has_started = len(steps_s) >= WINDOW
             return []
-        first = step - len(steps_s) + 1
-        found = list(self._of_ranks(own, first, steps_s)) if self._compares_ranks else []
-        if None in self._episodes or not self._episodes:
-            found += self._of_run(own, first, steps_s)  # unless a slow rank explains it
-        return [slowdown for slowdown in found if slowdown is not None]
+        return self._compare(own, step - len(steps_s) + 1, steps_s)
 
-    def _of_ranks(
-        self, own: Sequence[Times], first: int, steps_s: Sequence[float]
-    ) -> Iterator[Slowdown | None]:
+    def _compare(self, own: Sequence[Times], first: int, steps_s: Sequence[float]) -> list[Slowdown]:
+        changed = []
         share = MIN_EXCESS_SHARE if self._has_local_forward else 0.0
         min_excess_s = max(MIN_EXCESS_S, share * statistics.median(steps_s))
         largest_s = -math.inf
@@ -249,37 +236,22 @@ class SlowRanks:
                     waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
                     phase: Phase = "data" if waits else "compute"
                     found = Slowdown(rank, self._hosts[rank], not is_slow, phase, first, own_s, usual_s)
-                    yield self._judge(found, WINDOWS, sum(steps_s))
+                    if (episode := self._judge(found, sum(steps_s))) is not None:
+                        changed.append(replace(found, since_step=episode.since_step))
+        return changed
 
-    def _of_run(
-        self, own: Sequence[Times], first: int, steps_s: Sequence[float]
-    ) -> Iterator[Slowdown | None]:
-        step_s, (data_s, compute_s) = statistics.median(steps_s), _median_times(own)
-        if len(self._past) >= BASE_WINDOWS:
-            usual_s, usual_data_s, usual_compute_s = map(statistics.median, zip(*self._past, strict=True))
-            is_slow = step_s > RUN_RATIO * usual_s
-            phase: Phase = "compute" if compute_s > RUN_RATIO * usual_compute_s else "network"
-            if data_s - usual_data_s > (step_s - usual_s) / 2:
-                phase = "data"
-            found = Slowdown(None, None, not is_slow, phase, first, step_s, usual_s)
-            yield self._judge(found, RUN_WINDOWS, sum(steps_s))
-            if is_slow:
-                return  # not what is usual
-        self._past.append((step_s, data_s, compute_s))
-
-    def _judge(self, found: Slowdown, num_windows: int, window_s: float) -> Slowdown | None:
-        """Count a window of a rank or the run; returns it if a slowdown has just begun or ended."""
+    def _judge(self, found: Slowdown, window_s: float) -> _Episode | None:
+        """Count a window of a rank; returns the slowdown that has just begun or ended."""
         episode = self._episodes.setdefault(found.rank, _Episode(found.since_step))
         if found.is_over:
             episode.level -= 1
-            changes = episode.level <= 0 and episode.is_reported
-            if episode.level <= 0:
-                del self._episodes[found.rank]
-        else:
-            episode.level = min(num_windows, episode.level + 1)
-            episode.slow_s += window_s
-            changes = (
-                not episode.is_reported and episode.level == num_windows and episode.slow_s >= MIN_SLOW_S
-            )
-            episode.is_reported |= changes
-        return replace(found, since_step=episode.since_step) if changes else None
+            if episode.level > 0:
+                return None
+            del self._episodes[found.rank]
+            return episode if episode.is_reported else None
+        episode.level = min(WINDOWS, episode.level + 1)
+        episode.slow_s += window_s
+        if episode.is_reported or episode.level < WINDOWS or episode.slow_s < MIN_SLOW_S:
+            return None
+        episode.is_reported = True
+        return episode
