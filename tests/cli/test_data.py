@@ -77,13 +77,6 @@ def test_errors_are_worded(tmp_path):
     assert not (tmp_path / "shards").exists()
 
 
-def test_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("hello")
-    done = trainkit_data("prepare", "a.txt", "--out", ".", cwd=tmp_path)
-    assert done.returncode == EXIT_USAGE
-    assert "is not empty and not a dataset: it contains a.txt" in done.stderr
-
-
 def test_validate_lists_problems_on_stdout(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{bad\n\n{"body": "x"}\n')
     done = trainkit_data("validate", "a.jsonl", cwd=tmp_path)

@@ -267,7 +267,10 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
             f"the standard library of this Python has no sources in {root}",
             hint="set data.source to a text, or use another Python",
         )
-    validation = _validation_names([name for name, _ in found], val_fraction) if role == BOTH else set()
+    # Below the fraction, and at least the one with the lowest hash.
+    hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name, _ in found}
+    below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
+    validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
     for name, entry in found:
         file_role = role if role != BOTH else VAL if name in validation else TRAIN
         yield _input(f"{root}/{name}", name, file_role, TEXT, False, entry.stat)
@@ -275,16 +278,6 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
 
 def _is_stdlib_folder(folder: str) -> bool:
     return folder not in _STDLIB_SKIPPED and not folder.startswith(("config-", "."))
-
-
-def _validation_names(names: Sequence[str], val_fraction: float) -> set[str]:
-    """The names whose hash is below the fraction; at least the one with the lowest hash."""
-    hashes = {name: _hash_fraction(name) for name in names}
-    return {name for name in names if hashes[name] < val_fraction} or {min(names, key=hashes.__getitem__)}
-
-
-def _hash_fraction(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 _BATCH_ROWS = 256

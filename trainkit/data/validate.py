@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_f
 from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.units import RowError, cell_text, open_input, row_text
+from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
 """Size from which a row is reported as long: a row is tokenised in one piece, and fills many samples."""
@@ -122,7 +122,7 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
         check_shard_sizes(folder, file, split)
         summary.tokens += file.num_tokens(split)
         for shard in file.splits[split]:
-            if _sha256(folder / shard.file) != shard.sha256:
+            if file_hash(folder / shard.file) != shard.sha256:
                 summary.problems += 1
                 message = "the content has changed since it was prepared: prepare the dataset again"
                 on_problem(LineProblem(str(folder / shard.file), None, message))
@@ -187,11 +187,3 @@ def _count_tokens(texts: Iterator[bytes], tokenizer: Tokenizer, summary: SourceS
             summary.tokens += sum(map(len, tokenizer.encode(batch)))
             batch, size = [], 0
     summary.tokens += sum(map(len, tokenizer.encode(batch))) + summary.documents
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

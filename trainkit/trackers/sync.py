@@ -83,7 +83,9 @@ class RunTracker:
         TrainkitError if the run folder cannot be read.
         """
         limit = settled_step(self.run, state == "finished")
-        self._acquire()
+        if self._lock is None:
+            ensure_folder(self.run.trackers_dir, 0o700)
+            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
         position = self._position = self._position or read_position(self.run, self.name)
         num_sent, problem = 0, ""
         try:
@@ -126,11 +128,6 @@ class RunTracker:
     def _record(self, position: Position) -> None:
         self._position = position
         write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
-
-    def _acquire(self) -> None:
-        if self._lock is None:
-            ensure_folder(self.run.trackers_dir, 0o700)
-            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
 
     def release(self) -> None:
         """Let another process send to the tracker."""
@@ -186,7 +183,8 @@ def main() -> int:
     while line is None:
         problems = [tracker.name for tracker in live if not update(tracker)]
         poll_s = min(MAX_POLL_S, 2 * poll_s) if problems else POLL_S
-        line = read_line(poll_s)
+        if select.select([sys.stdin], [], [], poll_s)[0]:
+            line = sys.stdin.readline().strip()  # empty at its end
     if line == "finished":
         for tracker in trackers:
             update(tracker, "finished")
@@ -209,12 +207,6 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
     if sent.num_sent or sent.problem:
         show(sent.describe())
     return not sent.problem
-
-
-def read_line(timeout_s: float) -> str | None:
-    """The next line of standard input, empty at its end; None if there is none in time."""
-    ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
-    return sys.stdin.readline().strip() if ready else None
 
 
 def show(text: str) -> None:

@@ -153,9 +153,9 @@ class Slowdown:
     """Where most of the difference is."""
     since_step: int
     own_s: float
-    """Its time of a step before its first collective, in seconds."""
+    """Seconds of a step before its first collective."""
     usual_s: float
-    """That of the other ranks."""
+    """The seconds of the other ranks."""
 
     @property
     def ratio(self) -> float:

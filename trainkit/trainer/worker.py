@@ -9,11 +9,10 @@ import os
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -127,15 +126,7 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
 
     Raises what `work` raises. Abandoned work continues in its thread until the process ends.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
+    future = ThreadPoolExecutor(1).submit(work)
     while not future.done():
         if stop.received.wait(POLL_S):
             return None
