@@ -185,7 +185,7 @@ def parts(switch: Switch) -> dict[str, float]:
         progress.enter("update")
         progress.end_step()
 
-    ranks = SlowRanks(layout, on_gpu=False)
+    ranks = SlowRanks(layout, ["node"] * layout.world_size, on_gpu=False)
 
     def compare() -> None:
         for step in range(WINDOW):

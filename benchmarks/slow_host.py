@@ -6,8 +6,7 @@ Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_c
 them, one rank a host. In `--slowed` runs, a host that `--seed` draws is limited to `--cpus` CPUs after
 `--before` steps (cgroup v1), and the event ``slow_rank`` must name its host and rank no more than 30 steps
 later. `--runs` runs of `--steps` steps are left alone and must have no event. Other work on the machine is a
-disturbance too: it prints the load of each run. With ``--layout sharded`` (FSDP), ranks on CPUs are not
-compared: there the event must be ``slow_run``, which names no host. Exits with 1 if a run was not as it must.
+disturbance too: it prints the load of each run. Exits with 1 if a run was not as it must.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ device: cpu
 model: {{preset: nano, num_layers: {num_layers}, dim: 128}}
 data: {{source: {text}, seq_len: 128, val_fraction: 0.1}}
 train: {{steps: {num_steps}, device_batch_size: 4, global_batch_size: 16, log_every: 1, eval_every: null}}
-parallel: {parallel}
+parallel: {{dp_replicate: 4, dp_shard: 1}}
 resources: {{nodes: 4, gpus_per_node: 1, cpus_per_gpu: 1, time: "60"}}
 checkpoint: {{every_steps: null}}
 precision: {{dtype: fp32}}
 logging: {{tensorboard: false}}
 """
-PARALLEL = {"ddp": "{dp_replicate: 4, dp_shard: 1}", "sharded": "{dp_shard: 4}"}
 MAX_STEPS_LATER = 30
 PATIENCE_S = 600.0
 
@@ -51,7 +49,6 @@ PATIENCE_S = 600.0
 class Seen:
     """What a run has shown."""
 
-    layout: str
     slowed_host: str | None = None
     slowed_at_step: int | None = None
     """The newest step when the host was slowed down."""
@@ -84,17 +81,15 @@ class Seen:
         if self.step_ms_after is not None:
             times += f", then {self.step_ms_after:.0f}"
         verdict = self.problem or "as it must be"
-        return f"{self.layout}, {slowed}, {times}, load {self.load:.1f}: {seen or 'no event'}: {verdict}"
+        return f"{slowed}, {times}, load {self.load:.1f}: {seen or 'no event'}: {verdict}"
 
 
-def start(login: Login, layout: str, num_steps: int, num_layers: int = 4) -> RunDir:
+def start(login: Login, num_steps: int, num_layers: int = 4) -> RunDir:
     """A run on all four hosts."""
     text = login.folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
     config = login.folder / "slow-host.yaml"
-    config.write_text(
-        CONFIG.format(text=text, num_steps=num_steps, num_layers=num_layers, parallel=PARALLEL[layout])
-    )
+    config.write_text(CONFIG.format(text=text, num_steps=num_steps, num_layers=num_layers))
     return login.submit(config=config)
 
 
@@ -110,14 +105,14 @@ def last_step(run: RunDir) -> int:
 
 
 def slowdowns(run: RunDir) -> list[dict[str, Any]]:
-    """The events of slow ranks and of a slow run."""
+    """The events of slow ranks."""
     return list(read_jsonl(run.events_file, SLOWDOWN_EVENTS))
 
 
-def slow_one(login: Login, layout: str, index: int, *, cpus: float, before: int, num_layers: int = 4) -> Seen:
+def slow_one(login: Login, index: int, *, cpus: float, before: int, num_layers: int = 4) -> Seen:
     """Slow a host of a run down after some steps, wait for the event, and say whether it is right."""
-    seen = Seen(layout, slowed_host=login.cluster.hosts[index - 1], load=os.getloadavg()[0])
-    run = start(login, layout, 100_000, num_layers)
+    seen = Seen(slowed_host=login.cluster.hosts[index - 1], load=os.getloadavg()[0])
+    run = start(login, 100_000, num_layers)
     try:
         wait_for(lambda: last_step(run) >= before, f"step {before}", PATIENCE_S)
         num_early = len(slowdowns(run))
@@ -126,9 +121,7 @@ def slow_one(login: Login, layout: str, index: int, *, cpus: float, before: int,
 
             def is_over() -> bool:
                 seen.events = slowdowns(run)[num_early:]
-                is_slow_run = any(event["event"] == "slow_run" for event in seen.events)
-                is_seen = is_slow_run if layout == "sharded" else seen.steps_later is not None
-                return is_seen or last_step(run) > begin + 4 * MAX_STEPS_LATER
+                return seen.steps_later is not None or last_step(run) > begin + 4 * MAX_STEPS_LATER
 
             wait_for(is_over, "the event", PATIENCE_S)
         times = [(record["step"], 1e3 * record["step_s"]) for record in steps(run)]
@@ -145,9 +138,6 @@ def _problem(seen: Seen, rank: int) -> str:
     """Why the events of a slowed run are not those that it must have; "" if they are."""
     if not seen.events:
         return "no event"
-    if seen.layout == "sharded":
-        named = [event for event in seen.events if event.get("rank") is not None]
-        return "an event names a rank" if named else ""
     if any((event.get("rank"), event.get("host")) != (rank, seen.slowed_host) for event in seen.events):
         return "an event does not name the slowed host"
     later = seen.steps_later
@@ -155,10 +145,10 @@ def _problem(seen: Seen, rank: int) -> str:
     return f"the event comes {later} steps later" if later > MAX_STEPS_LATER else ""
 
 
-def leave_alone(login: Login, layout: str, num_steps: int, num_layers: int = 4) -> Seen:
+def leave_alone(login: Login, num_steps: int, num_layers: int = 4) -> Seen:
     """A run that nothing disturbs, to its end."""
-    seen = Seen(layout, load=os.getloadavg()[0])
-    run = login.finish(start(login, layout, num_steps, num_layers), timeout_s=PATIENCE_S + num_steps)
+    seen = Seen(load=os.getloadavg()[0])
+    run = login.finish(start(login, num_steps, num_layers), timeout_s=PATIENCE_S + num_steps)
     seen.step_ms_before = median(1e3 * record["step_s"] for record in steps(run))
     seen.events = slowdowns(run)
     seen.problem = "a false alarm" if seen.events else ""
@@ -167,19 +157,18 @@ def leave_alone(login: Login, layout: str, num_steps: int, num_layers: int = 4) 
 
 def campaign(cluster: Cluster, folder: Path, args: argparse.Namespace) -> list[Seen]:
     """All runs, with a line for each."""
-    chance, found, layouts = random.Random(args.seed), [], args.layout or ["ddp"]
-    for layout in layouts:
-        for number in range(args.slowed + args.runs):
-            home = folder / f"{layout}-{number}"
-            home.mkdir()
-            login = Login(cluster, home)
-            if number < args.slowed:
-                host, before = chance.randint(1, NUM_HOSTS), args.before + chance.randrange(10)
-                seen = slow_one(login, layout, host, cpus=args.cpus, before=before, num_layers=args.layers)
-            else:
-                seen = leave_alone(login, layout, args.steps, args.layers)
-            print(seen.line, flush=True)
-            found.append(seen)
+    chance, found = random.Random(args.seed), []
+    for number in range(args.slowed + args.runs):
+        home = folder / str(number)
+        home.mkdir()
+        login = Login(cluster, home)
+        if number < args.slowed:
+            host, before = chance.randint(1, NUM_HOSTS), args.before + chance.randrange(10)
+            seen = slow_one(login, host, cpus=args.cpus, before=before, num_layers=args.layers)
+        else:
+            seen = leave_alone(login, args.steps, args.layers)
+        print(seen.line, flush=True)
+        found.append(seen)
     return found
 
 
@@ -194,7 +183,6 @@ def main() -> int:
     parser.add_argument("--before", type=int, default=80, help="steps before a host is slowed down")
     parser.add_argument("--cpus", type=float, default=0.1, help="CPUs of the slowed host")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model, for the length of a step")
-    parser.add_argument("--layout", choices=sorted(PARALLEL), action="append", help="default: ddp")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file for what was seen, as JSON")
     args = parser.parse_args()

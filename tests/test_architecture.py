@@ -33,7 +33,7 @@ ALLOWED = {
     "formats": set(),
     # What is asked for, and what will run: pure.
     "config": {"errors", "folders", "resources", "formats"},
-    "data": {"errors", "folders", "formats", "locks", "run"},
+    "data": {"errors", "folders", "formats", "locks", "run", "config.training"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "formats", "locks", "slurm", "config.yamlfile"},

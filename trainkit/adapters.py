@@ -6,7 +6,6 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -110,11 +109,9 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
         else:
             is_known = any(f".{name}".endswith(f".{target}") for name in names)
         if not is_known:
-            last = target.rpartition(".")[2]
-            closest = sorted(ends, key=lambda end: (-SequenceMatcher(None, last, end).ratio(), end))
             raise TrainkitError(
                 f"model.lora.target_modules has {target}, which matches no module of {model}",
-                hint=f"the modules with weights are called {', '.join(closest)}",
+                hint=f"the modules with weights are called {', '.join(sorted(ends))}",
                 exit_code=EXIT_NO_RESTART,
             )
 

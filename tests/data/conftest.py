@@ -1,8 +1,8 @@
 """Texts and configs to make datasets from."""
 
-from types import SimpleNamespace
-
 import pytest
+
+from trainkit.config.training import DataConfig
 
 
 @pytest.fixture
@@ -10,17 +10,8 @@ def data_config(tmp_path):
     """Makes a `data` section; keys not given are the defaults, the cache is in the test's folder."""
 
     def make(**changes):
-        values = {
-            "source": "stdlib",
-            "val_source": None,
-            "tokenizer": "bytes",
-            "text_key": "text",
-            "seq_len": 16,
-            "num_workers": 1,
-            "val_fraction": 0.1,
-            "cache_dir": str(tmp_path / "cache"),
-        }
-        return SimpleNamespace(**(values | changes))
+        values = {"seq_len": 16, "num_workers": 1, "val_fraction": 0.1, "cache_dir": str(tmp_path / "cache")}
+        return DataConfig(**(values | changes))
 
     return make
 

@@ -6,7 +6,6 @@ import gzip
 import json
 import multiprocessing
 import os
-from pathlib import Path
 
 import pytest
 from dataset_content import content_of, documents_of, rows, tokens_of
@@ -301,28 +300,6 @@ def test_no_text_at_all(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n" + rows(""))
     with pytest.raises(UsageError, match="contain no text"):
         made(tmp_path, tmp_path / "a.jsonl")
-
-
-def test_full_disk(tmp_path):
-    """/dev/full answers every write as a full disk does."""
-    (tmp_path / "a.txt").write_text("hello\n")
-    from trainkit.data import tokenize
-
-    spec = DatasetSpec((str(tmp_path / "a.txt"),))
-    real = tokenize._ShardWriter.__init__
-
-    def write_to_full(self, folder, name):
-        real(self, folder, name)
-        self._stream.close()
-        self._stream = Path("/dev/full").open("wb")  # noqa: SIM115
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize._ShardWriter, "__init__", write_to_full)
-        with pytest.raises(TrainkitError, match="No space left on device") as caught:
-            prepare(spec, tmp_path / "out")
-    assert caught.value.exit_code == 1
-    assert "resumes where it stopped" in caught.value.hint
-    assert documents_of(made(tmp_path, tmp_path / "a.txt"))["train"] == [b"hello\n"]
 
 
 def test_a_dataset_can_be_shared(tmp_path):

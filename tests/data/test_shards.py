@@ -54,12 +54,6 @@ def test_no_sample_outside_the_data(tmp_path, index):
         data.read([0, index])
 
 
-def test_what_a_dataset_says_of_itself(tmp_path):
-    data = TokenShards(write_dataset(tmp_path / "d", [100]), "train", 8)
-    assert (data.vocab_size, data.eos_id, data.fingerprint) == (50_000, 7, "f" * 64)
-    assert data.tokenizer.kind == "bytes"
-
-
 def test_threads_read_what_one_reads(tmp_path):
     data = TokenShards(write_dataset(tmp_path / "d", [37] * 400), "train", 8)
     expected = data.read(np.arange(data.num_samples))

@@ -67,17 +67,10 @@ def test_files_and_folders_in_order(tmp_path):
     ]
 
 
-def test_missing_file_names_the_closest(tmp_path):
-    (tmp_path / "corpus.txt").write_text("x")
-    with pytest.raises(UsageError, match=r"corpsu\.txt does not exist") as caught:
-        find_inputs(DatasetSpec((str(tmp_path / "corpsu.txt"),)))
-    assert caught.value.hint == f"did you mean {tmp_path}/corpus.txt?"
-
-
-def test_missing_folder_is_named(tmp_path):
-    with pytest.raises(UsageError) as caught:
-        find_inputs(DatasetSpec((str(tmp_path / "data" / "corpus.txt"),)))
-    assert caught.value.hint == f"{tmp_path} has no data: check the path"
+@pytest.mark.parametrize("name", ["corpsu.txt", "data/corpus.txt"])
+def test_a_missing_file_is_named(tmp_path, name):
+    with pytest.raises(UsageError, match=f"{name} does not exist"):
+        find_inputs(DatasetSpec((str(tmp_path / name),)))
 
 
 def test_wrong_kind_and_empty_folder(tmp_path):

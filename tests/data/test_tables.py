@@ -156,9 +156,8 @@ def test_dataset_dict_is_refused(tmp_path, pa):
     for split in ("train", "validation"):
         save_to_disk(pa, tmp_path / "saved" / split, [pa.table({"text": ["x"]})], 1)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
-    with pytest.raises(UsageError, match="DatasetDict: train, validation") as caught:
+    with pytest.raises(UsageError, match="contains the splits of a Hugging Face DatasetDict"):
         find_inputs(DatasetSpec((str(tmp_path / "saved"),)))
-    assert caught.value.hint == f"name one of them, such as {tmp_path}/saved/train"
     assert len(find_inputs(DatasetSpec((str(tmp_path / "saved" / "train"),)))) == 1
 
 

@@ -13,7 +13,7 @@ from tools.slurm_cluster import cgroups
 @pytest.mark.skipif(not (cgroups.ROOT / "cpu/cpu.cfs_quota_us").exists(), reason="needs cgroup v1")
 def test_a_slow_host_is_named_within_30_steps(login: Login) -> None:
     # Less than a rank gets on a busy machine.
-    seen = slow_one(login, "ddp", 3, cpus=0.04, before=30, num_layers=2)
+    seen = slow_one(login, 3, cpus=0.04, before=30, num_layers=2)
     # Other work on the machine may have slowed down other ranks too.
     assert seen.steps_later is not None, seen.line
     assert 0 < seen.steps_later <= MAX_STEPS_LATER, seen.line

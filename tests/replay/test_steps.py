@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainkit.cli.data_show import one_line
+from trainkit.cli.data import one_line
 from trainkit.config import load_config
 from trainkit.data.shards import open_dataset
 from trainkit.errors import UsageError

@@ -13,7 +13,7 @@ from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import UsageError
 from trainkit.locks import LockBusy
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME
+from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
 from trainkit.trackers import sync
 from trainkit.trackers.records import (
@@ -36,7 +36,6 @@ class Memory:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.manifests: list[tuple[str, str]] = []
         self.states: list[str] = []
 
     def newest_step(self, position: Position) -> int:
@@ -46,9 +45,6 @@ class Memory:
         if self.away:
             raise ConnectionError(self.away)
         self.samples += batch
-
-    def send_manifest(self, label: str, file: Path) -> None:
-        self.manifests.append((label, file.parent.name))
 
     def close(self, state: str) -> None:
         self.states.append(state)
@@ -62,7 +58,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
 
-    def opened(name: str, settings: object, facts: Facts, position: Position) -> Memory:
+    def opened(settings: object, facts: Facts, position: Position) -> Memory:
         return memory
 
     monkeypatch.setattr(sync, "open_tracker", opened)
@@ -83,13 +79,10 @@ def train(run: RunDir, attempt: int, steps: range, loss: float = 1.0) -> None:
         append_jsonl(run.metrics_file, {**record, "loss": loss * step, "mfu": None})
 
 
-def save(run: RunDir, step: int, is_best: bool = False) -> None:
+def save(run: RunDir, step: int) -> None:
     folder = run.checkpoint_dir(step)
     folder.mkdir()
     (folder / MANIFEST_NAME).write_text("{}")
-    if is_best:
-        (run.checkpoints_dir / BEST_LINK).unlink(missing_ok=True)
-        (run.checkpoints_dir / BEST_LINK).symlink_to(folder.name)
 
 
 def tracker(run: RunDir) -> RunTracker:
@@ -184,18 +177,6 @@ def test_one_process_at_a_time(run: RunDir, memory: Memory) -> None:
         sync_run(run)
     sender.release()
     assert [item.num_sent for item in sync_run(run)] == [0]
-
-
-def test_manifests_are_sent_when_they_change(run: RunDir, memory: Memory) -> None:
-    sender = tracker(run)
-    train(run, 1, range(1, 10))
-    save(run, 3, is_best=True)
-    sender.update("running")
-    save(run, 6)
-    sender.update("running")
-    sender.update("running")
-    first, second = "step-00000003", "step-00000006"
-    assert memory.manifests == [("best", first), ("last", first), ("last", second)]
 
 
 def test_only_numbers_are_metrics(run: RunDir, memory: Memory) -> None:

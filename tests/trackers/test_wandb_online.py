@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.runs import free_port
 from trainkit.config.running import WandbConfig
-from trainkit.trackers import wandb_run
+from trainkit.trackers import clients
+from trainkit.trackers.clients import WandbRun
 from trainkit.trackers.records import Facts, Position, Sample
-from trainkit.trackers.wandb_run import OnlineRun
 
 
 class Client:
@@ -55,7 +55,7 @@ def test_the_server_knows_its_newest_step(
     client = Client(newest)
     monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    run = OnlineRun(WandbConfig(entity="team"), facts(tmp_path), "key")
+    run = WandbRun(WandbConfig(entity="team"), facts(tmp_path), "key")
     assert run.newest_step(Position("key", run.place, 9)) == known
     run.send([Sample(8, 1500, {"loss": 2.0})])
     run.close("failed")
@@ -74,9 +74,9 @@ def test_a_server_that_is_away_can_be_tried_again(tmp_path: Path, monkeypatch: p
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(wandb_run, "INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(clients, "INIT_TIMEOUT_S", 2.0)
     for _ in range(2):
         with pytest.raises(wandb.errors.CommError):
-            OnlineRun(WandbConfig(), facts(tmp_path), "key")
+            WandbRun(WandbConfig(), facts(tmp_path), "key")
     wandb.teardown()
     assert len(list((tmp_path / "wandb" / "online").iterdir())) <= 1

@@ -21,10 +21,11 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer import tasks
 from trainkit.trainer.__main__ import exit_code_of
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models import UnsupportedArchitecture, load_architecture, refuse_unsupported_layout
+from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.models.model import Role
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.task_errors import TaskError
 
 FILE = Path(gpt.__file__)
 CASES = [
@@ -108,7 +109,7 @@ def test_refused_before_the_data_is_prepared(
     settings, code, message = REFUSED[case]
     Path("mine.py").write_text(code)
     settings = ["model.architecture=mine.py:Mine", *settings]
-    with pytest.raises(UnsupportedArchitecture) as caught:
+    with pytest.raises(TaskError) as caught:
         tasks.build_task(load_config("quickstart", overrides=settings, environ={}).config)
     assert message in caught.value.message
     assert caught.value.hint

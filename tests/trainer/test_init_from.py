@@ -71,7 +71,7 @@ def test_what_fits_and_what_does_not(saved: Path) -> None:
             assert norm["model.norm.weight"].mean() == pytest.approx(1.0, abs=0.1)
     refused = {
         "only in the checkpoint: model.blocks.0": (norm, ()),
-        "missing: model.norm.bias": ({**norm, "model.norm.bias": torch.zeros(64)}, ("norm.*",)),
+        "not in the checkpoint: model.norm.bias": ({**norm, "model.norm.bias": torch.zeros(64)}, ("norm.*",)),
         "different shape: model.norm.weight": ({"model.norm.weight": torch.zeros(3)}, ("norm.*",)),
         "no parameter matches": (norm, ("head.*",)),
     }

@@ -25,6 +25,7 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, StepClock, Times, typical_times
 
 STEP_S = 0.2
+HOSTS = [f"node{rank}" for rank in range(1024)]
 
 
 def add_steps(
@@ -58,7 +59,7 @@ def add(ranks: SlowRanks, steps: Sequence[tuple[int, list[Times], float]]) -> li
 
 @pytest.mark.parametrize("size", [2, 3, 4, 64, 1024])
 def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> None:
-    ranks, slow = SlowRanks(Layout(dp_shard=size), on_gpu=True), size - 1
+    ranks, slow = SlowRanks(Layout(dp_shard=size), HOSTS, on_gpu=True), size - 1
     assert add_steps(ranks, range(1, 51), size, {}) == []
     [found] = add_steps(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
     assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
@@ -97,7 +98,7 @@ def take_step(clock: StepClock, data_s: float) -> None:
 
 def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
     """The first steps of an attempt compile and read what is not in memory yet."""
-    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
     slow_at_first = {1: (0.0, 5.0)}
     assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []
     assert add_steps(ranks, range(41, 51), 4, slow_at_first) == []
@@ -105,19 +106,19 @@ def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
 
 
 def test_data_and_computation_are_distinguished() -> None:
-    ranks = SlowRanks(Layout(dp_replicate=4), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_replicate=4), HOSTS, on_gpu=True)
     [found] = add_steps(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
     assert (found.rank, found.phase) == (2, "data")
 
 
 def test_two_slow_ranks() -> None:
-    ranks = SlowRanks(Layout(dp_shard=8), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_shard=8), HOSTS, on_gpu=True)
     found = add_steps(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
     assert [item.rank for item in found] == [1, 5]
 
 
 def test_one_long_step_is_not_a_slow_rank() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
     usual, long = (0.001, 0.02), (0.001, 5.02)
     steps = []
     for step in range(1, 401):
@@ -127,7 +128,7 @@ def test_one_long_step_is_not_a_slow_rank() -> None:
 
 
 def test_a_single_slow_window_is_not_a_slow_rank() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
     add_steps(ranks, range(1, 11), 4, {})
     for start in range(11, 200, 2 * WINDOW):
         assert add_steps(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
@@ -135,7 +136,7 @@ def test_a_single_slow_window_is_not_a_slow_rank() -> None:
 
 
 def test_stages_of_a_pipeline_are_not_compared() -> None:
-    ranks = SlowRanks(Layout(pp=2, dp_shard=2), on_gpu=True)
+    ranks = SlowRanks(Layout(pp=2, dp_shard=2), HOSTS, on_gpu=True)
     last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
     assert add_steps(ranks, range(1, 101), 4, last) == []
     [found] = add_steps(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
@@ -143,16 +144,13 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
 
 
 def test_the_slowest_rank_is_known_without_being_slow() -> None:
-    ranks = SlowRanks(Layout(pp=2, dp_shard=3), on_gpu=True)
+    ranks = SlowRanks(Layout(pp=2, dp_shard=3), HOSTS, on_gpu=True)
     add_steps(ranks, range(1, 11), 6, {})
     assert ranks.slowest is None, "the first window starts up"
     times = [(0.001, 0.020), (0.001, 0.022), (0.001, 0.021), (0.0, 0.1), (0.003, 0.1), (0.0, 0.1)]
     assert add(ranks, [(step, times, STEP_S) for step in range(11, 41)]) == []
-    found = ranks.slowest
-    assert found is not None
-    assert found.rank == 4, "3 ms behind the others of its stage"
-    assert found.to_record([f"node{rank}" for rank in range(6)]) == {
-        "slowest_rank": 4,
+    assert ranks.slowest == {
+        "slowest_rank": 4,  # 3 ms behind the others of its stage
         "slowest_host": "node4",
         "slowest_rank_s": 0.103,
         "other_ranks_s": 0.1,
@@ -161,27 +159,12 @@ def test_the_slowest_rank_is_known_without_being_slow() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
-    ranks = SlowRanks(Layout(dp_shard=16), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_shard=16), HOSTS, on_gpu=True)
     assert add_steps(ranks, range(1, 1001), 16, {}, seed=seed) == []
 
 
-@pytest.mark.parametrize(
-    ("phase", "data_s", "compute_s"), [("data", 0.2, 0.0), ("compute", 0.0, 0.2), ("network", 0.0, 0.0)]
-)
-def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute_s: float) -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
-    assert add_steps(ranks, range(1, 101), 4, {}) == []
-    times = [(0.001 + data_s, 0.02 + compute_s)] * 4
-    [slow] = add(ranks, [(step, times, 0.5) for step in range(101, 141)])
-    assert (slow.rank, slow.phase, slow.is_over, slow.since_step) == (None, phase, False, 101)
-    assert slow.own_s == pytest.approx(0.5)
-    assert slow.usual_s == pytest.approx(STEP_S)
-    [over] = add_steps(ranks, range(141, 201), 4, {})
-    assert (over.rank, over.is_over) == (None, True)
-
-
 def test_short_steps_are_not_judged_by_a_moment() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
+    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
     times = [(0.001, 0.002), (0.001, 0.002), (0.001, 0.002), (0.001, 0.02)]
     steps = [(step, times, 0.0251) for step in range(1, 1001)]
     assert add(ranks, steps[:120]) == []
@@ -190,8 +173,12 @@ def test_short_steps_are_not_judged_by_a_moment() -> None:
 
 
 def test_on_cpus_sharded_ranks_are_not_compared() -> None:
-    assert add_steps(SlowRanks(Layout(dp_shard=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
-    found = add_steps(SlowRanks(Layout(dp_replicate=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)})
+    assert (
+        add_steps(SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
+    )
+    found = add_steps(
+        SlowRanks(Layout(dp_replicate=4), HOSTS, on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}
+    )
     assert [item.rank for item in found] == [1]
 
 

@@ -38,8 +38,12 @@ MODEL = "        return nn.Sequential(nn.Linear(3, self.width), nn.Linear(self.w
 LOSS = '        return Loss(error.sum(), error.numel(), {"worst": error.max()})'
 
 AT_SUBMIT = {
-    "no class": ("class Mine", "class Other", "no class Mine that is a Task", "did you mean mine.py:Other?"),
-    "no task": ("class Mine(Task)", "class Mine", "no class Mine that is a Task", "trainkit.task.Task"),
+    "no class": (
+        "class Mine",
+        "class Other",
+        "no class Mine that is a Task",
+        "a task is a subclass of trainkit.task.Task",
+    ),
     "syntax": (
         "def loss(self, model, batch):",
         "def loss(self, model, batch)",

@@ -225,7 +225,11 @@ class Planned(split_tasks.Speak):
     [
         ({}, "tensor_plan() returned an empty plan", "colwise"),
         (["head"], "tensor_plan() returned a list", "colwise"),
-        ({"layers.up": "colwise"}, "names layers.up, which no module of its model matches", "layers.1.up"),
+        (
+            {"layers.up": "colwise"},
+            "names layers.up, which no module of its model matches",
+            "one part of a name",
+        ),
         ({"layers.*": "colwise"}, "layers.0 is a Layer, which colwise in tensor_plan() cannot", "nn.Linear"),
         ({"head": "columns"}, "tensor_plan() has 'columns' for head", "rowwise"),
         ({"norm": ColwiseParallel()}, "norm is a LayerNorm, which ColwiseParallel in", "nn.Linear"),

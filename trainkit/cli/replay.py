@@ -183,7 +183,7 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        from trainkit.cli.data_show import sample_fields
+        from trainkit.cli.data import sample_fields
 
         judged = [
             {"step": item.step, "loss": finite(item.loss), **sample_fields(item.sample)} for item in worst
@@ -210,7 +210,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> Iterator[str]:
-    from trainkit.cli.data_show import sample_lines
+    from trainkit.cli.data import sample_lines
 
     yield from _verdict_lines(found)
     bad = found.first_different

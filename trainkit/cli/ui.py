@@ -41,7 +41,7 @@ def command(run_name: str, tool: str, port: int | None) -> None:
             raise UsageError(f"{run.path} has no tensorboard/", hint=hint)
         argv = ["tensorboard.main", "--logdir", str(run.tensorboard_dir), *place]
     else:
-        from trainkit.trackers.mlflow_run import local_store
+        from trainkit.trackers.clients import local_store
 
         store = local_store(run)
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]

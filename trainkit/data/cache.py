@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import (
     LAYOUT_VERSION,
     VAL,
@@ -27,7 +28,6 @@ from trainkit.data.dataset_file import (
 from trainkit.data.mixture import components
 from trainkit.data.sources import (
     STDLIB,
-    DataConfig,
     DatasetSpec,
     Input,
     dataset_spec,

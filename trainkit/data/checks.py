@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainkit.config.training import DataConfig
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
 from trainkit.data.dataset_file import (
     SPLITS,
@@ -26,10 +27,8 @@ from trainkit.data.dataset_file import (
 )
 from trainkit.data.mixture import components, describe_weights, is_mixture
 from trainkit.data.sources import (
-    BOTH,
     TABLES,
     TEXT,
-    DataConfig,
     DatasetSpec,
     Input,
     dataset_spec,
@@ -160,27 +159,16 @@ def _checked_shards(folder: Path) -> DatasetFile:
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Upper bound of the number of tokens in each split; exact for small texts and the byte tokenizer.
+    """Upper bound of the number of tokens in each split, infinite for large texts, of which rows are read.
 
-    Raises UsageError if a row that is read is unusable.
+    Exact for the byte tokenizer. Raises UsageError if a row that is read is unusable.
     """
     compressed = any(source.compressed for source in inputs)
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         return _count_bytes(spec, inputs)
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
         _check_first_rows(source, spec.text_key)
-    if compressed or any(source.form in TABLES for source in inputs):  # whose columns are compressed
-        return {TRAIN: math.inf, VAL: math.inf}
-    counts: dict[str, float] = {TRAIN: 0, VAL: 0}
-    for source in inputs:
-        if source.role != BOTH:
-            counts[source.role] += source.size + 1
-        elif source.form != TEXT:
-            counts = {split: count + source.size for split, count in counts.items()}
-        else:
-            counts[TRAIN] += source.size + 1
-            counts[VAL] += round(source.size * spec.split_fraction) + 1
-    return counts
+    return {TRAIN: math.inf, VAL: math.inf}
 
 
 def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
@@ -246,14 +234,11 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
         return [("data.seq_len", message, hint)]
     if not val_wanted or val >= needed:
         return []
-    # Documents are not divided, so a fraction yields more or less than its share.
-    yields = min(1.0, val / (config.val_fraction * (train + val)) if config.val_fraction else 1.0) or 0.5
-    share = math.ceil(1000 * 1.1 * needed / (train + val) / yields) / 1000
     message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
         return [("data.val_source", f"{_named(config.val_source)}: {message}", "add more text there")]
-    enough = f"set it to {share:g}, or to 0 for no validation" if share <= 0.5 else "add more text"
-    return [("data.val_fraction", f"{config.val_fraction:g}: {message}", enough)]
+    hint = "raise it, set it to 0 for no validation, or add more text"
+    return [("data.val_fraction", f"{config.val_fraction:g}: {message}", hint)]
 
 
 def _named(source: str | Iterable[str]) -> str:

@@ -6,29 +6,15 @@ Imports neither numpy nor tokenizers: `trainkit.data.checks` uses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import cast
 
-from trainkit.data.sources import DataConfig, prepared_folder
+from trainkit.config.training import DataConfig
+from trainkit.data.sources import prepared_folder
 
 MAX_PERIOD = 100_000
 """Samples after which the order of the sources repeats, at most: weights are rounded to parts of it."""
-
-
-@dataclass(frozen=True)
-class SourceConfig:
-    """The data section of one source of a mixture."""
-
-    source: str
-    val_source: str | Sequence[str] | None
-    tokenizer: str
-    text_key: str
-    seq_len: int
-    num_workers: int
-    val_fraction: float
-    cache_dir: str | None
 
 
 def is_mixture(config: DataConfig) -> bool:
@@ -47,19 +33,11 @@ def components(config: DataConfig) -> list[DataConfig]:
     parts: list[DataConfig] = []
     is_prepared_with_texts = False
     for name in config.source:
-        part = SourceConfig(
-            source=name,
-            val_source=config.val_source,
-            tokenizer=config.tokenizer,
-            text_key=config.text_key,
-            seq_len=config.seq_len,
-            num_workers=config.num_workers,
-            val_fraction=0.0 if config.val_source else config.val_fraction,
-            cache_dir=config.cache_dir,
-        )
+        fraction = 0.0 if config.val_source else config.val_fraction
+        part = config.model_copy(update={"source": name, "val_fraction": fraction})
         if prepared_folder(part) is None:
             if is_prepared_with_texts:
-                part = replace(part, val_source=None)
+                part = part.model_copy(update={"val_source": None})
             is_prepared_with_texts = True
         parts.append(part)
     return parts

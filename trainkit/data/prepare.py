@@ -203,7 +203,10 @@ class _Preparation:
         fingerprint = _fingerprint(self.tokenizer, self.options, inputs)
         dtype = token_dtype(self.tokenizer.vocab_size)
         file = DatasetFile(self.tokenizer, dtype, fingerprint, self.options, splits)
-        self._check_not_empty(file)
+        if not file.num_tokens(TRAIN):
+            raise UsageError(
+                "the sources contain no text to train on", hint="name files with text, or lower val_fraction"
+            )
         staging = self.folder / WORK_FOLDER
         write_shared_json(self.folder / INPUTS_FILE, [asdict(source) for source in inputs], staging)
         file.write(self.folder, staging)
@@ -266,12 +269,6 @@ class _Preparation:
             )
             for source, digests in zip(self.inputs, found, strict=True)
         ]
-
-    def _check_not_empty(self, file: DatasetFile) -> None:
-        if not file.num_tokens(TRAIN):
-            raise UsageError(
-                "the sources contain no text to train on", hint="name files with text, or lower val_fraction"
-            )
 
 
 def _make_work_folder(folder: Path) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainkit.config.training import DataConfig
 from trainkit.data.cache import ensure_prepared
 from trainkit.data.dataset_file import (
     VAL,
+    Shard,
     TokenizerIdentity,
     check_shard_size,
     check_shard_sizes,
@@ -23,7 +25,6 @@ from trainkit.data.dataset_file import (
 )
 from trainkit.data.mixture import components, integer_weights, is_mixture
 from trainkit.data.order import IntArray, Schedule, sample_index, source_seed
-from trainkit.data.sources import DataConfig
 from trainkit.data.tokenizer_identity import refuse_several
 from trainkit.errors import UsageError
 
@@ -97,20 +98,17 @@ class TokenShards:
             raise IndexError(f"sample {wanted.min()}..{wanted.max()} of {self.num_samples}")
         tokens = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
         for row, start in zip(tokens, (wanted * self.seq_len).tolist(), strict=True):
-            self._copy(start, row)
+            filled = 0
+            for shard, first, stop in self._pieces(start):
+                piece = self._open_shard(shard.file, shard.num_tokens)[first:stop]
+                row[filled : filled + len(piece)] = piece
+                filled += len(piece)
         return tokens
 
     def places(self, index: int) -> Iterator[tuple[Path, int, int]]:
         """The shards of a sample, each with the range of its tokens there."""
-        start, missing = index * self.seq_len, self.seq_len + 1
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        while missing:
-            shard = self._shards[number]
-            first = max(0, start - (int(self._ends[number]) - shard.num_tokens))
-            stop = min(first + missing, shard.num_tokens)
+        for shard, first, stop in self._pieces(index * self.seq_len):
             yield self.folder / shard.file, first, stop
-            missing -= stop - first
-            number += 1
 
     def tokens_of(self, shard: Path, first: int, stop: int) -> list[int]:
         """Some tokens of a shard."""
@@ -118,16 +116,15 @@ class TokenShards:
         found: list[int] = self._open_shard(shard.name, num_tokens)[first:stop].tolist()
         return found
 
-    def _copy(self, start: int, row: npt.NDArray[np.int64]) -> None:
-        """Fill a row with consecutive tokens that begin at `start`, across shards."""
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        filled = 0
-        while filled < len(row):
+    def _pieces(self, start: int) -> Iterator[tuple[Shard, int, int]]:
+        """The shards of a sample that begins at token `start`, each with the range of its tokens there."""
+        number, missing = int(np.searchsorted(self._ends, start, side="right")), self.seq_len + 1
+        while missing:
             shard = self._shards[number]
-            offset = start + filled - (int(self._ends[number]) - shard.num_tokens)
-            piece = self._open_shard(shard.file, shard.num_tokens)[offset : offset + len(row) - filled]
-            row[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            first = max(0, start - (int(self._ends[number]) - shard.num_tokens))
+            stop = min(first + missing, shard.num_tokens)
+            yield shard, first, stop
+            missing -= stop - first
             number += 1
 
 

@@ -12,36 +12,17 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import TRAIN, VAL, is_dataset
 from trainkit.data.tokenizer_identity import BYTES
 from trainkit.errors import UsageError
 
 STDLIB = "stdlib"
 """The source available on every machine: the Python sources of the interpreter."""
-
-
-class DataConfig(Protocol):
-    """The keys of `trainkit.config.schema.DataConfig` that this package reads; paths are absolute."""
-
-    @property
-    def source(self) -> str | Sequence[str] | Mapping[str, float]: ...
-    @property
-    def val_source(self) -> str | Sequence[str] | None: ...
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def text_key(self) -> str: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def val_fraction(self) -> float: ...
-    @property
-    def cache_dir(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -151,23 +132,6 @@ def form_of(name: str) -> tuple[str, bool] | None:
     return None if form is None or (compressed and form == PARQUET) else (form, compressed)
 
 
-def missing_hint(path: Path) -> str:
-    """The hint for a path that does not exist: the closest name in its folder."""
-    parent = path.parent
-    while not parent.is_dir():
-        path, parent = parent, parent.parent
-    try:
-        names = [entry.name for entry in os.scandir(parent)]
-    except OSError:
-        names = []
-    from difflib import get_close_matches
-
-    close = get_close_matches(path.name, names, n=1)
-    if close:
-        return f"did you mean {parent / close[0]}?"
-    return f"{parent} has no {path.name}: check the path"
-
-
 def stdlib_folder() -> Path:
     """The folder of this interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
@@ -181,7 +145,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
-        raise UsageError(f"data source {path} does not exist", hint=missing_hint(path)) from None
+        raise UsageError(f"data source {path} does not exist", hint="check the path") from None
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not is_folder:
@@ -202,14 +166,17 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     found = [(name, entry) for name, entry in _files_below(path, _is_shown) if _is_shown(entry.name)]
     inputs = [
         _input(f"{path}/{name}", name, role, *form, entry.stat)
-        for name, entry in sorted(found, key=_by_name)
+        for name, entry in sorted(found, key=itemgetter(0))
         if (form := form_of(name)) is not None
     ]
     names = {name for name, _ in found}
     for name in sorted(names):
         folder, slash, last = name.rpartition("/")
         if last == SAVED_SPLITS:
-            raise _several_splits(path / folder)
+            raise UsageError(
+                f"{path / folder} contains the splits of a Hugging Face DatasetDict",
+                hint="name the folder of one of them",
+            )
         if last == "state.json" and all(f"{folder}{slash}{other}" in names for other in SAVED_FILES):
             inputs += _saved_inputs(path, folder + slash, role)
     if not inputs:
@@ -235,21 +202,8 @@ def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
         yield _input(str(file), folder + name, role, ARROW, False, file.stat)
 
 
-def _several_splits(folder: Path) -> UsageError:
-    splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    shown = ", ".join(splits) or "none"
-    return UsageError(
-        f"{folder} contains the splits of a Hugging Face DatasetDict: {shown}",
-        hint=f"name one of them, such as {folder / (splits or ['train'])[0]}",
-    )
-
-
 def _is_shown(name: str) -> bool:
     return not name.startswith(".")
-
-
-def _by_name(found: tuple[str, os.DirEntry[str]]) -> str:
-    return found[0]
 
 
 def _files_below(root: Path, enters: Callable[[str], bool]) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -300,36 +254,30 @@ def _input(
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     """The sources of the interpreter, split by file: a hash of its name determines the split."""
     root = stdlib_folder()
-    found = sorted(_stdlib_files(root), key=_by_name) if root.is_dir() else []
+    found = sorted(
+        (
+            (name, entry)
+            for name, entry in (_files_below(root, _is_stdlib_folder) if root.is_dir() else ())
+            if name.endswith(".py") and entry.is_file()
+        ),
+        key=itemgetter(0),
+    )
     if not found:
         raise UsageError(
             f"the standard library of this Python has no sources in {root}",
             hint="set data.source to a text, or use another Python",
         )
-    validation = _validation_names([name for name, _ in found], val_fraction) if role == BOTH else set()
+    # Below the fraction, and at least the one with the lowest hash.
+    hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name, _ in found}
+    below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
+    validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
     for name, entry in found:
         file_role = role if role != BOTH else VAL if name in validation else TRAIN
         yield _input(f"{root}/{name}", name, file_role, TEXT, False, entry.stat)
 
 
-def _stdlib_files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    for name, entry in _files_below(root, _is_stdlib_folder):
-        if name.endswith(".py") and entry.is_file():
-            yield name, entry
-
-
 def _is_stdlib_folder(folder: str) -> bool:
     return folder not in _STDLIB_SKIPPED and not folder.startswith(("config-", "."))
-
-
-def _validation_names(names: Sequence[str], val_fraction: float) -> set[str]:
-    """The names whose hash is below the fraction; at least the one with the lowest hash."""
-    hashes = {name: _hash_fraction(name) for name in names}
-    return {name for name in names if hashes[name] < val_fraction} or {min(names, key=hashes.__getitem__)}
-
-
-def _hash_fraction(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 _BATCH_ROWS = 256

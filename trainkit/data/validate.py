@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
 from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.units import RowError, cell_text, open_input, row_text
+from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
 """Size from which a row is reported as long: a row is tokenised in one piece, and fills many samples."""
@@ -92,11 +93,12 @@ def validate_texts(
 
     try:
         if source.form in TABLES:
-            _count_tokens(_table(source, text_key, summary, report), tokenizer, summary)
+            rows = read_column(source, text_key)
+            _count_tokens(_rows(rows, partial(cell_text, key=text_key), summary, report), tokenizer, summary)
             return summary
         with open_input(source) as stream:
             if source.form == ROWS:
-                texts = _rows(stream, text_key, summary, report)
+                texts = _rows(enumerate(stream, 1), partial(_line_text, key=text_key), summary, report)
             else:
                 texts = _text(stream, summary, report)
             _count_tokens(texts, tokenizer, summary)
@@ -120,7 +122,7 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
         check_shard_sizes(folder, file, split)
         summary.tokens += file.num_tokens(split)
         for shard in file.splits[split]:
-            if _sha256(folder / shard.file) != shard.sha256:
+            if file_hash(folder / shard.file) != shard.sha256:
                 summary.problems += 1
                 message = "the content has changed since it was prepared: prepare the dataset again"
                 on_problem(LineProblem(str(folder / shard.file), None, message))
@@ -130,23 +132,18 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
 _Report = Callable[[int | None, str], None]
 
 
-def _rows(stream: IO[bytes], key: str, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    for number, line in enumerate(stream, 1):
-        summary.lines = number
-        try:
-            text = row_text(line, key) if line.strip() else b""
-        except RowError as error:
-            report(number, str(error))
-            continue
-        if summary.add_row(number, text):
-            yield text
+def _line_text(line: bytes, key: str) -> bytes:
+    return row_text(line, key) if line.strip() else b""
 
 
-def _table(source: Input, key: str, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    for number, value in read_column(source, key):
+def _rows(
+    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], bytes], summary: SourceSummary, report: _Report
+) -> Iterator[bytes]:
+    """The texts of the lines of a file, or of the rows of a table, each with its number."""
+    for number, row in rows:
         summary.lines = number
         try:
-            text = cell_text(value, key)
+            text = parse(row)
         except RowError as error:
             report(number, str(error))
             continue
@@ -190,11 +187,3 @@ def _count_tokens(texts: Iterator[bytes], tokenizer: Tokenizer, summary: SourceS
             summary.tokens += sum(map(len, tokenizer.encode(batch)))
             batch, size = [], 0
     summary.tokens += sum(map(len, tokenizer.encode(batch))) + summary.documents
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

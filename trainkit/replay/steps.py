@@ -16,12 +16,13 @@ import numpy as np
 
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import DataConfig
 from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.data.dataset_file import PLACES, places_file
 from trainkit.data.mixture import components
 from trainkit.data.prepare import INPUTS_FILE
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.data.sources import FORMS, ROWS, TEXT, DataConfig, dataset_spec, find_inputs, prepared_folder
+from trainkit.data.sources import FORMS, ROWS, TEXT, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
 from trainkit.data.tokenizer_identity import BYTES
 from trainkit.errors import TrainkitError, UsageError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,10 @@ from trainkit.errors import UsageError
 from trainkit.run.end import read_end
 from trainkit.run.events import read_metrics
 from trainkit.run.files import parse_time, read_json, read_object, refresh_listing
-from trainkit.run.manifest import BEST_LINK, MANIFEST_NAME, published
+from trainkit.run.manifest import published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
-STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
-"""`action` in end.json -> the state that a tracker shows; a run that resumes by itself is ``running``."""
 _NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
 """What MLflow accepts in no name."""
 
@@ -82,14 +79,8 @@ def read_facts(run: RunDir) -> Facts:
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
     plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
     git = provenance.get("git") or {}
-    code = {
-        "trainkit": provenance.get("trainkit"),
-        "python": provenance.get("python"),
-        "torch": provenance.get("torch"),
-        "commit": git.get("sha"),
-        "branch": git.get("branch"),
-        "dirty": git.get("dirty"),
-    }
+    code = {name: provenance.get(name) for name in ("trainkit", "python", "torch")}
+    code |= {"commit": git.get("sha"), "branch": git.get("branch"), "dirty": git.get("dirty")}
     layout = {name: int(size) for name, size in plan["layout"].items() if isinstance(size, int)}
     return Facts(
         name=read_job(run).name or run.name,
@@ -120,7 +111,8 @@ def state_of(run: RunDir) -> str:
     """``finished``, ``failed``, ``stopped``, or ``running`` for a run that has not ended or will resume."""
     number = run.latest_number()
     end = None if number is None else read_end(run.attempt(number))
-    return STATES.get(str(end and end.action), "running")
+    action = str(end and end.action)
+    return action if action in ("finished", "failed", "stopped") else "running"
 
 
 def settled_step(run: RunDir, is_finished: bool) -> float:
@@ -156,13 +148,3 @@ def _sample(record: Mapping[str, Any]) -> Sample:
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
     return Sample(record["step"], 0 if time is None else round(time.timestamp() * 1000), values)
-
-
-def manifests(run: RunDir) -> dict[str, Path]:
-    """The manifests of the ``best`` and the newest (``last``) checkpoint, if there are any."""
-    found = {"best": run.checkpoints_dir / BEST_LINK / MANIFEST_NAME}
-    checkpoints = published(run.checkpoints_dir)
-    if checkpoints:
-        found["last"] = checkpoints[-1].manifest_file
-    # Resolved, so that a new best checkpoint is another file.
-    return {label: Path(os.path.realpath(file)) for label, file in found.items() if file.is_file()}

@@ -14,10 +14,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError
@@ -25,11 +22,10 @@ from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import RunDir
+from trainkit.trackers.clients import MlflowRun, WandbRun
 from trainkit.trackers.records import (
     Facts,
     Position,
-    Sample,
-    manifests,
     read_facts,
     read_position,
     samples,
@@ -37,24 +33,6 @@ from trainkit.trackers.records import (
     state_of,
     trackers_of,
 )
-
-
-class Tracker(Protocol):
-    """One run in MLflow or in Weights & Biases, opened."""
-
-    place: str
-
-    def newest_step(self, position: Position) -> int:
-        """The newest step that the tracker has."""
-
-    def send(self, batch: Sequence[Sample]) -> None:
-        """Send the steps after `newest_step`."""
-
-    def send_manifest(self, label: str, file: Path) -> None:
-        """Store the manifest of a checkpoint: ``best`` or ``last``."""
-
-    def close(self, state: str) -> None:
-        """Wait until all is sent, and store the state, one of those that `state_of` returns."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +67,8 @@ class RunTracker:
         self.name = name
         self.settings = settings
         self._position: Position | None = None
-        self._tracker: Tracker | None = None
+        self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
-        self._manifests: dict[str, Path] = {}
 
     @property
     def writes_once(self) -> bool:
@@ -106,7 +83,9 @@ class RunTracker:
         TrainkitError if the run folder cannot be read.
         """
         limit = settled_step(self.run, state == "finished")
-        self._acquire()
+        if self._lock is None:
+            ensure_folder(self.run.trackers_dir, 0o700)
+            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
         position = self._position = self._position or read_position(self.run, self.name)
         num_sent, problem = 0, ""
         try:
@@ -135,7 +114,7 @@ class RunTracker:
         if self._tracker is None:
             if not samples(self.run, 0, limit):
                 return 0  # nothing yet: not even a name
-            self._tracker = open_tracker(self.name, self.settings, read_facts(self.run), position)
+            self._tracker = open_tracker(self.settings, read_facts(self.run), position)
             step = self._tracker.newest_step(position)
             # Before the first step is sent: a run must be found again by its key.
             self._record(replace(position, place=self._tracker.place, step=step))
@@ -144,43 +123,27 @@ class RunTracker:
         if batch:
             self._tracker.send(batch)
             self._record(replace(self._position, step=batch[-1].step, time=utc_now(), problem=""))
-        for label, file in manifests(self.run).items():
-            if self._manifests.get(label) != file:
-                self._tracker.send_manifest(label, file)
-                self._manifests[label] = file
         return len(batch)
 
     def _record(self, position: Position) -> None:
         self._position = position
         write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
 
-    def _acquire(self) -> None:
-        if self._lock is None:
-            ensure_folder(self.run.trackers_dir, 0o700)
-            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
-
     def release(self) -> None:
         """Let another process send to the tracker."""
         self._tracker = None
-        self._manifests.clear()
         if self._lock is not None:
             release_lock(self._lock)
             self._lock = None
 
 
 def open_tracker(
-    name: str, settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
-) -> Tracker:
+    settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
+) -> MlflowRun | WandbRun:
     """Open the run in a tracker, or create it there."""
-    # Imported where they are used: a run may have one of the two, and neither module needs to be installed.
     if isinstance(settings, MlflowConfig):
-        from trainkit.trackers.mlflow_run import MlflowRun
-
         return MlflowRun(settings, facts, position.key)
-    from trainkit.trackers.wandb_run import OfflineRun, OnlineRun
-
-    kind = OfflineRun if settings.mode == "offline" else OnlineRun
-    return kind(settings, facts, position.key)
+    return WandbRun(settings, facts, position.key)
 
 
 def sync_run(run: RunDir) -> list[Sent]:
@@ -220,7 +183,8 @@ def main() -> int:
     while line is None:
         problems = [tracker.name for tracker in live if not update(tracker)]
         poll_s = min(MAX_POLL_S, 2 * poll_s) if problems else POLL_S
-        line = read_line(poll_s)
+        if select.select([sys.stdin], [], [], poll_s)[0]:
+            line = sys.stdin.readline().strip()  # empty at its end
     if line == "finished":
         for tracker in trackers:
             update(tracker, "finished")
@@ -243,12 +207,6 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
     if sent.num_sent or sent.problem:
         show(sent.describe())
     return not sent.problem
-
-
-def read_line(timeout_s: float) -> str | None:
-    """The next line of standard input, empty at its end; None if there is none in time."""
-    ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
-    return sys.stdin.readline().strip() if ready else None
 
 
 def show(text: str) -> None:

@@ -79,7 +79,11 @@ class BatchSource:
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
         """The batches of consecutive steps, read together to amortise the overhead of each operation."""
-        starts, stops = self._ranges(position, num_steps)
+        size = self.batch.global_batch_size
+        starts = position + size * np.arange(num_steps, dtype=np.int64)
+        stops = starts + size
+        if self.end_position is not None:  # the data may end within a step
+            stops = np.minimum(stops, self.end_position)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]
         tokens = np.zeros((*rows.shape, self.dataset.seq_len + 1), dtype=np.int64)
@@ -101,13 +105,6 @@ class BatchSource:
             )
             for i, t, k, n, m in steps
         ]
-
-    def _ranges(self, position: int, num_steps: int) -> tuple[IntArray, IntArray]:
-        """Start and end position of each step, int64 [steps]; the data may end within a step."""
-        size = self.batch.global_batch_size
-        starts = position + size * np.arange(num_steps, dtype=np.int64)
-        stops = starts + size
-        return starts, stops if self.end_position is None else np.minimum(stops, self.end_position)
 
     def _positions(self, starts: IntArray) -> IntArray:
         """The positions that this rank reads, int64 [steps, microbatches, B]."""

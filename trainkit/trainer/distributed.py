@@ -21,7 +21,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -340,7 +340,12 @@ def startup_barrier(
     if verdict == "missing":
         missing = json.loads(_read(env, store, "missing") or "[]")
         _keep_store_alive(env, store, env.world_size - len(missing))
-        raise _missing_ranks_error(env, missing, timeout)
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise TrainkitError(
+            f"{len(missing)} of {env.world_size} ranks did not start within {timeout}: "
+            f"rank {', '.join(map(str, missing[:8]))}{more}",
+            hint="check the logs of the missing ranks",
+        )
     _keep_store_alive(env, store, env.world_size)
     return None
 
@@ -463,11 +468,3 @@ def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
     deadline = time.monotonic() + STOP_GRACE_S
     while env.rank == 0 and store.add("num_left", 0) < num_ranks and time.monotonic() < deadline:
         time.sleep(POLL_S)
-
-
-def _missing_ranks_error(env: RankEnv, missing: Sequence[int], timeout: timedelta) -> TrainkitError:
-    listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-    return TrainkitError(
-        f"{len(missing)} of {env.world_size} ranks did not start within {timeout}: rank {listed}",
-        hint="check the logs of the missing ranks",
-    )

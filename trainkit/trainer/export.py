@@ -254,7 +254,7 @@ def _export_task(
         if config.model.lora is None:
             raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
         merge_adapters(model)
-    task.export(_cast(model, DTYPES[request.dtype]), out)
+    task.export(model.to(DTYPES[request.dtype]), out)
     return []
 
 
@@ -290,10 +290,6 @@ def load_task_model(
     load_tensors(reader, tensors)
     model.eval()
     return task, model
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    return model if dtype == torch.float32 else model.to(dtype)
 
 
 def main() -> int:

@@ -45,9 +45,7 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     found = getattr(module, class_name, None)
     where = module.__file__ or module_name
     if not (isinstance(found, type) and issubclass(found, Task)):
-        names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
-        meant = f"did you mean {module_name}:{names[0]}?" if names else ""
-        hint = meant or "a task is a subclass of trainkit.task.Task"
+        hint = "a task is a subclass of trainkit.task.Task"
         raise refusal(config, f"{where} has no class {class_name} that is a Task", hint)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
@@ -55,10 +53,6 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
         raise refusal(config, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
     _check(config, found)
     return found
-
-
-def _is_task_of(item: object, module: ModuleType) -> bool:
-    return isinstance(item, type) and issubclass(item, Task) and item.__module__ == module.__name__
 
 
 def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:

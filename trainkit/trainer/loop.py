@@ -29,7 +29,7 @@ from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.rank_records import RankRecords
-from trainkit.trainer.slow_ranks import NUM_TIMES, Slowdown, SlowRanks, StepClock, is_reported
+from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.step_sync import (
     AsyncSum,
     ReportReadback,
@@ -80,8 +80,6 @@ class Trainer:
     clock: StepClock
     slow_ranks: SlowRanks | None
     """On rank 0 of several."""
-    hosts: Sequence[str]
-    """The host name of every rank."""
     rank_records: RankRecords
     buffers: StateBuffers | None = None
     _steps_done: int = 0
@@ -263,36 +261,32 @@ class Trainer:
             )
 
     def _find_slow_ranks(self, report: StepReport) -> None:
-        """Record on rank 0 that a rank, or the run, has become slow or is no longer."""
+        """Record on rank 0 that a rank has become slow or is no longer."""
         if self.slow_ranks is None:
             return
-        for found in self.slow_ranks.add(self.state.step, report.rank_times, self.progress.last_step_s):
-            self._record_slowdown(found)
-
-    def _record_slowdown(self, found: Slowdown) -> None:
-        fields = {} if found.rank is None else {"rank": found.rank, "host": self.hosts[found.rank]}
-        name = "run" if found.rank is None else f"rank {found.rank} on {fields['host']}"
-        usual = "before" if found.rank is None else "the other ranks"
-        event, over = ("slow_run", "slow_run_over") if found.rank is None else ("slow_rank", "slow_rank_over")
-        if found.is_over:
-            log.info(f"step={self.state.step} {name} is no longer slow")
-        else:
-            log.warning(
-                f"step={self.state.step} {name} is slow since step {found.since_step} ({found.phase}):"
-                f" {1e3 * found.own_s:.1f} ms a step, {usual} {1e3 * found.usual_s:.1f} ms"
+        step = self.state.step
+        for found in self.slow_ranks.add(step, report.rank_times, self.progress.last_step_s):
+            name = f"step={step} rank {found.rank} on {found.host}"
+            if found.is_over:
+                log.info(f"{name} is no longer slow")
+            else:
+                log.warning(
+                    f"{name} is slow since step {found.since_step} ({found.phase}):"
+                    f" {1e3 * found.own_s:.1f} ms a step, the other ranks {1e3 * found.usual_s:.1f} ms"
+                )
+            record_event(
+                self.run,
+                self.attempt,
+                "slow_rank_over" if found.is_over else "slow_rank",
+                rank=found.rank,
+                host=found.host,
+                step=step,
+                since_step=found.since_step,
+                phase=found.phase,
+                ratio=round(found.ratio, 2),
+                own_s=round(found.own_s, 6),
+                usual_s=round(found.usual_s, 6),
             )
-        record_event(
-            self.run,
-            self.attempt,
-            over if found.is_over else event,
-            **fields,
-            step=self.state.step,
-            since_step=found.since_step,
-            phase=found.phase,
-            ratio=round(found.ratio, 2),
-            own_s=round(found.own_s, 6),
-            usual_s=round(found.usual_s, 6),
-        )
 
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
@@ -322,8 +316,7 @@ class Trainer:
             record_event(self.run, self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
-            ranks = None if slowest is None else slowest.to_record(self.hosts)
-            self.metrics.write(self.state, report, lr, validation, ranks)
+            self.metrics.write(self.state, report, lr, validation, slowest)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

@@ -125,16 +125,14 @@ class Metrics:
         run: RunDir,
         attempt: int,
         world: World,
-        flops_per_token: float | None,
         dtype: str,
         total_steps: int,
         tensorboard: TensorBoardLog | None,
-        flops_per_sample: float | None = None,
+        flops_per_sample: float | None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._world = world
-        self._flops_per_token = flops_per_token
         self._flops_per_sample = flops_per_sample
         self._peak_flops = device_peak_flops(world.device, dtype)
         self._total_steps = total_steps
@@ -184,7 +182,7 @@ class Metrics:
             tokens=state.tokens_seen,
             tokens_per_s=round(tokens_per_s, 2),
             tokens_per_s_per_gpu=round(tokens_per_s / self._world.size, 2),
-            mfu=self._mfu(interval.tokens / elapsed_s, interval.samples / elapsed_s),
+            mfu=self._mfu(interval.samples / elapsed_s),
             step_s=round(elapsed_s / max(1, interval.steps), 6),
             data_wait_s=round(interval.data_wait_s / max(1, interval.steps), 6),
             mem_gib_peak=round(peak_memory_gib(self._world.device), 4),
@@ -201,13 +199,11 @@ class Metrics:
             scalars = {name: values.get(name, more.get(name)) for name in SCALARS}
             self._tensorboard.write(state.step, {**scalars, **more})
 
-    def _mfu(self, tokens_per_s: float, samples_per_s: float) -> float | None:
+    def _mfu(self, samples_per_s: float) -> float | None:
         """Model FLOPs utilization, 0 to 1; None if the FLOPs of the model or the device are unknown."""
-        per_token, per_sample, peak = self._flops_per_token, self._flops_per_sample, self._peak_flops
-        if peak is None or (per_token is None and per_sample is None):
+        if self._peak_flops is None or self._flops_per_sample is None:
             return None
-        flops_per_s = tokens_per_s * (per_token or 0.0) + samples_per_s * (per_sample or 0.0)
-        return round(flops_per_s / (peak * self._world.size), 4)
+        return round(samples_per_s * self._flops_per_sample / (self._peak_flops * self._world.size), 4)
 
     def flush(self) -> None:
         """Write the pending records; those that cannot be written, as on a full disk, are kept."""

@@ -366,7 +366,12 @@ class MultimodalLM(Task):
 
     def build_model(self) -> nn.Module:
         model = self.config.model
-        lm = HFLM(self.config, self._weights) if model.hf is not None else self._own_lm()
+        lm: OwnLM | HFLM
+        if model.hf is not None:
+            lm = HFLM(self.config, self._weights)
+        else:
+            vocab_size = Tokenizer(self.config.data.tokenizer).identity.vocab_size
+            lm = OwnLM(self.config, vocab_size, self.config.data.seq_len)
         encoder = Encoder(self._medium, **self._sizes)
         aligner = Aligner(self._sizes["width"], lm.dim, self._queries, self._sizes["heads"])
         add_adapters(lm.model if isinstance(lm, HFLM) else lm, self.config)
@@ -393,10 +398,6 @@ class MultimodalLM(Task):
     @property
     def base_fingerprint(self) -> str | None:
         return None if self._weights is None else self._weights.fingerprint
-
-    def _own_lm(self) -> OwnLM:
-        vocab_size = Tokenizer(self.config.data.tokenizer).identity.vocab_size
-        return OwnLM(self.config, vocab_size, self.config.data.seq_len)
 
     def train_dataset(self) -> MediumSamples:
         return self._samples(cast(str, self._files["train"]), "train")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 
-Phase = Literal["data", "compute", "network"]
+Phase = Literal["data", "compute"]
 WINDOW = 10
 """Steps that are judged together."""
 WINDOWS = 2
@@ -35,12 +36,6 @@ Sharded ranks measure little more than their update: it shows how fast they are,
 """
 MIN_SLOW_S = 3.0
 """How long it must be slow: on busy hosts, short steps differ for a moment."""
-RUN_RATIO = 1.5
-"""The run is slow if its steps take this many times the median of its earlier windows."""
-RUN_WINDOWS = 3
-BASE_WINDOWS = 5
-"""Windows to know before the run is compared with its own past."""
-MAX_PAST = 100
 FEW = 4
 """Ranks below which a slow one changes the median, so that it is compared with the others alone."""
 NUM_TIMES = 2
@@ -58,13 +53,6 @@ def has_local_forward(layout: Layout) -> bool:
 def _median_times(times: Iterable[Times]) -> Times:
     data_s, compute_s = map(statistics.median, zip(*times, strict=True))
     return data_s, compute_s
-
-
-def _usual_times(group: Sequence[int], rank: int, own: Sequence[Times], median: Times) -> Times:
-    """The times that a rank of a group is compared with; `median` is that of the group."""
-    if len(group) >= FEW:
-        return median
-    return _median_times([own[other] for other in group if other != rank])
 
 
 def is_reported(step: int, world: World) -> bool:
@@ -156,76 +144,53 @@ def _elapsed_s(first: float | torch.cuda.Event, last: float | torch.cuda.Event) 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A rank, or with `rank` None the whole run, that became slow, or is no longer slow."""
+    """A rank that became slow, or is no longer slow."""
 
-    rank: int | None
+    rank: int
+    host: str
     is_over: bool
     phase: Phase
     """Where most of the difference is."""
-    ratio: float
-    """Its time over that of the others, or of the run's past."""
     since_step: int
     own_s: float
-    """Its time of a step, in seconds, of a rank before its first collective."""
+    """Seconds of a step before its first collective."""
     usual_s: float
-    """The time of the other ranks, or of the run's past."""
-
-
-@dataclass(frozen=True)
-class SlowestRank:
-    """The rank with the longest time before its first collective in a window, slow or not."""
-
-    rank: int
-    own_s: float
-    """Its mean time of a step, in seconds."""
-    usual_s: float
-    """The mean time of a step of the other ranks, in seconds."""
+    """The seconds of the other ranks."""
 
     @property
-    def excess_s(self) -> float:
-        return self.own_s - self.usual_s
-
-    def to_record(self, hosts: Sequence[str]) -> dict[str, float | str]:
-        """The values for a record of the metrics; `hosts` are those of all ranks."""
-        return {
-            "slowest_rank": self.rank,
-            "slowest_host": hosts[self.rank],
-            "slowest_rank_s": round(self.own_s, 6),
-            "other_ranks_s": round(self.usual_s, 6),
-        }
+    def ratio(self) -> float:
+        return self.own_s / self.usual_s if self.usual_s else math.inf
 
 
 @dataclass
 class _Episode:
-    """A rank, or the run, that seems slow, and the windows in a row that say so or no longer do."""
+    """A rank that seems slow."""
 
     since_step: int
-    num_slow: int = 0
+    level: int = 0
+    """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
     slow_s: float = 0.0
-    num_normal: int = 0
     is_reported: bool = False
 
 
 class SlowRanks:
     """Compares the times of the ranks, on rank 0."""
 
-    def __init__(self, layout: Layout, *, on_gpu: bool) -> None:
-        stages = [layout.place(rank).pp for rank in range(layout.world_size)]
+    def __init__(self, layout: Layout, hosts: Sequence[str], *, on_gpu: bool) -> None:
+        self._hosts = hosts
         self._has_local_forward = has_local_forward(layout)
+        self._groups: dict[int, list[int]] = defaultdict(list)
+        """Ranks that do the same work, by pipeline stage."""
         # On CPUs, other processes of the host disturb an update more than a slow CPU does.
-        self._compares_ranks = on_gpu or self._has_local_forward
-        self._groups = [
-            [rank for rank, own in enumerate(stages) if own == stage] for stage in range(layout.pp)
-        ]
-        """Ranks that do the same work: those of each pipeline stage."""
+        if on_gpu or self._has_local_forward:
+            for rank in range(layout.world_size):
+                self._groups[layout.place(rank).pp].append(rank)
         self._steps_s: list[float] = []
-        self._past: list[tuple[float, float, float]] = []
-        """Of earlier windows: seconds of a step, and the ranks' median seconds of data and computing."""
-        self._episodes: dict[int | None, _Episode] = {}
+        self._episodes: dict[int, _Episode] = {}
         self._has_started = False
-        self._window_s = 0.0
-        self.slowest: SlowestRank | None = None
-        """Of the newest window; None where ranks are not compared."""
+        self.slowest: dict[str, float | str] | None = None
+        """The rank with the longest time before its first collective in the newest window, slow or not, as
+        values for a record of the metrics; None where ranks are not compared."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
         """Add a step; returns what changed, at the end of a window.
@@ -238,88 +203,55 @@ class SlowRanks:
             return []
         # Lists, since most of NumPy's time is that of a call, and this is on the path of every rank.
         own, steps_s = list(zip(times[::NUM_TIMES], times[1::NUM_TIMES], strict=True)), self._steps_s
-        self._window_s, self._steps_s = sum(steps_s), []
+        self._steps_s = []
         if not self._has_started:
             # The first whole window has what compiling and first accesses to files and memory take.
             self._has_started = len(steps_s) >= WINDOW
             return []
-        first = step - len(steps_s) + 1
-        duration_s = statistics.median(steps_s)
-        found = list(self._of_ranks(own, first, duration_s)) if self._compares_ranks else []
-        if None in self._episodes or not self._episodes:
-            found += self._of_run(own, first, duration_s)  # unless a slow rank explains it
-        return [slowdown for slowdown in found if slowdown is not None]
+        return self._compare(own, step - len(steps_s) + 1, steps_s)
 
-    def _of_ranks(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
-        min_excess_s = max(MIN_EXCESS_S, MIN_EXCESS_SHARE * step_s if self._has_local_forward else 0.0)
-        self.slowest = None
-        for group in self._groups:
+    def _compare(self, own: Sequence[Times], first: int, steps_s: Sequence[float]) -> list[Slowdown]:
+        changed = []
+        share = MIN_EXCESS_SHARE if self._has_local_forward else 0.0
+        min_excess_s = max(MIN_EXCESS_S, share * statistics.median(steps_s))
+        largest_s = -math.inf
+        for group in self._groups.values():
             if len(group) < 2:
                 continue
-            median = _median_times([own[rank] for rank in group])
-            self._note_slowest(group, own, median)
-            limit = sum(median) * (1.0 if len(group) < FEW else RATIO)
+            usual = _median_times(own[rank] for rank in group)
             for rank in group:
-                total_s = sum(own[rank])
-                if total_s <= limit and rank not in self._episodes:
-                    continue
-                usual = _usual_times(group, rank, own, median)
-                usual_s = sum(usual)
-                is_slow = total_s > RATIO * usual_s and total_s - usual_s > min_excess_s
+                if len(group) < FEW:
+                    usual = _median_times(own[other] for other in group if other != rank)
+                own_s, usual_s = sum(own[rank]), sum(usual)
+                if own_s - usual_s > largest_s:
+                    largest_s = own_s - usual_s
+                    self.slowest = {
+                        "slowest_rank": rank,
+                        "slowest_host": self._hosts[rank],
+                        "slowest_rank_s": round(own_s, 6),
+                        "other_ranks_s": round(usual_s, 6),
+                    }
+                is_slow = own_s > RATIO * usual_s and own_s - usual_s > min_excess_s
                 if is_slow or rank in self._episodes:
                     waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
                     phase: Phase = "data" if waits else "compute"
-                    yield self._judge(rank, is_slow, first, WINDOWS, phase, total_s, usual_s)
+                    found = Slowdown(rank, self._hosts[rank], not is_slow, phase, first, own_s, usual_s)
+                    if (episode := self._judge(found, sum(steps_s))) is not None:
+                        changed.append(replace(found, since_step=episode.since_step))
+        return changed
 
-    def _note_slowest(self, group: Sequence[int], own: Sequence[Times], median: Times) -> None:
-        rank = max(group, key=lambda rank: sum(own[rank]))
-        usual = _usual_times(group, rank, own, median)
-        found = SlowestRank(rank, sum(own[rank]), sum(usual))
-        if self.slowest is None or found.excess_s > self.slowest.excess_s:
-            self.slowest = found
-
-    def _of_run(self, own: Sequence[Times], first: int, step_s: float) -> Iterator[Slowdown | None]:
-        data_s, compute_s = _median_times(own)
-        if len(self._past) >= BASE_WINDOWS:
-            usual_s, usual_data_s, usual_compute_s = map(statistics.median, zip(*self._past, strict=True))
-            is_slow = step_s > RUN_RATIO * usual_s
-            excess_s = step_s - usual_s
-            if data_s - usual_data_s > excess_s / 2:
-                phase: Phase = "data"
-            else:
-                phase = "compute" if compute_s > RUN_RATIO * usual_compute_s else "network"
-            yield self._judge(None, is_slow, first, RUN_WINDOWS, phase, step_s, usual_s)
-            if is_slow:
-                return  # not what is usual
-        self._past = [*self._past[-MAX_PAST:], (step_s, data_s, compute_s)]
-
-    def _judge(
-        self,
-        rank: int | None,
-        is_slow: bool,
-        first: int,
-        num_windows: int,
-        phase: Phase,
-        own_s: float,
-        usual_s: float,
-    ) -> Slowdown | None:
-        """Count a window of a rank or the run; returns a slowdown if it has just begun or ended."""
-        episode = self._episodes.get(rank)
-        if episode is None:
-            if not is_slow:
+    def _judge(self, found: Slowdown, window_s: float) -> _Episode | None:
+        """Count a window of a rank; returns the slowdown that has just begun or ended."""
+        episode = self._episodes.setdefault(found.rank, _Episode(found.since_step))
+        if found.is_over:
+            episode.level -= 1
+            if episode.level > 0:
                 return None
-            episode = self._episodes[rank] = _Episode(first)
-        ratio = own_s / usual_s if usual_s else math.inf
-        slowdown = Slowdown(rank, not is_slow, phase, ratio, episode.since_step, own_s, usual_s)
-        if is_slow:
-            episode.num_slow, episode.num_normal = episode.num_slow + 1, 0
-            episode.slow_s += self._window_s
-            if episode.is_reported or episode.num_slow < num_windows or episode.slow_s < MIN_SLOW_S:
-                return None
-            episode.is_reported = True
-            return slowdown
-        episode.num_normal += 1
-        if not episode.is_reported or episode.num_normal >= num_windows:
-            del self._episodes[rank]
-            return slowdown if episode.is_reported else None
-        return None
+            del self._episodes[found.rank]
+            return episode if episode.is_reported else None
+        episode.level = min(WINDOWS, episode.level + 1)
+        episode.slow_s += window_s
+        if episode.is_reported or episode.level < WINDOWS or episode.slow_s < MIN_SLOW_S:
+            return None
+        episode.is_reported = True
+        return episode

@@ -42,8 +42,7 @@ class CausalLM:
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_layers = self.shape.num_layers
         self.num_params = self._model_class.num_params(self.shape)
-        self.flops_per_token: float | None = self._model_class.flops_per_token(self.shape, seq_len)
-        self.flops_per_sample: float | None = None
+        self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
         """Whether the initial weights are those of `model.hf`."""
         self._stored: StoredWeights | None = None

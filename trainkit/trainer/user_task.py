@@ -63,7 +63,6 @@ class UserTask:
 
     def __init__(self, config: RunConfig, run: RunDir | None, *, opens_data: bool = True) -> None:
         self.config = config
-        self.flops_per_token: float | None = None
         self.num_params = 0
         """Known once the model is built."""
         if config.model.lora is not None:

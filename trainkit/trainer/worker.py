@@ -9,11 +9,10 @@ import os
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -127,15 +126,7 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
 
     Raises what `work` raises. Abandoned work continues in its thread until the process ends.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
+    future = ThreadPoolExecutor(1).submit(work)
     while not future.done():
         if stop.received.wait(POLL_S):
             return None
@@ -199,7 +190,7 @@ def build_trainer(
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
-    uses_gpu = world.device.type == "cuda"
+    uses_gpu, hosts = world.device.type == "cuda", gather_from_all(own_host(), world)
     trainer = Trainer(
         run=attempt.run,
         attempt=attempt.number,
@@ -222,7 +213,6 @@ def build_trainer(
             attempt.run,
             attempt.number,
             world,
-            task.flops_per_token,
             config.precision.dtype,
             total_steps,
             tensorboard,
@@ -234,8 +224,9 @@ def build_trainer(
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         buffers=built.buffers,
         clock=StepClock(world, plan.layout),
-        slow_ranks=SlowRanks(plan.layout, on_gpu=uses_gpu) if world.is_main and world.size > 1 else None,
-        hosts=gather_from_all(own_host(), world),
+        slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)
+        if world.is_main and world.size > 1
+        else None,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
     return trainer, tensorboard

@@ -204,22 +204,10 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     Raises TrainkitError (exit code 78) if names or shapes differ from those of the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
-    saved = reader.read_metadata().state_dict_metadata
-    # In a pipeline each rank has only the names of its stages.
-    wanted = set().union(*gather_from_all(sorted(tensors), world))
-    missing = sorted(wanted - set(saved))
-    reshaped = [
-        f"{name} {tuple(saved[name].size)} -> {tuple(tensor.shape)}"  # type: ignore[union-attr]
-        for name, tensor in tensors.items()
-        if name in saved and tuple(saved[name].size) != tuple(tensor.shape)  # type: ignore[union-attr]
-    ]
-    if missing or reshaped or len(saved) != len(wanted):
-        surplus = sorted(set(saved) - wanted)
-        details = [f"not in the checkpoint: {missing[0]}"] if missing else []
-        details += [f"different shape: {reshaped[0]}"] if reshaped else []
-        details += [f"only in the checkpoint: {surplus[0]}"] if surplus else []
+    problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
+    if problem:
         raise TrainkitError(
-            f"checkpoint {checkpoint.path} belongs to another model ({'; '.join(details)})",
+            f"checkpoint {checkpoint.path} belongs to another model ({problem})",
             hint="resume with the model section it was trained with, or start a new run",
             exit_code=EXIT_NO_RESTART,
         )
@@ -279,17 +267,15 @@ def load_initial_weights(
     if damage:
         raise InitError(f"model.init_from: {checkpoint.path} is damaged: {damage}", hint="name another one")
     reader = SafeReader(checkpoint.path)
-    saved = reader.read_metadata().state_dict_metadata
-    shapes = {name: tuple(saved[name].size) for name in saved if _matches(name, config)}  # type: ignore[union-attr]
+    shapes = {name: shape for name, shape in _saved_shapes(reader).items() if _matches(name, config)}
     own = {name: tensor for name, tensor in tensors.items() if _matches(name, config)}
-    # In a pipeline each rank has only the names of its stages.
-    everywhere: dict[str, tuple[int, ...]] = {}
-    for part in gather_from_all({name: list(tensor.shape) for name, tensor in own.items()}, world):
-        everywhere |= {name: tuple(shape) for name, shape in part.items()}
+    everywhere = _shapes_on_all_ranks(own, world)
     if base is not None and checkpoint.manifest()["data"].get(BASE_FINGERPRINT) == base:
         everywhere = {name: shape for name, shape in everywhere.items() if name in shapes}
         own = {name: tensor for name, tensor in own.items() if name in shapes}
     problem = _problem(everywhere, shapes, is_part=bool(config.init_include))
+    if not everywhere:
+        problem = "no parameter matches model.init_include"
     if problem:
         raise InitError(
             f"the weights of {checkpoint.path} do not fit: {problem}",
@@ -326,18 +312,33 @@ def _matches(name: str, config: ModelConfig) -> bool:
     return not config.init_include or any(fnmatchcase(name, pattern) for pattern in config.init_include)
 
 
+def _saved_shapes(reader: SafeReader) -> dict[str, tuple[int, ...]]:
+    saved = reader.read_metadata().state_dict_metadata
+    return {name: tuple(item.size) for name, item in saved.items()}  # type: ignore[union-attr]
+
+
+def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of all ranks: in a pipeline each has only the names of its stages."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in gather_from_all({name: list(tensor.shape) for name, tensor in tensors.items()}, world):
+        found |= {name: tuple(shape) for name, shape in part.items()}
+    return found
+
+
 def _problem(
-    own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool
+    own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool = False
 ) -> str:
-    """Why the weights do not fit, as a phrase; empty if they do."""
-    if not own:
-        return "no parameter matches model.init_include"
+    """Why the tensors do not fit, as a phrase; empty if they do. With `is_part` there may be others."""
     wrong = [
         f"{name} {saved[name]} -> {own[name]}" for name in own if saved.get(name, own[name]) != own[name]
     ]
     missing = [name for name in own if name not in saved]
     unexpected = [] if is_part else [name for name in saved if name not in own]
-    found = (("different shape", wrong), ("missing", missing), ("only in the checkpoint", unexpected))
+    found = (
+        ("different shape", wrong),
+        ("not in the checkpoint", missing),
+        ("only in the checkpoint", unexpected),
+    )
     return "; ".join(f"{what}: {_listed(sorted(names))}" for what, names in found if names)
 
 

@@ -24,15 +24,11 @@ from trainkit.trainer.task_errors import TaskError
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
-class UnsupportedArchitecture(TaskError):
-    """An architecture that cannot be trained, or not with the layout of the config."""
-
-
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     """The class that `model.architecture` names: a built-in one, or FILE.py:CLASS.
 
     A run loads the file from its code snapshot, so later edits have no effect.
-    Raises UnsupportedArchitecture if there is no such file or class, or it is not a complete `Model`.
+    Raises TaskError if there is no such file or class, or it is not a complete `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -54,13 +50,13 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     return found
 
 
-def _unknown(name: str, reason: str) -> UnsupportedArchitecture:
+def _unknown(name: str, reason: str) -> TaskError:
     hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
-    return UnsupportedArchitecture(Problem("model.architecture", f"is {name}, but {reason}", hint=hint))
+    return TaskError(Problem("model.architecture", f"is {name}, but {reason}", hint=hint))
 
 
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
-    """Raise UnsupportedArchitecture for context or pipeline parallelism that it does not support."""
+    """Raise TaskError for context or pipeline parallelism that it does not support."""
     name, parallel, seq_len = config.model.architecture, config.parallel, config.data.seq_len
     if name in ARCHITECTURES or parallel.cp == parallel.pp == 1:
         return
@@ -115,8 +111,8 @@ def _refuse_uncut(name: str, whole: Model, parallel: ParallelConfig, seq_len: in
             raise _refusal("parallel.pp", f"{found} {message}", hint)
 
 
-def _refusal(key: str, message: str, hint: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture(Problem(key, message, hint=hint))
+def _refusal(key: str, message: str, hint: str) -> TaskError:
+    return TaskError(Problem(key, message, hint=hint))
 
 
 def find_architecture_problem(config: RunConfig) -> Problem | None:
@@ -126,6 +122,6 @@ def find_architecture_problem(config: RunConfig) -> Problem | None:
     """
     try:
         refuse_unsupported_layout(config, load_architecture(config.model.architecture))
-    except UnsupportedArchitecture as error:
+    except TaskError as error:
         return error.problem
     return None

@@ -91,8 +91,12 @@ class PipelineForwardBackward:
         whole = self._join(microbatches)
         self._scale = scale
         losses: list[Tensor] = []
+        inputs = (whole.tokens,) if self._has_first else ()
+        keys = {"sample_keys": whole.sample_keys}
+        if self._has_last:
+            keys["target"] = whole.labels
         with self._context.loss_parallel():
-            self.schedule.step(*self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole))
+            self.schedule.step(*inputs, losses=losses, return_outputs=False, **keys)
         on_loss(self._share(losses) / scale)
 
     def loss_sums(self, micro: Microbatch) -> Tensor:
@@ -114,13 +118,6 @@ class PipelineForwardBackward:
             torch.cat([micro.labels for micro in local]),
             torch.cat([micro.sample_keys for micro in local]),
         )
-
-    def _inputs(self, batch: Microbatch) -> tuple[Tensor, ...]:
-        return (batch.tokens,) if self._has_first else ()
-
-    def _keys(self, batch: Microbatch) -> dict[str, Tensor]:
-        keys = {"sample_keys": batch.sample_keys}
-        return {**keys, "target": batch.labels} if self._has_last else keys
 
     def _share(self, losses: list[Tensor]) -> Tensor:
         """This rank's share of the loss, which only the last stage computes."""

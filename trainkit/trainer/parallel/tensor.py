@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -197,13 +196,9 @@ def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dic
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in plan:
         if not any(matches(pattern, module) for module in modules):
-            close = get_close_matches(str(pattern), modules, n=1)
-            hint = "`*` matches one part of a name: layers.*.mlp.up" + (
-                f"; it has {close[0]}" if close else ""
-            )
-            raise refusal(
-                config, f"tensor_plan() names {pattern}, which no module of its model matches", hint
-            )
+            hint = "`*` matches one part of a name: layers.*.mlp.up"
+            message = f"tensor_plan() names {pattern}, which no module of its model matches"
+            raise refusal(config, message, hint)
     styles: dict[nn.Module, ParallelStyle] = {}
     for path, module in modules.items():
         value = next((value for pattern, value in plan.items() if matches(pattern, path)), None)

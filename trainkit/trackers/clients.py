@@ -1,19 +1,17 @@
-"""A run in MLflow, through its client.
-
-MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that a
-batch that is sent again after a crash changes nothing.
-"""
+"""A run in MLflow or in Weights & Biases, through the client of each, which is imported when it is used."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from trainkit.config import read_effective
-from trainkit.config.running import MlflowConfig
+from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.run.rundir import RunDir
@@ -26,6 +24,9 @@ MAX_VALUE_CHARS = 500
 KEY_TAG = "trainkit.key"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 STORE_FILE = "mlflow.db"
+DEFAULT_PROJECT = "trainkit"
+FOLDER = "wandb"
+INIT_TIMEOUT_S = 30.0
 
 
 def store_uri(tracking_uri: str | None, folder: Path, cwd: Path) -> str:
@@ -50,7 +51,11 @@ def local_store(run: RunDir) -> str:
 
 
 class MlflowRun:
-    """One run in MLflow, found by a tag of its own or created."""
+    """One run in MLflow, found by a tag of its own or created.
+
+    MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that
+    a batch that is sent again after a crash changes nothing.
+    """
 
     def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
         # A server that is away is tried again by the next pass.
@@ -70,7 +75,13 @@ class MlflowRun:
         self._client = MlflowClient(tracking_uri=uri)
         experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.name
         self.place = f"{uri}, experiment {experiment}"
-        self._run_id, self._is_new = self._find_or_create(self._experiment_id(experiment, uri), key)
+        experiment_id = self._experiment_id(experiment, uri)
+        found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        self._is_new = not found
+        if self._is_new:
+            tags = {KEY_TAG: key, "trainkit.folder": str(facts.folder)}
+            found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
+        self._run_id = str(found[0].info.run_id)
         if self._is_new:
             self._log_params()
         self._describe_attempt()
@@ -82,14 +93,6 @@ class MlflowRun:
         # By default a SQLite store has its artifacts in the folder of the process.
         folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
         return str(self._client.create_experiment(name, artifact_location=folder))
-
-    def _find_or_create(self, experiment_id: str, key: str) -> tuple[str, bool]:
-        found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id), False
-        tags = {KEY_TAG: key, "trainkit.folder": str(self._facts.folder)}
-        created = self._client.create_run(experiment_id, run_name=self._facts.name, tags=tags)
-        return str(created.info.run_id), True
 
     def _log_params(self) -> None:
         """Log the config. MLflow cannot change a param: later configs are among the artifacts only."""
@@ -116,38 +119,79 @@ class MlflowRun:
         return 0 if self._is_new or position.place != self.place else position.step
 
     def send(self, batch: Sequence[Sample]) -> None:
-        for part in _requests(batch):
-            metrics = [
-                self._metric(name, value, sample.time_ms, sample.step)
-                for sample in part
-                for name, value in sample.values.items()
-            ]
-            self._client.log_batch(self._run_id, metrics=metrics)
-
-    def send_manifest(self, label: str, file: Path) -> None:
-        self._client.log_text(
-            self._run_id, file.read_text(encoding="utf-8"), f"checkpoints/{label}/{file.name}"
-        )
-        self._client.set_tag(self._run_id, f"trainkit.checkpoint.{label}", file.parent.name)
+        metrics = [
+            self._metric(name, value, sample.time_ms, sample.step)
+            for sample in batch
+            for name, value in sample.values.items()
+        ]
+        for start in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def close(self, state: str) -> None:
         if state != "running":
             self._client.set_terminated(self._run_id, status=STATUS[state])
 
 
-def _requests(batch: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Whole steps, at most `MAX_METRICS` values at a time."""
-    part: list[Sample] = []
-    count = 0
-    for sample in batch:
-        if part and count + len(sample.values) > MAX_METRICS:
-            yield part
-            part, count = [], 0
-        part.append(sample)
-        count += len(sample.values)
-    if part:
-        yield part
-
-
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class WandbRun:
+    """A run on the server, or offline in ``wandb/offline-run-KEY`` of the run folder.
+
+    The server knows the steps that it has: what was not uploaded is sent again. The offline run is each time
+    written as a whole, so that one file has all steps, whatever the number of attempts.
+    """
+
+    def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
+        import wandb
+
+        folder = facts.folder / FOLDER
+        self._whole = folder / f"offline-run-{key}" if settings.mode == "offline" else None
+        # Whatever it keeps there is in metrics.jsonl too.
+        self._folder = folder / ("online" if self._whole is None else f"{self._whole.name}.new")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        wandb.teardown()  # what is left of a failed start would make the id one that is in use
+        self._run: Any = wandb.init(
+            project=settings.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            entity=settings.entity,
+            id=key,
+            name=facts.name,
+            dir=str(self._folder),
+            mode=settings.mode,
+            resume="allow" if self._whole is None else None,
+            config={
+                **facts.config,
+                "trainkit": {"attempt": facts.attempt, "code": facts.code, "layout": facts.layout},
+            },
+            allow_val_change=True,
+            # Without what it collects of the process, which is not the one that trains.
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                init_timeout=INIT_TIMEOUT_S,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+        url = str(self._run.url or self._run.path)
+        self.place = url if self._whole is None else f"wandb sync {self._whole}"
+
+    def newest_step(self, position: Position) -> int:
+        # The step that would be next: 0 for a new run, and so for one that is written as a whole.
+        return max(0, int(self._run.step) - 1)
+
+    def send(self, batch: Sequence[Sample]) -> None:
+        for sample in batch:
+            self._run.log({**sample.values, "_timestamp": sample.time_ms / 1000}, step=sample.step)
+
+    def close(self, state: str) -> None:
+        self._run.finish(exit_code=1 if state == "failed" else 0)
+        if self._whole is not None:
+            shutil.rmtree(self._whole, ignore_errors=True)
+            Path(self._run.dir).parent.rename(self._whole)
+        shutil.rmtree(self._folder)
