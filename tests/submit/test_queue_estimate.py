@@ -37,8 +37,9 @@ SAYS = f"sbatch: Job 9 to start at {int(START.timestamp())} using 64 processors 
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeSlurm:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", fake.environ["PATH"])
     (fake.folder / "bin").mkdir(parents=True)
     fake.add("sbatch", f"echo '{SAYS}' >&2")
     fake.add("scontrol", "echo g1")
@@ -52,7 +53,7 @@ def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST, nodes: str 
     plan: LaunchPlan = make_plan(loaded, Facts(Machine(2, 0, (), "no GPU"), Target("sbatch", "", cluster)))
     listing = "PartitionName=gpu State=UP\nPartitionName=high State=DOWN\n"
     now = parse_partitions(listing, parse_nodes(nodes))
-    return estimate_waits(plan, loaded.config, cluster, now, fake.environ)
+    return estimate_waits(plan, loaded.config, cluster, now)
 
 
 def test_every_partition_that_could_take_it(fake: FakeSlurm) -> None:

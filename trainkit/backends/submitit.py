@@ -100,7 +100,7 @@ class SubmititBackend(SbatchBackend):
             except FailedSubmissionError as error:  # sbatch printed no job id
                 raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
-        job_id = submit_once(submit, token=token, environ=clean, notify=print_note)
+        job_id = submit_once(submit, token=token, notify=print_note)
         _rename_files(run, job_id)
         return job_id
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import tempfile
@@ -135,7 +134,6 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file,
         token=token,
-        environ=os.environ,
         cwd=run.path,
         extra_argv=options,
         notify=log_line,
@@ -196,13 +194,7 @@ def _test_submission(options: Sequence[str]) -> str | None:
         script = Path(folder) / "nothing.sh"
         script.write_text("#!/bin/sh\n", encoding="utf-8")
         try:
-            query_start(
-                script,
-                environ=os.environ,
-                cwd=script.parent,
-                timeout_s=TEST_TIMEOUT_S,
-                extra_argv=options,
-            )
+            query_start(script, cwd=script.parent, timeout_s=TEST_TIMEOUT_S, extra_argv=options)
         except SlurmRefused as error:
             return error.message
     return None

@@ -79,18 +79,16 @@ class CommandOutput:
 def run_slurm(
     argv: Sequence[str],
     timeout_s: float,
-    input: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
     """The stdout of a Slurm command; raises the errors of `slurm_output`."""
-    return slurm_output(argv, timeout_s, input, environ, cwd).stdout
+    return slurm_output(argv, timeout_s, environ, cwd).stdout
 
 
 def slurm_output(
     argv: Sequence[str],
     timeout_s: float,
-    input: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> CommandOutput:
@@ -118,8 +116,7 @@ def slurm_output(
         done = subprocess.run(
             list(argv),
             executable=path,
-            input=None if input is None else input.encode(),
-            stdin=subprocess.DEVNULL if input is None else None,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,
             env=dict(environ),
@@ -162,14 +159,14 @@ def _place(environ: Mapping[str, str]) -> tuple[str, str]:
     return environ.get("PATH", ""), environ.get("SLURM_CONF", "")
 
 
-def require_controller(environ: Mapping[str, str] | None = None) -> None:
+def require_controller() -> None:
     """Raise SlurmUnreachable unless Slurm answers a query, or has just answered another one.
 
     Before a submission: one whose answer is lost has to be looked up, which takes minutes if Slurm is away.
     """
-    place = _place(plain_environ(os.environ if environ is None else environ))
+    place = _place(os.environ)
     if time.monotonic() - _answered.get(place, -math.inf) > ANSWER_VALID_S:
-        query(["squeue", "--me", "--noheader", "--format=%A"], environ=environ)
+        query(["squeue", "--me", "--noheader", "--format=%A"])
 
 
 def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreachable | SlurmRefused:
@@ -217,11 +214,7 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return plain
 
 
-def retrying(
-    request: Callable[[], T],
-    patience_s: float = QUERY_PATIENCE_S,
-    sleep: Callable[[float], None] = time.sleep,
-) -> T:
+def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> T:
     """Call `request`, and retry with exponential backoff while it raises SlurmUnreachable.
 
     Raises the last error after `patience_s`. For idempotent requests only, never for a submission.
@@ -234,7 +227,7 @@ def retrying(
         except SlurmUnreachable:
             if time.monotonic() + pause_s > give_up:
                 raise
-        sleep(pause_s)
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

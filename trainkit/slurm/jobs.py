@@ -103,31 +103,23 @@ class JobInfo:
         return self.reason if self.state is JobState.UNKNOWN else ""
 
 
-def query_jobs(
-    ids: Iterable[str] | None = None,
-    *,
-    user: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    timeout_s: float = QUERY_TIMEOUT_S,
-) -> dict[str, JobInfo]:
-    """The jobs with these ids, by id and in this order; without ids, all jobs of `user` that squeue lists.
+def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
+    """The jobs with these ids, by id and in this order.
 
-    `user` defaults to the current user. The id of an array selects all its tasks, whose ids are then the
+    The id of an array selects all its tasks, whose ids are then the
     keys; tasks cancelled while pending may share one entry under the array's id. Jobs that neither squeue nor
     sacct lists are included as `unknown`. Runs at most two commands; raises SlurmUnreachable if squeue fails.
     """
-    if ids is None:
-        return parse_queue(_query_queue(["--me" if user is None else f"--user={user}"], environ, timeout_s))
     wanted = list(dict.fromkeys(checked_job_id(job_id) for job_id in ids))
     if not wanted:
         return {}
-    known = parse_queue(_query_queue(_selection(wanted, user), environ, timeout_s))
+    known = parse_queue(_query_queue(wanted))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
     # The tasks of an array leave squeue one by one, so an array that is listed may be incomplete.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
     reason = UNKNOWN_JOB
     if missing:
-        ended, reason = _query_accounting(missing, environ)
+        ended, reason = _query_accounting(missing)
         known = {**ended, **known}
     return dict(_select(wanted, known, reason))
 
@@ -155,18 +147,13 @@ def _task_number(job_id: str) -> int:
     return int(job_id.partition("_")[2] or -1)
 
 
-def _selection(wanted: Sequence[str], user: str | None) -> list[str]:
+def _query_queue(wanted: Sequence[str]) -> str:
     bases = ",".join(dict.fromkeys(map(base_id, wanted)))
-    if len(bases) > _LONGEST_ARGUMENT:
-        return ["--me" if user is None else f"--user={user}"]
-    return [f"--jobs={bases}", *([] if user is None else [f"--user={user}"])]
-
-
-def _query_queue(selection: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
+    selection = "--me" if len(bases) > _LONGEST_ARGUMENT else f"--jobs={bases}"
     layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
-    argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", *selection]
+    argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", selection]
     try:
-        return query(argv, timeout_s=timeout_s, environ=environ).stdout
+        return query(argv).stdout
     except SlurmRefused as error:
         # squeue reports this for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
@@ -217,15 +204,13 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
         found.setdefault(job_id, replace(info, job_id=job_id))
 
 
-def _query_accounting(
-    missing: Sequence[str], environ: Mapping[str, str] | None
-) -> tuple[dict[str, JobInfo], str]:
+def _query_accounting(missing: Sequence[str]) -> tuple[dict[str, JobInfo], str]:
     """The jobs that accounting lists, and the reason why all others are unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
     try:
-        text = _run_sacct([f"--jobs={bases}"], environ)
+        text = _run_sacct(f"--jobs={bases}")
     except TrainkitError as error:
         return (
             {},
@@ -234,20 +219,20 @@ def _query_accounting(
     return parse_accounting(text), UNKNOWN_JOB
 
 
-def _run_sacct(selection: Sequence[str], environ: Mapping[str, str] | None) -> str:
+def _run_sacct(*selection: str) -> str:
     argv = [
         *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
         *(f"--format={','.join(_ACCOUNTING_FIELDS)}", *selection),
     ]
-    return run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ or os.environ))
+    return run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ))
 
 
-def query_starts(job_id: str, *, environ: Mapping[str, str] | None = None) -> list[JobInfo]:
+def query_starts(job_id: str) -> list[JobInfo]:
     """Every start of a job, oldest first: accounting has one record before and after each requeue.
 
     Raises SlurmError if accounting does not answer.
     """
-    text = _run_sacct(["--duplicates", f"--jobs={checked_job_id(job_id)}"], environ)
+    text = _run_sacct("--duplicates", f"--jobs={checked_job_id(job_id)}")
     starts = [info for info in _accounting_records(text) if info.job_id == job_id and info.start_time]
     return sorted(starts, key=lambda info: info.start_time or datetime.min)
 
@@ -320,18 +305,14 @@ class JobDetails:
 
 
 def job_details(
-    job_id: str,
-    *,
-    timeout_s: float = QUERY_TIMEOUT_S,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
+    job_id: str, *, timeout_s: float = QUERY_TIMEOUT_S, patience_s: float = QUERY_PATIENCE_S
 ) -> JobDetails:
     """The details of a job, or of one array task such as `123_4`.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["scontrol", "--oneliner", "show", "job", checked_job_id(job_id)]
-    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout)
+    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s).stdout)
 
 
 def parse_job(text: str) -> JobDetails:

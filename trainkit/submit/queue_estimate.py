@@ -63,7 +63,6 @@ def estimate_waits(
     config: RunConfig,
     cluster: Cluster,
     partitions: Sequence[Partition],
-    environ: Mapping[str, str],
 ) -> list[Wait]:
     """The estimates for the requested partitions, then for all others.
 
@@ -88,7 +87,7 @@ def estimate_waits(
         if why_not is None:
             questions[index] = name
     options = option_argv({**plan.slurm.sbatch, "comment": False, "partition": False})
-    answers = _ask(questions, options, environ)
+    answers = _ask(questions, options)
     now = {item.name: item for item in partitions}
     for index, name in questions.items():
         waits[index] = _wait(name, name in names, answers.get(index), now.get(name))
@@ -104,9 +103,7 @@ def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str | None
     return None if found is None else f"{found[0]}: {found[1]}"
 
 
-def _ask(
-    questions: Mapping[int, str], options: Sequence[str], environ: Mapping[str, str]
-) -> dict[int, Wait | SlurmRefused]:
+def _ask(questions: Mapping[int, str], options: Sequence[str]) -> dict[int, Wait | SlurmRefused]:
     """The answers by index of the question; questions for which there was no time are missing."""
     answers: dict[int, Wait | SlurmRefused] = {}
     lost: list[TrainkitError] = []
@@ -117,9 +114,7 @@ def _ask(
             return
         argv = [*options, f"--partition={questions[index]}"]
         try:
-            found = query_start(
-                script, environ=environ, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv
-            )
+            found = query_start(script, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv)
         except SlurmRefused as error:
             answers[index] = error
         except TrainkitError as error:
