@@ -5,32 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Sequence
 
-from trainkit.errors import TrainkitError, UsageError
-from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, run_slurm, safe_value
+from trainkit.errors import UsageError
+from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, safe_value
 from trainkit.slurm.states import checked_job_id
 
 _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 _BRACKETS = re.compile(r"(\[[^\[\]]*\])")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
-_SCONTROL_TIMEOUT_S = 5.0
 MAX_HOSTS = 1_000_000
 """More than any cluster has; prevents a typo from exhausting memory."""
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Every host of a host list, in Slurm's order.
+    """Every host of a host list, in Slurm's order; raises UsageError if the text is not a host list.
 
-    Uses `scontrol` where it works, else ClusterShell, because containers may lack Slurm.
-    Raises UsageError if the text is not a host list.
+    By ClusterShell, one range at a time because its sets do not preserve the order. Slurm's own command would
+    cost a process, and a container may lack it.
     """
     text = text.strip()
     _check(text)
-    if "[" not in text:
-        return text.split(",")
-    return _by_scontrol(text) or expand_without_slurm(text)
+    return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
 
 
 def _check(text: str) -> None:
@@ -60,29 +56,11 @@ def _not_a_host_list(text: str) -> UsageError:
     return UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
 
 
-def _by_scontrol(text: str) -> list[str]:
-    if shutil.which("scontrol") is None:
-        return []
-    try:
-        argv = ["scontrol", "show", "hostnames", text]
-        return run_slurm(argv, _SCONTROL_TIMEOUT_S).split()
-    except TrainkitError:
-        # scontrol needs a slurm.conf, which a container may lack.
-        return []
-
-
 def first_host(text: str) -> str:
     """The first host of a host list, without running scontrol."""
     _check(text)
     item = _split_outside_brackets(text)[0]
     return _BRACKETS.sub(lambda found: re.split(r"[-,]", found[0][1:-1])[0], item)
-
-
-def expand_without_slurm(text: str) -> list[str]:
-    """`expand_hosts` with ClusterShell, one range at a time because its sets do not preserve the order."""
-    text = text.strip()
-    _check(text)
-    return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
 
 
 def _expand_one(item: str) -> list[str]:

@@ -44,8 +44,8 @@ CLOCK_SKEW_S = 5
 _TOKEN = re.compile(r"[\w.:@/+=-]+", re.ASCII)
 _JOB_ID = re.compile(r"(?P<job_id>\d+)(?:;\S+)?")
 _WILL_START = re.compile(
-    r"Job (?P<job_id>\d+) to start at (?P<start>\S+) (?:a )?using (?P<cpus>\d+) processors on (?:nodes )?"
-    r"(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
+    r"Job \d+ to start at (?P<start>\S+) (?:a )?using \d+ processors on (?:nodes )?(?P<nodes>\S+)"
+    r"(?: in partition \S+)?"
 )
 
 
@@ -70,8 +70,6 @@ class StartEstimate:
 
     start_time: datetime | None
     nodes: list[str]
-    partition: str
-    num_cpus: int
     message: str
     """Slurm's message, with the time in the local time zone."""
 
@@ -226,7 +224,5 @@ def parse_start_estimate(text: str) -> StartEstimate:
     return StartEstimate(
         start_time=start_time,
         nodes=expand_hosts(match["nodes"]),
-        partition=match["partition"] or "",
-        num_cpus=int(match["cpus"]),
         message=match[0].replace(match["start"], shown, 1),
     )

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,7 @@ class Wait:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the time in ISO 8601."""
-        return {
-            "partition": self.partition,
-            "is_asked": self.is_asked,
-            "start_time": None if self.start_time is None else self.start_time.isoformat(),
-            "nodes": list(self.nodes),
-            "remark": self.remark,
-            "refused": self.refused,
-        }
+        return asdict(self) | {"start_time": None if self.start_time is None else self.start_time.isoformat()}
 
 
 def estimate_waits(
@@ -79,11 +72,11 @@ def estimate_waits(
     )
     names = [item.name for item in cluster.requested_partitions(request.partition)]
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
-    waits: list[Wait | None] = []
+    waits: list[Wait] = []
     questions: dict[int, str] = {}
     for index, name in enumerate([*names, *others]):
         why_not = None if name in names else _misfit(request, cluster, name)
-        waits.append(None if why_not is None else Wait(name, False, None, remark=why_not))
+        waits.append(Wait(name, name in names, None, remark=why_not or ""))
         if why_not is None:
             questions[index] = name
     options = option_argv({**plan.slurm.sbatch, "comment": False, "partition": False})
@@ -91,7 +84,7 @@ def estimate_waits(
     now = {item.name: item for item in partitions}
     for index, name in questions.items():
         waits[index] = _wait(name, name in names, answers.get(index), now.get(name))
-    return [wait for wait in waits if wait is not None]
+    return waits
 
 
 def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str | None:
