@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, TypeGuard
 
-from trainkit.backends.base import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
+from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.backends.base import JobScript
+from trainkit.backends import JobScript
 from trainkit.backends.slurm import SbatchBackend, print_note
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.files import write_json
