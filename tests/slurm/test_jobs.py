@@ -81,7 +81,7 @@ def test_names_may_hold_anything() -> None:
 
 def test_a_job_that_waits_says_why() -> None:
     job = parse_queue(queue_line(7, state="PENDING", reason="QOSMaxJobsPerUserLimit", nodes=""))["7"]
-    assert job.sentence == "you have reached your limit of running jobs in its QOS"
+    assert job.sentence == "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit"
     assert parse_queue(queue_line(7))["7"].sentence == ""
 
 

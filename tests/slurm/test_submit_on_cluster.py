@@ -98,7 +98,7 @@ def test_a_controller_that_is_away(cluster: Cluster, tmp_path: Path, monkeypatch
     with pytest.raises(SlurmUnreachable, match=r"squeue cannot reach Slurm|`squeue` did not answer"):
         query_jobs(["1", "2"])
     assert time.monotonic() - begin < 20, "squeue has waited for it already"
-    assert has_slurm(cluster.environ)
+    assert has_slurm()
     cluster.start_slurmctld()
     assert jobs_with_token(cluster, "trainkit:away") == []
 
