@@ -22,10 +22,10 @@ def queue_line(
     job: int, array: int = 0, task: str = "N/A", state: str = "RUNNING", restarts: int = 0, **more: str
 ) -> str:
     """One record of squeue, as 22.05 printed it."""
-    known = {"reason": "None", "nodes": "n[1-2]", "exit_code": "0", "left": "59:00", "name": "quick"} | more
+    known = {"reason": "None", "nodes": "n[1-2]", "exit_code": "0", "name": "quick"} | more
     fields = [
-        *(str(job), str(array or job), task, state, known["reason"], "main", known["nodes"], "2"),
-        *(str(NOON), str(NOON + 60), str(NOON + 3600), known["left"], str(restarts)),
+        *(str(job), str(array or job), task, state, known["reason"], known["nodes"], "2"),
+        *(str(NOON + 60), str(NOON + 3600), str(restarts)),
         *(known["exit_code"], known["name"]),
     ]
     return FIELD.join(fields) + f"{RECORD}\n"
@@ -39,8 +39,8 @@ def accounting_line(
     start: int = NOON + 60,
 ) -> str:
     """One record of sacct."""
-    times = (str(NOON), str(start), str(start + 60))
-    return FIELD.join([job_id, state, "main", "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
+    times = (str(start), str(start + 60))
+    return FIELD.join([job_id, state, "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
 
 
 def states(jobs: dict[str, JobInfo]) -> dict[str, str]:
@@ -59,13 +59,10 @@ def test_a_running_job_in_full() -> None:
             job_id="7",
             state=JobState.RUNNING,
             slurm_state="RUNNING",
-            partition="main",
             nodes="n[1-2]",
             num_nodes=2,
-            submit_time=datetime.fromtimestamp(NOON, timezone.utc),
             start_time=datetime.fromtimestamp(NOON + 60, timezone.utc),
             end_time=datetime.fromtimestamp(NOON + 3600, timezone.utc),
-            time_left_s=3540,
             restarts=0,
             name="quick",
             number="7",

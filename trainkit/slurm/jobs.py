@@ -22,7 +22,6 @@ from trainkit.slurm.client import (
     query,
     records,
     run_slurm,
-    seconds_of,
     time_of,
 )
 from trainkit.slurm.states import (
@@ -36,13 +35,10 @@ from trainkit.slurm.states import (
 )
 
 _QUEUE_FIELDS = (
-    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NodeList", "NumNodes"),
-    *("SubmitTime", "StartTime", "EndTime", "TimeLeft", "RestartCnt", "exit_code", "Name"),
+    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "NodeList", "NumNodes"),
+    *("StartTime", "EndTime", "RestartCnt", "exit_code", "Name"),
 )
-_ACCOUNTING_FIELDS = (
-    *("JobID", "State", "Partition", "NodeList", "NNodes", "Submit", "Start", "End", "ExitCode"),
-    "JobName",
-)
+_ACCOUNTING_FIELDS = ("JobID", "State", "NodeList", "NNodes", "Start", "End", "ExitCode", "JobName")
 UNKNOWN_JOB = "neither squeue nor sacct lists it"
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
@@ -65,16 +61,13 @@ class JobInfo:
     """Slurm's name of the state, for example NODE_FAIL."""
     reason: str = ""
     """Slurm's reason for the state of a pending job; for an unknown job, why it is unknown."""
-    partition: str = ""
     nodes: str = ""
     """The host list; empty before the job starts."""
     num_nodes: int = 0
-    submit_time: datetime | None = None
     start_time: datetime | None = None
     """For a pending job, when Slurm expects to start it."""
     end_time: datetime | None = None
     """For a running job, when it reaches its time limit."""
-    time_left_s: int | None = None
     restarts: int | None = None
     """Number of requeues; None when unknown."""
     exit_code: int | None = None
@@ -165,8 +158,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
     """Parse the output of squeue, by job id; expands the pending tasks of an array, which share a record."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
-        number, array, task, word, reason, partition, nodes, num_nodes = fields[:8]
-        submitted, start, end, left, restarts, exit_code, name = fields[8:]
+        number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
@@ -179,13 +171,10 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
             state=state,
             slurm_state=word,
             reason="" if reason in ("None", "N/A") else reason,
-            partition=partition,
             nodes=nodes,
             num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            submit_time=time_of(submitted),
             start_time=time_of(start),
             end_time=time_of(end),
-            time_left_s=seconds_of(left),
             restarts=restart_count,
             exit_code=code,
             exit_signal=signal,
@@ -247,7 +236,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 def _accounting_records(text: str) -> Iterator[JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
-        job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
+        job_id, word, nodes, num_nodes, start, end, exit_code, name = fields
         state = state_in_accounting(word)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
         yield JobInfo(
@@ -257,10 +246,8 @@ def _accounting_records(text: str) -> Iterator[JobInfo]:
             reason=""
             if state.is_terminal
             else f"squeue no longer lists it, but accounting still reports {word}",
-            partition=partition,
             nodes="" if nodes == "None assigned" else nodes,
             num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            submit_time=time_of(submitted),
             start_time=time_of(start),
             end_time=time_of(end),
             exit_code=code,
