@@ -31,7 +31,7 @@ def send(cluster: Cluster, folder: Path, body: str, *directives: str, token: str
     """The id of a job that runs this."""
     token = token or f"trainkit:{time.monotonic_ns():x}"
     path = write(folder, body, token, *directives)
-    return submit_script(path, token=token, cwd=folder, notify=print, **more)  # type: ignore[arg-type]
+    return submit_script(path, token=token, cwd=folder, **{"notify": print, **more})  # type: ignore[arg-type]
 
 
 def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> JobInfo:
