@@ -75,12 +75,6 @@ def test_the_holder_is_named(
     assert line.startswith(f"waiting for {tmp_path / 'lock'}, which is held by process {holder.pid} on ")
 
 
-def test_a_suspended_holder_is_said_to_be_suspended(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
-    holder.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
-    assert "suspended (Ctrl-Z)" in describe_holder(tmp_path / "lock")
-
-
 def test_a_short_wait_is_not_worth_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with file_lock(tmp_path / "lock"), pytest.raises(LockBusy):
         acquire_lock(tmp_path / "lock", 0.2)

@@ -211,17 +211,4 @@ def describe_holder(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return "held by another process"
     job = f" (job {job_id})" if job_id else ""
-    text = f"held by process {pid} on {host}{job} since {since}"
-    if host == os.uname().nodename and _is_suspended(pid):
-        text += (
-            f"; that process is suspended (Ctrl-Z): `fg` in its terminal or `kill -CONT {pid}` continues it"
-        )
-    return text
-
-
-def _is_suspended(pid: object) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state == "T"
+    return f"held by process {pid} on {host}{job} since {since}"

@@ -20,20 +20,20 @@ NO_DNS = NO_RECORD.replace("Unknown host", "Host name lookup failure")
 
 @pytest.fixture(autouse=True)
 def no_slurm_conf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "conf_file", lambda environ: None)
+    monkeypatch.setattr(target, "conf_file", lambda: None)
     monkeypatch.setattr(conf_file, "PROBE_TIMEOUT_S", 0.5)
 
 
 def test_a_configless_cluster_is_a_cluster(fake: FakeSlurm) -> None:
     fake.add("sbatch", "echo slurm 24.11.1")
-    assert choose_backend("auto", environ=fake.environ)[0] == "sbatch"
-    assert choose_backend("auto", environ=fake.environ)[0] == "sbatch"
+    assert choose_backend("auto")[0] == "sbatch"
+    assert choose_backend("auto")[0] == "sbatch"
     assert fake.calls == [["sbatch", "--version"]], "asked once"
 
 
 def test_packages_without_a_cluster(fake: FakeSlurm) -> None:
     fake.add("sbatch", NO_RECORD)
-    backend, reason = choose_backend("auto", environ=fake.environ)
+    backend, reason = choose_backend("auto")
     assert backend == "local"
     assert reason.endswith("but no slurm.conf, so no cluster is set up here")
 
@@ -52,13 +52,13 @@ def test_what_is_not_known_is_not_guessed(
 ) -> None:
     monkeypatch.setattr(conf_file, "_has_network", lambda: True)
     fake.add("sbatch", body)
-    environ = {"PATH": f"{fake.environ['PATH']}:/usr/bin:/bin"}
+    monkeypatch.setenv("PATH", f"{fake.environ['PATH']}:/usr/bin:/bin")
     with pytest.raises(SlurmError, match="cannot tell whether this machine belongs to") as caught:
-        choose_backend("auto", environ=environ)
+        choose_backend("auto")
     assert caught.value.exit_code == 3
     assert "--set launch.backend=local" in caught.value.hint
-    assert choose_backend("local", environ=environ)[0] == "local"
-    assert choose_backend("sbatch", environ=environ)[0] == "sbatch"
+    assert choose_backend("local")[0] == "local"
+    assert choose_backend("sbatch")[0] == "sbatch"
 
 
 def test_a_machine_without_a_network_is_no_login_node(
@@ -66,17 +66,19 @@ def test_a_machine_without_a_network_is_no_login_node(
 ) -> None:
     monkeypatch.setattr(conf_file, "_has_network", lambda: False)
     fake.add("sbatch", NO_DNS)
-    assert choose_backend("auto", environ=fake.environ)[0] == "local"
+    assert choose_backend("auto")[0] == "local"
 
 
 def test_one_lost_packet_is_not_the_end_of_the_lookup(fake: FakeSlurm) -> None:
     fake.add("sbatch", f'[ "$RES_OPTIONS" = "timeout:1 attempts:4" ] || exit 1; {NO_RECORD}')
-    assert choose_backend("auto", environ=fake.environ)[0] == "local"
+    assert choose_backend("auto")[0] == "local"
 
 
-def test_nothing_is_asked_with_a_slurm_conf_or_without_sbatch(fake: FakeSlurm) -> None:
-    assert choose_backend("auto", environ=fake.environ)[0] == "local"
+def test_nothing_is_asked_with_a_slurm_conf_or_without_sbatch(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose_backend("auto")[0] == "local"
     fake.add("sbatch", "exit 1")
-    environ = {**fake.environ, "SLURM_CONF": "/etc/elsewhere.conf"}
-    assert choose_backend("auto", environ=environ)[0] == "sbatch"
+    monkeypatch.setenv("SLURM_CONF", "/etc/elsewhere.conf")
+    assert choose_backend("auto")[0] == "sbatch"
     assert fake.calls == []

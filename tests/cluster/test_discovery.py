@@ -69,7 +69,7 @@ def discovered(fake: FakeSlurm, storage: str = "accounting_storage/slurmdbd", sa
         + "exit 0",
     )
     fake.add("srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE   [pyxis] the image'")
-    cluster = discover_cluster(fake.environ, user="me")
+    cluster = discover_cluster()
     assert cluster is not None
     return cluster
 
@@ -182,7 +182,7 @@ def test_no_accounting(fake: FakeSlurm, storage: str, sacctmgr: str) -> None:
 def test_has_slurm(fake: FakeSlurm, body: str | None, answer: bool) -> None:
     if body is not None:
         fake.add("sbatch", body)
-    assert has_slurm(fake.environ) is answer
+    assert has_slurm() is answer
 
 
 USABLE = """\
@@ -199,7 +199,7 @@ def test_usable_resources_of_a_node() -> None:
 
 def test_one_node_of_each_kind_is_queried(fake: FakeSlurm) -> None:
     fake.add("scontrol", prints(fake, "scontrol", USABLE))
-    kinds = with_usable(parse_nodes(NODES), fake.environ, 10)
+    kinds = with_usable(parse_nodes(NODES), 10)
     assert [call[-1] for call in fake.calls] == ["c1,g1,g2"]
     assert [(kind.cpus, kind.mem_mib) for kind in kinds["cpu"]] == [(30, 120000)]
     assert [(kind.cpus, kind.mem_mib) for kind in kinds["gpu"]] == [(128, 1000000), (56, 500000)]
@@ -208,6 +208,6 @@ def test_one_node_of_each_kind_is_queried(fake: FakeSlurm) -> None:
 def test_without_an_answer_everything_is_usable(fake: FakeSlurm) -> None:
     fake.add("scontrol", "exit 1")
     kinds = parse_nodes(NODES)
-    assert with_usable(kinds, fake.environ, 10) == kinds
-    assert with_usable({}, fake.environ, 10) == {}
+    assert with_usable(kinds, 10) == kinds
+    assert with_usable({}, 10) == {}
     assert len(fake.calls) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ PARTITIONS = "partitions: {gpu: {default: true, nodes: [{count: 2, gpus: {h100: 
 class Place:
     """A folder to submit from, a user's config folder, and a slurm.conf."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cwd = folder / "project"
         self.cwd.mkdir()
         self.environ = {
@@ -27,6 +26,9 @@ class Place:
             "PATH": str(folder),
         }
         (folder / "sbatch").touch(mode=0o755)
+        for name, value in self.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(self.cwd)
         self.cluster("west")
 
     def cluster(self, name: str | None) -> None:
@@ -34,18 +36,16 @@ class Place:
         Path(self.environ["SLURM_CONF"]).write_text(f"ClusterName={name}\n" if name else "")
 
     def profile(self, stem: str, text: str, of_user: bool = True) -> Path:
-        folder = user_folder(self.environ) if of_user else self.cwd / "clusters"
+        folder = user_folder() if of_user else self.cwd / "clusters"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{stem}.yaml").write_text(text)
         return folder / f"{stem}.yaml"
 
-    def load(self, *overrides: str, environ: Mapping[str, str] | None = None) -> LoadedConfig:
-        environ = {**self.environ, **(environ or {})}
-        return load_with_cluster(None, overrides=overrides, environ=environ, cwd=self.cwd)
+    def load(self, *overrides: str) -> LoadedConfig:
+        return load_with_cluster(None, overrides=overrides)
 
     def find(self, *overrides: str) -> FoundProfile | None:
-        loaded = load_config(None, overrides=overrides, environ=self.environ, cwd=self.cwd)
-        return find_profile(loaded, self.environ, self.cwd)
+        return find_profile(load_config(None, overrides=overrides))
 
     def taken(self, *overrides: str) -> str:
         found = self.find(*overrides)
@@ -60,8 +60,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(tmp_path, monkeypatch)
 
 
 def test_none(place: Place) -> None:
@@ -133,7 +133,7 @@ def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
     place.profile("north", "nmae: north\n")
     assert place.find() is None
     place.profile("west", "name: west\nslrm_version: x\n")
-    assert place.refused() == f"{user_folder(place.environ)}/west.yaml:2: slrm_version: unknown key\n" + (
+    assert place.refused() == f"{user_folder()}/west.yaml:2: slrm_version: unknown key\n" + (
         "  hint: did you mean slurm_version?"
     )
 
@@ -152,7 +152,7 @@ DEFAULTS = (
 )
 
 
-def test_defaults_lie_below_everything(place: Place) -> None:
+def test_defaults_lie_below_everything(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     file = place.profile("west", DEFAULTS)
     loaded = place.load("launch.env={B: '2'}")
     assert (loaded.config.seed, loaded.config.launch.network) == (5, "ib")
@@ -161,7 +161,8 @@ def test_defaults_lie_below_everything(place: Place) -> None:
     assert loaded.origins["launch.env.A"] == f"{file}:6"
     (place.cwd / "trainkit.yaml").write_text("seed: 6\n")
     assert place.load().config.seed == 6
-    assert place.load(environ={"TRAINKIT_SEED": "7"}).config.seed == 7
+    monkeypatch.setenv("TRAINKIT_SEED", "7")
+    assert place.load().config.seed == 7
     assert place.load("seed=8").config.seed == 8
 
 
@@ -182,14 +183,15 @@ def test_problems_of_defaults_have_their_place(place: Place) -> None:
     ]
 
 
-def test_the_environment_can_name_it(place: Place) -> None:
+def test_the_environment_can_name_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.profile("east", "name: east\ndefaults: {seed: 9}\n")
-    assert place.load(environ={"TRAINKIT_LAUNCH__CLUSTER": "east"}).config.seed == 9
+    monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
+    assert place.load().config.seed == 9
 
 
 def test_target(place: Place) -> None:
     file = place.profile("west", f"name: west\n{PARTITIONS}")
-    target = make_target(place.load(), environ=place.environ, cwd=place.cwd)
+    target = make_target(place.load())
     assert target.backend == "sbatch"
     assert target.cluster is not None
     assert [item.name for item in target.cluster.partitions] == ["gpu"]
@@ -197,16 +199,15 @@ def test_target(place: Place) -> None:
     assert target.cluster.out_of_date_hint == (
         f"this is from {file}; if it is out of date, delete it and run `trainkit init`"
     )
-    assert make_target(place.load(), "local", place.environ, place.cwd).cluster is None
-    assert (
-        make_target(place.load("launch.backend=submitit"), None, place.environ, place.cwd).backend
-        == "submitit"
-    )
+    assert make_target(place.load(), "local").cluster is None
+    assert make_target(place.load("launch.backend=submitit"), None).backend == "submitit"
 
 
-def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(place: Place) -> None:
+def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.profile("east", f"name: east\n{PARTITIONS}")
-    environ = {**place.environ, "PATH": "/nowhere"}
-    target = make_target(place.load("launch.cluster=east"), environ=environ, cwd=place.cwd)
+    monkeypatch.setenv("PATH", "/nowhere")
+    target = make_target(place.load("launch.cluster=east"))
     assert (target.backend, target.reason) == ("sbatch", "sbatch: launch.cluster is east")
-    assert make_target(place.load(), environ=environ, cwd=place.cwd).reason == "local: sbatch is not on PATH"
+    assert make_target(place.load()).reason == "local: sbatch is not on PATH"

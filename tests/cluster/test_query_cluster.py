@@ -46,7 +46,8 @@ def slurm(
 
 
 def test_without_accounts(fake: FakeSlurm) -> None:
-    cluster = query_cluster(slurm(fake).environ)
+    slurm(fake)
+    cluster = query_cluster()
     assert (cluster.name, cluster.slurm_version) == ("west", (23, 11, 4))
     gpu, secret = cluster.partitions
     assert (gpu.max_time_s, gpu.max_cpus_per_node, gpu.is_hidden, gpu.nodes[0].num_gpus()) == (
@@ -66,43 +67,49 @@ def test_without_accounts(fake: FakeSlurm) -> None:
 
 
 def test_with_accounts(fake: FakeSlurm) -> None:
-    cluster = query_cluster(slurm(fake).environ, with_accounts=True, user="me")
+    slurm(fake)
+    cluster = query_cluster(with_accounts=True)
     assert cluster.accounts == (Account("physics", True), Account("chem", False, ("gpu",)))
     assert cluster.qos == (Qos("normal", None, None), Qos("brief", 600, None))
     assert len(fake.calls) == 5
 
 
 def test_accounts_that_are_not_enforced(fake: FakeSlurm) -> None:
-    cluster = query_cluster(slurm(fake, enforce="none").environ, with_accounts=True, user="me")
+    slurm(fake, enforce="none")
+    cluster = query_cluster(with_accounts=True)
     assert cluster.accounts is None
     assert cluster.qos is not None
 
 
 def test_accounts_without_an_answer(fake: FakeSlurm) -> None:
     slurm(fake).add("scontrol", '[ "$1" = show ] || exit 1; /bin/cat "$here/$2"')
-    cluster = query_cluster(fake.environ, with_accounts=True, user="me")
+    cluster = query_cluster(with_accounts=True)
     assert (cluster.name, cluster.accounts, cluster.qos) == ("west", None, None)
 
 
-def test_a_user_without_associations(fake: FakeSlurm) -> None:
-    assert query_cluster(slurm(fake).environ, with_accounts=True, user="you").accounts is None
+def test_a_user_without_associations(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "you")
+    slurm(fake)
+    assert query_cluster(with_accounts=True).accounts is None
 
 
-def test_the_commands_run_in_parallel(fake: FakeSlurm) -> None:
+def test_the_commands_run_in_parallel(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.cluster.discovery.CLUSTER_TIMEOUT_S", 90.0)
     meet = (
         'what=$2; : > "$here/began.$$"; tries=0; set -- "$here"/began.*; while [ $# -lt 3 ]; do '
         'tries=$((tries+1)); [ $tries -lt 600 ] || exit 1; /bin/sleep 0.1; set -- "$here"/began.*; done; '
     )
     slurm(fake).add("sinfo", meet + '/bin/cat "$here/nodes"')
     fake.add("scontrol", '[ "$1" = show ] || exit 1; ' + meet + '/bin/cat "$here/$what"')
-    assert query_cluster(fake.environ, timeout_s=90.0).name == "west"
+    assert query_cluster().name == "west"
 
 
-def test_a_command_that_does_not_answer(fake: FakeSlurm) -> None:
+def test_a_command_that_does_not_answer(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.cluster.discovery.CLUSTER_TIMEOUT_S", 2.0)
     slurm(fake).add("sinfo", "exec /bin/sleep 30")
     begin = time.monotonic()
     with pytest.raises(SlurmUnreachable, match="`sinfo` did not answer within"):
-        query_cluster(fake.environ, timeout_s=2.0)
+        query_cluster()
     assert time.monotonic() - begin < 7
 
 

@@ -51,20 +51,16 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         'case "$*" in *qos*Flags*) echo "long||PartitionTimeLimit";; *) echo "physics|physics||long";; esac',
     )
     (fake.folder / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("PATH", fake.environ["PATH"])
+    monkeypatch.setenv("SLURM_CONF", str(fake.folder / "slurm.conf"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(fake.folder))
+    monkeypatch.chdir(fake.folder)
     return fake
-
-
-def environ_of(slurm: FakeSlurm) -> dict[str, str]:
-    return {
-        **slurm.environ,
-        "SLURM_CONF": str(slurm.folder / "slurm.conf"),
-        "XDG_CONFIG_HOME": str(slurm.folder),
-    }
 
 
 def known(slurm: FakeSlurm, *overrides: str) -> Cluster:
     loaded: LoadedConfig = load_config(None, overrides=overrides, environ={}, cwd=slurm.folder)
-    return known_cluster(loaded, environ_of(slurm), slurm.folder)
+    return known_cluster(loaded)
 
 
 def test_from_slurm(slurm: FakeSlurm) -> None:
@@ -105,38 +101,34 @@ def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize("with_profile", [True, False])
 @pytest.mark.parametrize("away", [True, False])
 def test_hosts_that_failed_here_are_known(
-    slurm: FakeSlurm, tmp_path: Path, with_profile: bool, away: bool
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_profile: bool, away: bool
 ) -> None:
-    environ = {**environ_of(slurm), "XDG_STATE_HOME": str(tmp_path / "my state")}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "my state"))
     if with_profile:
         text = profile_text(Cluster("West", (GPU,)), date(2026, 1, 2))
-        write_new(user_folder(environ) / "west.yaml", text)
+        write_new(user_folder() / "west.yaml", text)
     if away:
         slurm.add("scontrol", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     for cluster, host in (("west", "g1"), ("east", "g2")):
-        note_failure(cluster, host, "died", "lost", run="/runs/small", attempt=2, environ=environ)
-    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
+        note_failure(cluster, host, "died", "lost", run="/runs/small", attempt=2)
+    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder))
     [(host, reason)] = found.bad_nodes.items()
     assert (host, reason.partition(",")[0]) == ("g1", "lost (small")
     file = tmp_path / "my state/trainkit/bad_nodes/west.json"
     assert found.forget_hint == f"`rm '{file}'` clears the list"
     file.unlink()
-    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
+    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder))
     assert (found.bad_nodes, found.forget_hint) == ({}, "")
 
 
 def test_with_a_profile_slurm_is_not_queried(slurm: FakeSlurm) -> None:
-    write_new(
-        user_folder(environ_of(slurm)) / "west.yaml", profile_text(Cluster("west", (GPU,)), date(2026, 1, 2))
-    )
+    write_new(user_folder() / "west.yaml", profile_text(Cluster("west", (GPU,)), date(2026, 1, 2)))
     assert known(slurm).partitions == (GPU,)
     assert slurm.calls == []
 
 
 def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
-    write_new(
-        user_folder(environ_of(slurm)) / "west.yaml", "name: west\naccounts: {chem: null}\ngpu_option: gres\n"
-    )
+    write_new(user_folder() / "west.yaml", "name: west\naccounts: {chem: null}\ngpu_option: gres\n")
     found = known(slurm, "resources.account=chem")
     assert found.partitions == (GPU,)
     assert found.accounts == (Account("chem"),)
@@ -154,7 +146,7 @@ def test_gpu_option(select: str, option: str) -> None:
 
 def test_discover_cluster(slurm: FakeSlurm) -> None:
     slurm.add("enroot")
-    found = discover_cluster(environ_of(slurm))
+    found = discover_cluster()
     assert found == Cluster(
         "west",
         (GPU,),
@@ -170,17 +162,19 @@ def test_discover_cluster(slurm: FakeSlurm) -> None:
 def test_without_accounting(slurm: FakeSlurm) -> None:
     text = ANSWERS["config"].replace("slurmdbd", "none")
     (slurm.folder / "config").write_text(text)
-    found = discover_cluster(environ_of(slurm))
+    found = discover_cluster()
     assert found is not None
     assert (found.accounts, found.qos) == (None, None)
     assert "sacctmgr" not in slurm.programs
 
 
-def test_no_slurm_here(slurm: FakeSlurm) -> None:
-    assert discover_cluster({"PATH": str(slurm.folder)}) is None
+def test_no_slurm_here(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as nowhere:
+        nowhere.setenv("PATH", str(slurm.folder))
+        assert discover_cluster() is None
     message = "resolve_ctls_from_dns_srv: DNS SRV lookup failed; Could not establish a configuration source"
     slurm.add("sbatch", f"echo '{message}' >&2; exit 1")
-    assert discover_cluster(environ_of(slurm)) is None
+    assert discover_cluster() is None
 
 
 def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
@@ -189,10 +183,10 @@ def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
         for number in range(MAX_KINDS + 1)
     ]
     (slurm.folder / "nodes").write_text("".join(f"{line}{RECORD}\n" for line in lines))
-    found = discover_cluster(environ_of(slurm))
+    found = discover_cluster()
     assert found is not None
     text = profile_text(found, date(2026, 1, 2))
-    write_new(user_folder(environ_of(slurm)) / "west.yaml", text)
+    write_new(user_folder() / "west.yaml", text)
     [kind] = known(slurm).partitions[0].nodes
     assert (kind.count, kind.gpus, kind.features[:3]) == (
         MAX_KINDS + 1,
@@ -202,7 +196,7 @@ def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
 
 
 def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
-    found = discover_cluster(environ_of(slurm))
+    found = discover_cluster()
     assert found is not None
     assert found.expedited_requeue is None
     assert "expedited" not in profile_text(found, date(2026, 1, 2))
@@ -210,7 +204,7 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm
         "ClusterName = west\nSLURM_VERSION = 25.11.1\nMaxArraySize = 1001\nJobRequeue = 1\n"
         "SlurmctldParameters = enable_expedited_requeue\n"
     )
-    found = discover_cluster(environ_of(slurm))
+    found = discover_cluster()
     assert found is not None
     assert found.expedited_requeue is False
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))

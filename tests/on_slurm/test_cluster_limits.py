@@ -210,7 +210,7 @@ def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> No
     args = ["--partition", "debug", "--time", "5", "--set", "device=cpu"]
     done = knowing.trainkit("check", QUICKSTART, *args)
     assert done.returncode == 0, done.stderr
-    assert "not now: 1 of its 1 nodes are out of service" in done.stdout
+    assert "Requested node configuration is not available" in done.stdout
 
 
 def test_slurm_that_is_away(login: Login) -> None:

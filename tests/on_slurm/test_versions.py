@@ -48,6 +48,14 @@ def cluster(clusters_possible: None, slurm_version: str) -> Iterator[Cluster]:
     made.down()
 
 
+@pytest.fixture
+def its_commands(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process uses the commands of that version too."""
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("its_commands")
 def test_it_is_that_version(cluster: Cluster, login: Login, slurm_version: str) -> None:
     assert login.slurm_version == slurm_version
     test_control_on_cluster.test_discover_cluster(cluster)
@@ -84,6 +92,7 @@ def test_srun_trainkit_run(login: Login) -> None:
     test_steps.test_srun_trainkit_run(login)
 
 
+@pytest.mark.usefixtures("its_commands")
 def test_states_of_jobs(cluster: Cluster, tmp_path: Path) -> None:
     for body, state, code, number in (
         ("exit 0\n", JobState.COMPLETED, 0, None),

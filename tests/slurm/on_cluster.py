@@ -31,13 +31,13 @@ def send(cluster: Cluster, folder: Path, body: str, *directives: str, token: str
     """The id of a job that runs this."""
     token = token or f"trainkit:{time.monotonic_ns():x}"
     path = write(folder, body, token, *directives)
-    return submit_script(path, token=token, environ=cluster.environ, cwd=folder, **more)  # type: ignore[arg-type]
+    return submit_script(path, token=token, cwd=folder, **{"notify": print, **more})  # type: ignore[arg-type]
 
 
 def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> JobInfo:
     """The job, when it has one of these states."""
     deadline = time.monotonic() + timeout_s
-    while (job := query_jobs([job_id], environ=cluster.environ)[job_id]).state not in states:
+    while (job := query_jobs([job_id])[job_id]).state not in states:
         assert time.monotonic() < deadline, job
         time.sleep(0.1)
     return job

@@ -12,13 +12,13 @@ from trainkit.slurm.control import (
     cancel,
     cancel_waiting,
     has_expedited_requeue,
+    kill_step,
     move_dependents,
     parse_config,
     parse_version,
     requeue,
     send_signal,
     show_config,
-    version,
 )
 
 LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
@@ -26,13 +26,13 @@ LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
 
 def test_requeue_names_the_task_and_not_the_array(fake: FakeSlurm) -> None:
     fake.add("scontrol")
-    requeue("12_3", environ=fake.environ)
+    requeue("12_3")
     assert fake.calls == [["scontrol", "requeue", "12_3"]]
 
 
 def test_requeue_is_repeated_while_slurm_is_away(fake: FakeSlurm) -> None:
     fake.add("scontrol", "[ $n -ge 2 ] || { echo '(connect failure)' >&2; exit 1; }")
-    requeue("12", environ=fake.environ)
+    requeue("12")
     assert fake.calls == [["scontrol", "requeue", "12"]] * 2
 
 
@@ -40,34 +40,34 @@ def test_requeue_whose_answer_was_lost_has_been_done(fake: FakeSlurm) -> None:
     fake.add(
         "scontrol", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 'Job is pending execution for job 12' >&2; exit 1"
     )
-    requeue("12", environ=fake.environ)
+    requeue("12")
     assert fake.calls == [["scontrol", "requeue", "12"]] * 2
 
 
 def test_requeue_of_a_job_that_waits_anyway_is_refused(fake: FakeSlurm) -> None:
     fake.add("scontrol", "echo 'Job is pending execution for job 12' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Job is pending execution"):
-        requeue("12", environ=fake.environ)
+        requeue("12")
     assert len(fake.calls) == 1, "a refusal was retried"
 
 
 def test_requeue_under_no_requeue(fake: FakeSlurm) -> None:
     fake.add("scontrol", "echo 'Requested operation is presently disabled for job 12' >&2; exit 1")
     with pytest.raises(SlurmRefused) as caught:
-        requeue("12", environ=fake.environ)
+        requeue("12")
     assert "--no-requeue" in caught.value.hint
 
 
 def test_cancel_is_one_call(fake: FakeSlurm) -> None:
     fake.add("scancel")
-    cancel(["12", "13_4"], environ=fake.environ)
-    cancel([], environ=fake.environ)
+    cancel(["12", "13_4"])
+    cancel([])
     assert fake.calls == [["scancel", "12", "13_4"]]
 
 
 def test_cancel_what_waits(fake: FakeSlurm) -> None:
     fake.add("scancel")
-    cancel_waiting(["12", "13_4"], environ=fake.environ)
+    cancel_waiting(["12", "13_4"])
     assert fake.calls == [["scancel", "--state=PENDING", "12", "13_4"]]
 
 
@@ -75,7 +75,7 @@ def test_cancel_of_what_has_ended_is_no_error(fake: FakeSlurm) -> None:
     fake.add(
         "scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
     )
-    cancel(["12"], environ=fake.environ)
+    cancel(["12"])
     assert fake.calls == [["scancel", "12"]], "what was refused was retried"
 
 
@@ -84,17 +84,17 @@ def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
     other = "scancel: error: Kill job error on job id 13: Access/permission denied"
     fake.add("scancel", f"echo '{one}' >&2; echo '{other}' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Access/permission denied"):
-        cancel(["12", "13"], environ=fake.environ)
+        cancel(["12", "13"])
     assert fake.calls == [["scancel", "12", "13"]]
 
 
 def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
     fake.add("scancel", LOST)
     with pytest.raises(SlurmUnreachable):
-        cancel(["12"], environ=fake.environ, patience_s=0)
-    assert fake.calls == [["scancel", "12"]]
+        kill_step("12", "0", patience_s=0)
+    assert fake.calls == [["scancel", "--signal=KILL", "12.0"]]
     with pytest.raises(SlurmUnreachable):
-        cancel(["12"], environ=fake.environ, patience_s=1)
+        kill_step("12", "0", patience_s=1)
     assert len(fake.calls) > 2, "not retried within its patience"
 
 
@@ -103,9 +103,9 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
     fake.add("scontrol")
     for job_id in ("--user=me", "", "12 13"):
         with pytest.raises(UsageError, match="is not a Slurm job id"):
-            cancel([job_id], environ=fake.environ)
+            cancel([job_id])
         with pytest.raises(UsageError, match="is not a Slurm job id"):
-            requeue(job_id, environ=fake.environ)
+            requeue(job_id)
     assert fake.calls == []
 
 
@@ -119,7 +119,7 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
 )
 def test_signals(fake: FakeSlurm, signal: str, receiver: Receiver, argv: list[str]) -> None:
     fake.add("scancel")
-    send_signal(["12"], signal, receiver, environ=fake.environ)
+    send_signal(["12"], signal, receiver)
     assert fake.calls == [argv]
 
 
@@ -127,7 +127,7 @@ def test_signals(fake: FakeSlurm, signal: str, receiver: Receiver, argv: list[st
 def test_no_signal(signal: str, fake: FakeSlurm) -> None:
     fake.add("scancel")
     with pytest.raises(UsageError, match="is not a signal"):
-        send_signal(["12"], signal, environ=fake.environ)
+        send_signal(["12"], signal)
     assert fake.calls == []
 
 
@@ -146,7 +146,7 @@ def test_config(fake: FakeSlurm) -> None:
     )
     (fake.folder / "config").write_text(text)
     fake.add("scontrol", '/bin/cat "$here/config"')
-    config = show_config(fake.environ)
+    config = show_config()
     assert config == parse_config(text)
     assert (config["MaxArraySize"], config["SlurmctldHost"]) == ("1001", "head(10.0.0.1)")
     assert (config["PluginDir"], config["SchedulerParameters"]) == ("", "bf_window=10,defer")
@@ -165,11 +165,7 @@ def test_versions(text: str, numbers: tuple[int, int, int]) -> None:
     assert parse_version(text) == numbers
 
 
-def test_version_of_what_is_here(fake: FakeSlurm) -> None:
-    fake.add("scontrol", "echo slurm 23.11.4")
-    assert version(fake.environ) == (23, 11, 4)
-    fake.add("srun", "echo slurm 24.5.1")
-    assert version(fake.environ) == (24, 5, 1)
+def test_what_is_no_version() -> None:
     with pytest.raises(UsageError, match="not a Slurm version"):
         parse_version("slurm")
 
@@ -191,10 +187,10 @@ def test_jobs_that_wait_for_a_job_follow_it_to_its_new_id(fake: FakeSlurm) -> No
         "echo '25|afterok:12_3(unfulfilled)'",
     )
     fake.add("scontrol")
-    assert move_dependents("12", "30", environ=fake.environ) == ["20", "23"]
+    assert move_dependents("12", "30") == ["20", "23"]
     assert fake.calls[1:] == [
         ["scontrol", "update", "JobId=20", "Dependency=afterok:30"],
         ["scontrol", "update", "JobId=23", "Dependency=afterok:9,afterok:30"],
     ]
-    assert move_dependents("12_3", "31_3", environ=fake.environ) == ["25"]
+    assert move_dependents("12_3", "31_3") == ["25"]
     assert fake.calls[-1] == ["scontrol", "update", "JobId=25", "Dependency=afterok:31_3"]

@@ -15,7 +15,7 @@ from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import discover_cluster, has_slurm
 from trainkit.cluster.model import Account, NodeKind
 from trainkit.errors import UsageError
-from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, run_slurm
 from trainkit.slurm.control import (
     Receiver,
     cancel,
@@ -23,9 +23,8 @@ from trainkit.slurm.control import (
     requeue,
     send_signal,
     show_config,
-    version,
 )
-from trainkit.slurm.hosts import expand_hosts, expand_without_slurm
+from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState
 
@@ -35,23 +34,23 @@ def test_one_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path) -> N
     tasks = [f"{job_id}_{task}" for task in range(3)]
     for task in tasks:
         wait_for(cluster, task, JobState.RUNNING)
-    requeue(tasks[1], environ=cluster.environ)
+    requeue(tasks[1])
     wait_for(cluster, tasks[1], JobState.REQUEUED)
-    jobs = query_jobs(tasks, environ=cluster.environ)
+    jobs = query_jobs(tasks)
     assert [jobs[task].restarts for task in tasks] == [0, 1, 0]
-    cancel([tasks[0]], environ=cluster.environ)
+    cancel([tasks[0]])
     wait_for(cluster, tasks[0], JobState.CANCELLED)
-    assert query_jobs([tasks[2]], environ=cluster.environ)[tasks[2]].state is JobState.RUNNING
+    assert query_jobs([tasks[2]])[tasks[2]].state is JobState.RUNNING
 
 
 def test_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
     job_id = send(cluster, tmp_path, SLEEP, "--no-requeue")
     wait_for(cluster, job_id, JobState.RUNNING)
     with pytest.raises(SlurmRefused) as caught:
-        requeue(job_id, environ=cluster.environ)
+        requeue(job_id)
     assert "--no-requeue" in caught.value.hint
     with pytest.raises(SlurmRefused, match="Invalid job id"):
-        requeue("999999", environ=cluster.environ)
+        requeue("999999")
 
 
 def test_requeue_waits_for_the_controller(cluster: Cluster, tmp_path: Path) -> None:
@@ -59,15 +58,15 @@ def test_requeue_waits_for_the_controller(cluster: Cluster, tmp_path: Path) -> N
     wait_for(cluster, job_id, JobState.RUNNING)
     cluster.stop_slurmctld()
     threading.Timer(12, cluster.start_slurmctld).start()
-    requeue(job_id, environ=cluster.environ)
+    requeue(job_id)
     assert wait_for(cluster, job_id, JobState.REQUEUED, JobState.RUNNING).restarts == 1
 
 
 def test_cancel_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
     job_id = send(cluster, tmp_path, SLEEP)
-    cancel([job_id, "999999"], environ=cluster.environ)
+    cancel([job_id, "999999"])
     wait_for(cluster, job_id, JobState.CANCELLED)
-    cancel([job_id], environ=cluster.environ)
+    cancel([job_id])
 
 
 def test_cancel_what_waits(cluster: Cluster, tmp_path: Path) -> None:
@@ -75,16 +74,16 @@ def test_cancel_what_waits(cluster: Cluster, tmp_path: Path) -> None:
     waits = send(cluster, tmp_path, SLEEP, "--hold")
     for task in (f"{job_id}_0", f"{job_id}_1"):
         wait_for(cluster, task, JobState.RUNNING)
-    cancel_waiting([job_id, waits], environ=cluster.environ)
-    jobs = query_jobs([*(f"{job_id}_{task}" for task in range(4)), waits], environ=cluster.environ)
+    cancel_waiting([job_id, waits])
+    jobs = query_jobs([*(f"{job_id}_{task}" for task in range(4)), waits])
     assert [job.state.value for job in jobs.values()] == ["running"] * 2 + ["cancelled"] * 3
 
 
 def test_what_is_no_id_never_reaches_slurm(cluster: Cluster, tmp_path: Path) -> None:
     job_id = send(cluster, tmp_path, SLEEP)
     with pytest.raises(UsageError):
-        cancel(["--user=root"], environ=cluster.environ)
-    assert query_jobs([job_id], environ=cluster.environ)[job_id].state is not JobState.CANCELLED
+        cancel(["--user=root"])
+    assert query_jobs([job_id])[job_id].state is not JobState.CANCELLED
 
 
 def test_signals_reach_whom_they_are_for(cluster: Cluster, tmp_path: Path) -> None:
@@ -94,20 +93,22 @@ def test_signals_reach_whom_they_are_for(cluster: Cluster, tmp_path: Path) -> No
     job_id = send(cluster, tmp_path, body, "--ntasks=2")
     log = tmp_path / "log"
     wait_for_text(log, "ready\nready")
-    send_signal([job_id], "USR2", environ=cluster.environ)
+    send_signal([job_id], "USR2")
     wait_for_text(log, "step 0")
     wait_for_text(log, "step 1")
     assert "batch" not in log.read_text()
-    send_signal([job_id], "USR2", Receiver.BATCH, environ=cluster.environ)
+    send_signal([job_id], "USR2", Receiver.BATCH)
     wait_for_text(log, "batch")
     assert log.read_text().count("step 0") == 1
-    send_signal([job_id], "USR2", Receiver.ALL, environ=cluster.environ)
+    send_signal([job_id], "USR2", Receiver.ALL)
     wait_for_text(log, "batch\nbatch" if "batch\nbatch" in log.read_text() else "step 0")
 
 
 @pytest.mark.parametrize("text", HOST_LISTS)
 def test_scontrol_and_clustershell_agree(cluster: Cluster, text: str) -> None:
-    assert expand_hosts(text, cluster.environ) == expand_without_slurm(text)
+    assert cluster.run(["scontrol", "show", "hostnames", text], check=True).stdout.split() == expand_hosts(
+        text
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,11 +124,13 @@ def test_they_agree_on_any_brackets(cluster: Cluster, brackets: list[list[tuple[
     for letter, ranges in zip("abcd", brackets, strict=False):
         spans = [f"{first:0{width}d}-{first + more:0{width}d}" for first, more, width in ranges]
         text += f"{letter}[{','.join(spans)}]"
-    assert expand_hosts(text, cluster.environ) == expand_without_slurm(text)
+    assert cluster.run(["scontrol", "show", "hostnames", text], check=True).stdout.split() == expand_hosts(
+        text
+    )
 
 
 def test_discover_cluster(cluster: Cluster) -> None:
-    found = discover_cluster(cluster.environ)
+    found = discover_cluster()
     assert found is not None
     low, debug = found.partition(None), found.partition("debug")
     assert low is not None
@@ -139,19 +142,18 @@ def test_discover_cluster(cluster: Cluster) -> None:
     assert [kind.in_service for kind in low.nodes] == [2, 2]
     assert (debug.max_nodes, debug.max_time_s, debug.is_default) == (1, 300, False)
     assert found.name == cluster.name
-    assert found.slurm_version == version(cluster.environ)
-    assert show_config(cluster.environ)["ClusterName"] == cluster.name
+    assert show_config()["ClusterName"] == cluster.name
     assert found.accounts is not None
     assert Account("research", True, None, ("normal", "short")) in found.accounts
     assert Account("teaching", False, None, ("normal",)) in found.accounts
 
 
-def test_no_cluster_here(cluster: Cluster) -> None:
+def test_no_cluster_here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's programs are there, and no configuration."""
-    environ = {name: value for name, value in cluster.environ.items() if name != "SLURM_CONF"}
+    monkeypatch.delenv("SLURM_CONF")
     if Path("/etc/slurm/slurm.conf").exists():
         pytest.skip("this machine belongs to a cluster")
-    assert not has_slurm(environ)
+    assert not has_slurm()
     with pytest.raises(SlurmUnreachable) as caught:
-        version(environ)
+        run_slurm(["sbatch", "--version"], 12.0)
     assert "SLURM_CONF" in caught.value.hint

@@ -1,4 +1,4 @@
-"""Host lists and counts, by ClusterShell here; the same lists through scontrol are in test_on_cluster.py."""
+"""Host lists and counts; test_control_on_cluster.py compares them with scontrol's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
-from trainkit.slurm.hosts import expand_hosts, expand_without_slurm, first_host, tasks_per_node
+from trainkit.slurm.hosts import expand_hosts, first_host, tasks_per_node
 
 HOST_LISTS = {
     "node1": ["node1"],
@@ -29,7 +28,7 @@ HOST_LISTS = {
 
 @pytest.mark.parametrize("text", HOST_LISTS)
 def test_expand(text: str) -> None:
-    assert expand_without_slurm(text) == HOST_LISTS[text]
+    assert expand_hosts(text) == HOST_LISTS[text]
 
 
 @pytest.mark.parametrize(
@@ -65,31 +64,10 @@ def test_expand(text: str) -> None:
         ),
     ],
 )
-def test_no_host_list(text: str, fake: FakeSlurm) -> None:
-    fake.add("scontrol", "echo never")
-    for expand in (expand_without_slurm, expand_hosts):
-        with pytest.raises(UsageError) as caught:
-            expand(text)
-        assert repr(text.strip()) in caught.value.message
-    assert fake.calls == []
-
-
-def test_scontrol_is_asked_where_it_is(fake: FakeSlurm) -> None:
-    fake.add("scontrol", "echo n2; echo n1")
-    assert expand_hosts("n[2,1]", fake.environ) == ["n2", "n1"]
-    assert fake.calls == [["scontrol", "show", "hostnames", "n[2,1]"]]
-
-
-def test_no_program_is_started_for_names_without_brackets(fake: FakeSlurm) -> None:
-    fake.add("scontrol", "exit 1")
-    assert expand_hosts("a,b", fake.environ) == ["a", "b"]
-    assert fake.calls == []
-
-
-def test_a_container_without_a_configuration(fake: FakeSlurm) -> None:
-    assert expand_hosts("n[2,1]", fake.environ) == ["n2", "n1"]
-    fake.add("scontrol", "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1")
-    assert expand_hosts("n[2,1]", fake.environ) == ["n2", "n1"]
+def test_no_host_list(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        expand_hosts(text)
+    assert repr(text.strip()) in caught.value.message
 
 
 RANGES = st.tuples(st.integers(0, 999), st.integers(0, 20), st.integers(1, 4))
@@ -111,7 +89,7 @@ def test_any_list_keeps_order_and_padding(items: list[tuple[str, list[tuple[int,
             numbers += [f"{number:0{width}d}" for number in range(first, first + more + 1)]
         parts.append(f"{name}[{','.join(spans)}]{suffix}" if ranges else f"{name}{suffix}")
         hosts += [f"{name}{number}{suffix}" for number in (numbers if ranges else [""])]
-    assert expand_without_slurm(",".join(parts)) == hosts
+    assert expand_hosts(",".join(parts)) == hosts
 
 
 @pytest.mark.parametrize(
@@ -134,4 +112,4 @@ def test_no_counts(text: str) -> None:
 )
 def test_first_host(text: str, host: str) -> None:
     assert first_host(text) == host
-    assert host in expand_without_slurm(text)
+    assert host in expand_hosts(text)

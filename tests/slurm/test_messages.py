@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.slurm.messages import FailureKind, cleaned, failure_hint, failure_kind
+from trainkit.slurm.client import FailureKind, cleaned, failure_hint, failure_kind
 
 SUBMIT = "sbatch: error: Batch job submission failed: "
 RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"

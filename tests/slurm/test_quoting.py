@@ -56,7 +56,6 @@ def test_a_word_is_one_printable_line(value: str) -> None:
 
 def test_words_stay_readable() -> None:
     assert words(["python3", "-m", "a.b", Path("/x/y"), 3, "a b"]) == "python3 -m a.b /x/y 3 'a b'"
-    assert words(["a", "b"], " \\\n    ") == "a \\\n    b"
     assert quote("two\nlines, it's") == "$'two\\nlines, it\\'s'"
 
 

@@ -66,14 +66,4 @@ def test_what_nothing_can_hold() -> None:
     assert problems(env={"A": "\0"}) == [
         ("launch.env.A", "has a NUL character, which an environment variable cannot contain")
     ]
-    assert problems(setup=["a\0"]) == [("launch.setup", "has a NUL character, which a script cannot contain")]
     assert problems(conda="-n") == [("launch.conda", "is '-n', which is an option, not an environment")]
-
-
-@pytest.mark.parametrize("key", ["venv", "conda", "uv", "python", "container", "modules", "container_mounts"])
-def test_line_breaks(key: str) -> None:
-    value = ("a\nb",) if key in ("modules", "container_mounts") else "a\nb"
-    launch = LaunchConfig.model_construct(**{**dict(LaunchConfig()), key: value})
-    assert (f"launch.{key}", "has 'a\\nb', which contains a line break or NUL") in [
-        (where, message) for where, message, _ in launch_problems(launch)
-    ]

@@ -1,22 +1,156 @@
-"""Where runs execute: each backend is a class in a file, which is imported when it is used."""
+"""Where runs execute: the interface of a backend, whose classes are imported when they are used."""
 
 from __future__ import annotations
 
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar
 
-from trainkit.backends.base import SUPERVISOR_EXIT_S, Backend, JobScript, JobStatus, NewAttempt
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import AttemptEnd
+from trainkit.run.events import log_event
+from trainkit.run.files import utc_now
+from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord
+from trainkit.run.rundir import RunDir
 
-__all__ = [
-    "SUPERVISOR_EXIT_S",
-    "Backend",
-    "JobScript",
-    "JobStatus",
-    "NewAttempt",
-    "backend_named",
-    "backend_of",
-]
+if TYPE_CHECKING:
+    from trainkit.plan.slurm_request import Options
+    from trainkit.slurm.jobs import JobInfo
+
+SUPERVISOR_EXIT_S = 10.0
+"""How long a supervisor may take to exit after it has recorded the end of its job."""
+ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """A batch script and its parts."""
+
+    text: str
+    directives: Options
+    """The options of the `#SBATCH` lines by name; True for an option without a value."""
+    setup: str
+    """What the template of the backend became: the whole text, or what goes before the step."""
+    step: tuple[str, ...]
+    """The argv of the step that starts the ranks."""
+    host_python: tuple[str, ...]
+    """The argv prefix of Python for the supervisor."""
+
+
+@dataclass(frozen=True)
+class NewAttempt:
+    """The next attempt of a run, which `Backend.start` opens and starts."""
+
+    config_text: str
+    plan_text: str
+    plan: LaunchPlan
+    reason: str
+    """The command that starts it: ``submit run requeue resume``."""
+    script: JobScript | None = None
+    """The batch script; None for a backend without one."""
+    num_follow_ups: int = 0
+    """The number of jobs to submit with it that continue the run."""
+    foreground: bool = False
+    """Whether it saves and ends when this process dies."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The newest job of a run, as far as this host can see it."""
+
+    alive: bool | None
+    """None when this host cannot tell."""
+    job: JobInfo | None = None
+    """Slurm's information; None for a local run, and when Slurm cannot be queried."""
+
+
+class Backend(ABC):
+    """A way to execute attempts: it starts them, says how their jobs are, and signals or kills them."""
+
+    template: ClassVar[str | None] = None
+    """The template of its batch script; None if it has no script."""
+    poll_s: ClassVar[float]
+    """Seconds between two looks at a job that is about to end."""
+
+    @abstractmethod
+    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
+        """Open and start a run's next attempt; returns its record. Call with the run's lock held."""
+
+    def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
+        """The script as it is submitted, from the text of `template`."""
+        return script
+
+    def array_problem(self, reason: str, config_path: str) -> tuple[str, str] | None:
+        """(message, hint) if it cannot run an array of jobs; `reason` is why it was chosen."""
+        return None
+
+    def queue_id(self, entry: AttemptRecord) -> str | None:
+        """The job of an attempt for a query of Slurm; None if Slurm cannot be asked about it from here."""
+        return None
+
+    def job(self, entry: AttemptRecord) -> JobInfo | None:
+        """Slurm's information about the job of an attempt; None when Slurm does not know it.
+
+        Raises UsageError for a job on a cluster that cannot be queried from here.
+        """
+        return None
+
+    @abstractmethod
+    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
+        """The job of an attempt, for a shell on its nodes; raises UsageError unless it is a running one."""
+
+    @abstractmethod
+    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
+        """Whether the job of an attempt is running or pending; UNKNOWN when this host cannot tell."""
+
+    @abstractmethod
+    def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+        """The status of a run whose newest attempt this is; `jobs` is Slurm's answer, None without one."""
+
+    @abstractmethod
+    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+        """The newest attempt with its live job; None if that has ended or is about to exit.
+
+        `command` is the subcommand to suggest in the UsageError that is raised when this host cannot tell.
+        """
+
+    @abstractmethod
+    def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
+        """Ask a job to save and exit (SIGTERM) or to save and requeue (SIGUSR2).
+
+        Returns ``signalled``, or for a pending job ``cancelled`` or ``waiting``.
+        """
+
+    @abstractmethod
+    def kill(self, run: RunDir, entry: AttemptRecord) -> None:
+        """Kill a job immediately, without saving, and record its end."""
+
+    def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
+        """Whether the job has ended."""
+        return self.liveness(run, entry) is not Liveness.ALIVE
+
+    def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
+        """Wait until the job has ended; False if it is still alive after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_gone(run, entry):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(self.poll_s)
+        return True
+
+
+def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
+    """Record the end of an attempt whose supervisor cannot do so itself."""
+    attempt = run.attempt(entry.attempt)
+    AttemptEnd("cancelled", "stopped", exit_code=137, reason=reason, time=utc_now()).write(attempt)
+    log_event(run, attempt.number, "stopped", state="cancelled", exit_code=137, reason=reason)
+
 
 _CLASSES = {
     "local": "local.LocalBackend",

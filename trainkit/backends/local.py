@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from trainkit.backends.base import ALIVE, SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backends import ALIVE, SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import descendants, dies_with, module_argv
 from trainkit.job.signals import NOTICE_SIGNALS

@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, TypeGuard
 
-from trainkit.backends.base import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
+from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
@@ -224,9 +224,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 
 def submit_file(script: Path, token: str, cwd: Path, extra_argv: Sequence[str] = ()) -> str:
     """Submit a script once and return its job id; prints to stderr while Slurm does not answer."""
-    return submit_script(
-        script, token=token, environ=os.environ, cwd=cwd, extra_argv=extra_argv, notify=print_note
-    )
+    return submit_script(script, token=token, cwd=cwd, extra_argv=extra_argv, notify=print_note)
 
 
 @contextmanager
@@ -281,7 +279,6 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
             new_id = submit_script(
                 script,
                 token=token,
-                environ=os.environ,
                 cwd=run.path,
                 extra_argv=options,
                 is_only_job=False,
@@ -308,4 +305,4 @@ def estimate_start(script: str) -> str:
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         path = Path(folder) / "submit.sbatch"
         path.write_text(script, encoding="utf-8", errors="surrogateescape")
-        return query_start(path, environ=os.environ, cwd=Path(folder)).message
+        return query_start(path, cwd=Path(folder)).message

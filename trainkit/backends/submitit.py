@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.backends.base import JobScript
+from trainkit.backends import JobScript
 from trainkit.backends.slurm import SbatchBackend, print_note
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.files import write_json
@@ -100,7 +100,7 @@ class SubmititBackend(SbatchBackend):
             except FailedSubmissionError as error:  # sbatch printed no job id
                 raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
-        job_id = submit_once(submit, token=token, environ=clean, notify=print_note)
+        job_id = submit_once(submit, token=token, notify=print_note)
         _rename_files(run, job_id)
         return job_id
 

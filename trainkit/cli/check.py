@@ -177,8 +177,8 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
         if cluster.error:  # do not wait for the same timeout again
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
         # Without a profile, the cluster is what Slurm has just said.
-        current = query_cluster(os.environ) if cluster.out_of_date_hint else cluster
-        waits = estimate_waits(plan, config, cluster, current.partitions, os.environ)
+        current = query_cluster() if cluster.out_of_date_hint else cluster
+        waits = estimate_waits(plan, config, cluster)
     except TrainkitError as error:
         if must:
             raise

@@ -59,33 +59,25 @@ _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
 _USABLE = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory", "MemSpecLimit")
 
 
-def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
+def has_slurm() -> bool:
     """Whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
 
     It is also True while the controller is down, and where Slurm gives no clear answer. Runs one local
     command.
     """
-    path = None if environ is None else environ.get("PATH")
-    if shutil.which("sbatch", path=path) is None:
-        return False
-    return finds_cluster(os.environ if environ is None else environ) is not False
+    return shutil.which("sbatch") is not None and finds_cluster() is not False
 
 
-def query_cluster(
-    environ: Mapping[str, str] | None = None,
-    *,
-    with_accounts: bool = False,
-    user: str | None = None,
-    timeout_s: float = CLUSTER_TIMEOUT_S,
-) -> Cluster:
+def query_cluster(*, with_accounts: bool = False) -> Cluster:
     """Query the controller for the cluster: up to four commands in parallel, then one for its nodes.
 
     Accounts and QOS are included only `with_accounts`. The QOS that an account may use, and the limits that
-    a QOS overrides, are known only to accounting (`query_qos`). Raises SlurmUnreachable after `timeout_s`.
+    a QOS overrides, are known only to accounting (`query_qos`). Raises
+    SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
     """
-    environ, user = os.environ if environ is None else environ, user or user_name()
+    user = user_name()
     assoc_mgr = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
-    config, cluster, more = _ask_controller(environ, timeout_s, *([assoc_mgr] if with_accounts else []))
+    config, cluster, more = _ask_controller(CLUSTER_TIMEOUT_S, *([assoc_mgr] if with_accounts else []))
     if not (more and isinstance(more[0], str)):
         return cluster
     accounts, qos = parse_assoc_mgr(more[0], user)
@@ -93,11 +85,10 @@ def query_cluster(
 
 
 def _ask_controller(
-    environ: Mapping[str, str], timeout_s: float, *more: Sequence[str]
+    timeout_s: float, *more: Sequence[str]
 ) -> tuple[dict[str, str], Cluster, list[str | TrainkitError]]:
     """Its settings, the cluster without accounts and QOS, and the output or error of the commands `more`."""
-    environ = plain_environ(environ)
-    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], environ, timeout_s)
+    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], timeout_s)
     for output in outputs[:3]:
         if isinstance(output, TrainkitError):
             raise output
@@ -105,17 +96,16 @@ def _ask_controller(
     config = parse_config(settings)
     cluster = Cluster(
         name=config.get("ClusterName", ""),
-        partitions=tuple(parse_partitions(partitions, with_usable(parse_nodes(nodes), environ, timeout_s))),
+        partitions=tuple(parse_partitions(partitions, with_usable(parse_nodes(nodes), timeout_s))),
         gpu_option=gpu_option(config),
         slurm_version=parse_version(config["SLURM_VERSION"]),
     )
     return config, cluster, outputs[3:]
 
 
-def _run_all(
-    commands: Sequence[Sequence[str]], environ: Mapping[str, str], timeout_s: float
-) -> list[str | TrainkitError]:
+def _run_all(commands: Sequence[Sequence[str]], timeout_s: float) -> list[str | TrainkitError]:
     """Run commands in parallel; return the output or error of each, in order."""
+    environ = plain_environ(os.environ)
 
     def run(argv: Sequence[str]) -> str | TrainkitError:
         try:
@@ -127,25 +117,26 @@ def _run_all(
         return list(threads.map(run, commands))
 
 
-def discover_cluster(environ: Mapping[str, str] = os.environ, user: str | None = None) -> Cluster | None:
+def discover_cluster() -> Cluster | None:
     """Describe this machine's cluster from Slurm, accounting and PATH; None without Slurm.
 
     The default partition comes first. Raises SlurmUnreachable if Slurm does not answer.
     """
-    if not has_slurm(environ):
+    if not has_slurm():
         return None
-    config, cluster, _ = retrying(lambda: _ask_controller(environ, QUERY_TIMEOUT_S))
-    accounts = _query_accounts(config, environ, user)
-    path = environ.get("PATH", os.defpath)
-    has_modules = any(name in environ for name in _MODULE_VARIABLES) or any(map(Path.exists, _MODULE_FILES))
+    config, cluster, _ = retrying(lambda: _ask_controller(QUERY_TIMEOUT_S))
+    accounts = _query_accounts(config)
+    has_modules = any(name in os.environ for name in _MODULE_VARIABLES) or any(
+        map(Path.exists, _MODULE_FILES)
+    )
     return replace(
         cluster,
         partitions=tuple(sorted(cluster.partitions, key=lambda partition: not partition.is_default)),
         accounts=_enforced(config, accounts),
-        qos=None if accounts is None else query_qos(environ),
+        qos=None if accounts is None else query_qos(),
         containers=(
-            *(("pyxis",) if _has_pyxis(environ) else ()),
-            *(name for name in _CONTAINER_PROGRAMS if shutil.which(name, path=path)),
+            *(("pyxis",) if _has_pyxis() else ()),
+            *(name for name in _CONTAINER_PROGRAMS if shutil.which(name)),
         ),
         has_modules=has_modules,
         expedited_requeue=False if has_expedited_requeue(cluster.slurm_version, config) else None,
@@ -163,9 +154,9 @@ def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
 
-def _has_pyxis(environ: Mapping[str, str]) -> bool:
+def _has_pyxis() -> bool:
     try:
-        return "--container-image" in run_slurm(["srun", "--help"], LOCAL_TIMEOUT_S, environ=environ)
+        return "--container-image" in run_slurm(["srun", "--help"], LOCAL_TIMEOUT_S)
     except TrainkitError:
         return False
 
@@ -240,7 +231,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def with_usable(
-    kinds: Mapping[str, tuple[NodeKind, ...]], environ: Mapping[str, str], timeout_s: float
+    kinds: Mapping[str, tuple[NodeKind, ...]], timeout_s: float
 ) -> dict[str, tuple[NodeKind, ...]]:
     """Replace the CPUs and memory of nodes with the amounts that jobs can use, which sinfo does not print.
 
@@ -256,7 +247,7 @@ def with_usable(
         return dict(kinds)
     argv = ["scontrol", "--oneliner", "show", "node", ",".join(dict.fromkeys(hosts.values()))]
     try:
-        usable = parse_usable(run_slurm(argv, timeout_s, environ=plain_environ(environ)))
+        usable = parse_usable(run_slurm(argv, timeout_s, environ=plain_environ(os.environ)))
     except TrainkitError:
         return dict(kinds)
     return {
@@ -289,14 +280,12 @@ def parse_usable(text: str) -> dict[str, tuple[int, int]]:
     return usable
 
 
-def _query_accounts(
-    config: Mapping[str, str], environ: Mapping[str, str], user: str | None
-) -> tuple[Account, ...] | None:
+def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         return None
-    argv = [*_ACCOUNTS_ARGV, f"name={user or user_name()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
+    argv = [*_ACCOUNTS_ARGV, f"name={user_name()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
     try:
-        return parse_accounts(run_slurm(argv, ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ)))
+        return parse_accounts(run_slurm(argv, ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ)))
     except TrainkitError:
         return None
 
@@ -331,13 +320,13 @@ def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qo
     return tuple(accounts), tuple(qos)
 
 
-def query_qos(environ: Mapping[str, str]) -> tuple[Qos, ...] | None:
+def query_qos() -> tuple[Qos, ...] | None:
     """Query all QOS with the limits they override; None if accounting does not answer.
 
     Accounting takes some tenths of a second, longer than the controller.
     """
     try:
-        return parse_qos(run_slurm(_QOS_ARGV, ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ)))
+        return parse_qos(run_slurm(_QOS_ARGV, ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ)))
     except TrainkitError:
         return None
 

@@ -35,44 +35,27 @@ MAX_KINDS = 20
 
 def describe_cluster(cluster: Cluster) -> str:
     """A summary of a cluster as text."""
-    return "\n".join(_lines(cluster))
-
-
-def _lines(cluster: Cluster) -> Iterator[str]:
-    yield f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}"
-    rows = [("partition", "nodes", "per node", "time limit")]
-    for partition in cluster.partitions:
-        if not partition.is_hidden:
-            rows += _rows(partition)
-    yield indent(table(rows), "  ")
+    rows = [("partition", "nodes", "GPUs per node", "time limit")]
+    for item in cluster.partitions:
+        if not item.is_hidden:
+            name = item.name + (" (default)" if item.is_default else "") + ("" if item.is_up else " (not up)")
+            limit = "no limit" if item.max_time_s is None else time_text(item.max_time_s)
+            gpus = {f"{count} {kind}".rstrip() for node in item.nodes for kind, count in node.gpus.items()}
+            rows.append((name, str(item.num_nodes), ", ".join(sorted(gpus)) or "none", limit))
     default = {item.name for item in cluster.accounts or () if item.is_default}
     names = dict.fromkeys(item.name for item in cluster.accounts or ())
     accounts = [f"{name} (default)" for name in names if name in default]
     accounts += [name for name in names if name not in default]
-    yield f"  accounts: {listed(accounts) or 'not checked'}"
-    yield f"  QOS: {listed(item.name for item in cluster.qos or ()) or 'not checked'}"
-    yield f"  containers: {listed(cluster.containers) or 'none found'}"
-    yield f"  modules: {'yes' if cluster.has_modules else 'none found'}"
-
-
-def _rows(partition: Partition) -> Iterator[tuple[str, str, str, str]]:
-    limit = "no limit" if partition.max_time_s is None else time_text(partition.max_time_s)
-    name = partition.name + (" (default)" if partition.is_default else "")
-    name += "" if partition.is_up else " (not up)"
-    counts: dict[str, int] = {}
-    for kind in partition.nodes:
-        hardware = _hardware_text(kind)
-        counts[hardware] = counts.get(hardware, 0) + kind.count
-    for hardware, count in counts.items() or [("unknown", 0)]:
-        yield name, str(count), hardware, limit
-        name = limit = ""
-
-
-def _hardware_text(kind: NodeKind) -> str:
-    parts = [f"{count} {gpu_type or 'GPU'}" for gpu_type, count in kind.gpus.items()]
-    parts += [] if kind.cpus is None else [f"{kind.cpus} CPUs"]
-    parts += [] if kind.mem_mib is None else [memory_text(kind.mem_mib)]
-    return ", ".join(parts)
+    return "\n".join(
+        (
+            f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}",
+            indent(table(rows), "  "),
+            f"  accounts: {listed(accounts) or 'not checked'}",
+            f"  QOS: {listed(item.name for item in cluster.qos or ()) or 'not checked'}",
+            f"  containers: {listed(cluster.containers) or 'none found'}",
+            f"  modules: {'yes' if cluster.has_modules else 'none found'}",
+        )
+    )
 
 
 def differences(profile: Cluster, found: Cluster) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from trainkit.config.running import ResourcesConfig
 from trainkit.formats import memory_mib
-from trainkit.slurm.hosts import expand_without_slurm
+from trainkit.slurm.hosts import expand_hosts
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class ResourceRequest:
     @property
     def named_nodes(self) -> list[str]:
         """The nodes that the job must get; raises UsageError for text that is not a host list."""
-        return [] if self.nodelist is None else expand_without_slurm(self.nodelist)
+        return [] if self.nodelist is None else expand_hosts(self.nodelist)
 
     @property
     def all_nodes(self) -> int:

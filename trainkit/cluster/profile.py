@@ -6,9 +6,8 @@ A profile is a file `clusters/NAME.yaml` in the current folder or in the user's 
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,37 +50,34 @@ class FoundProfile:
     reason: str
 
 
-def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
+def user_folder() -> Path:
     """The folder that `trainkit init` writes profiles to."""
-    return config_folder(environ) / FOLDER
+    return config_folder() / FOLDER
 
 
-def find_profile(
-    loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
-) -> FoundProfile | None:
+def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     """Find the profile that a run uses; None if there is none.
 
     It is the profile that `launch.cluster` names, else the one of the ClusterName in slurm.conf. If
     slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist,
     if two profiles are of the same cluster, or if the profile is invalid.
     """
-    cwd = Path.cwd() if cwd is None else cwd
-    folders = [cwd / FOLDER, user_folder(environ)]
+    folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
     if named is not None:
-        return _found(_named(loaded, named, folders), cwd, f"launch.cluster is {named}")
+        return _found(_named(loaded, named, folders), f"launch.cluster is {named}")
     files = [sorted(folder.glob("*.yaml")) for folder in folders]
     if not any(files):
         return None
-    name = cluster_name(environ)
+    name = cluster_name()
     if name is None:
         if len(alone := [path for paths in files for path in paths]) > 1:
             return None
-        return _found(alone[0], cwd, "it is the only profile, and slurm.conf gives no ClusterName")
+        return _found(alone[0], "it is the only profile, and slurm.conf gives no ClusterName")
     for paths in files:
         own = _own_profile(loaded, paths, name)
         if own is not None:
-            return _found(own, cwd, f"ClusterName is {name} in slurm.conf")
+            return _found(own, f"ClusterName is {name} in slurm.conf")
     return None
 
 
@@ -123,7 +119,8 @@ def _name_in(path: Path) -> str | None:
     return str(found.value).lower() if found is not None else path.stem
 
 
-def _found(path: Path, cwd: Path, reason: str) -> FoundProfile:
+def _found(path: Path, reason: str) -> FoundProfile:
+    cwd = Path.cwd()
     shown = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
     profile, defaults = _read(path, shown, path.stat().st_mtime_ns)
     return FoundProfile(path, shown, profile, defaults, f"{profile.name}: {shown}, because {reason}")
@@ -134,33 +131,28 @@ def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry 
     return read_profile(path, shown)
 
 
-def known_cluster(
-    loaded: LoadedConfig,
-    environ: Mapping[str, str] = os.environ,
-    cwd: Path | None = None,
-    run: Path | None = None,
-) -> Cluster:
+def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
     """The cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
 
     `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
     Raises ConfigError for a profile that is invalid or does not exist.
     """
-    known = _profile_or_slurm(loaded, environ, cwd)
-    name = known.name if known.partitions else cluster_name(environ) or known.name
-    bad = excluded(name, environ=environ, run=None if run is None else str(run))
-    hint = f"`rm {quote(str(memory_file(name, environ)))}` clears the list"
+    known = _profile_or_slurm(loaded)
+    name = known.name if known.partitions else cluster_name() or known.name
+    bad = excluded(name, run=None if run is None else str(run))
+    hint = f"`rm {quote(str(memory_file(name)))}` clears the list"
     return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
 
 
-def _profile_or_slurm(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Cluster:
-    found = find_profile(loaded, environ, cwd)
+def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
+    found = find_profile(loaded)
     if found is None:
-        return _cluster_from_slurm(loaded, environ)
+        return _cluster_from_slurm(loaded)
     hint = f"this is from {found.shown}; if it is out of date, delete it and run `trainkit init`"
     known = found.profile.to_cluster(found.reason, hint)
     if known.partitions:
         return known
-    live = _cluster_from_slurm(loaded, environ)
+    live = _cluster_from_slurm(loaded)
     return replace(
         known,
         partitions=live.partitions,
@@ -171,11 +163,11 @@ def _profile_or_slurm(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Pat
     )
 
 
-def _cluster_from_slurm(loaded: LoadedConfig, environ: Mapping[str, str]) -> Cluster:
+def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
     """Query Slurm for the cluster; if Slurm does not answer, only `error` and `reason` are set."""
     resources = loaded.config.resources
     try:
-        cluster = query_cluster(environ, with_accounts=bool(resources.account or resources.qos))
+        cluster = query_cluster(with_accounts=bool(resources.account or resources.qos))
     except SlurmError as error:
         message = error.message.splitlines()[0]
         reason = f"unknown: Slurm did not answer, so no limits were checked ({message})"
@@ -185,7 +177,7 @@ def _cluster_from_slurm(loaded: LoadedConfig, environ: Mapping[str, str]) -> Clu
     if resources.qos is None or not _exceeds_a_partition(resources, cluster):
         return cluster
     # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.
-    qos = query_qos(environ)
+    qos = query_qos()
     return cluster if qos is None else replace(cluster, qos=qos)
 
 

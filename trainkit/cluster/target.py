@@ -42,9 +42,7 @@ class Target:
 LOCAL = Target("local", "this machine")
 
 
-def choose_backend(
-    backend: str, cluster: str | None = None, environ: Mapping[str, str] = os.environ
-) -> tuple[str, str]:
+def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
     """The backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
 
     Raises SlurmError when it is unclear whether this machine belongs to a cluster.
@@ -53,18 +51,18 @@ def choose_backend(
         return backend, f"launch.backend is {backend}"
     if cluster is not None:
         return "sbatch", f"sbatch: launch.cluster is {cluster}"
-    sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
+    sbatch = shutil.which("sbatch")
     if sbatch is None:
         return "local", "local: sbatch is not on PATH"
-    if environ.get("SLURM_CONF") or environ.get("SLURM_CONF_SERVER"):
+    if os.environ.get("SLURM_CONF") or os.environ.get("SLURM_CONF_SERVER"):
         return "sbatch", f"sbatch: found {sbatch}, and SLURM_CONF is set"
-    configured = conf_file(environ)
+    configured = conf_file()
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
     # Imported only here: a machine without sbatch, or with a slurm.conf, runs no command for this.
     from trainkit.slurm.environment import finds_cluster
 
-    finds = finds_cluster(environ)
+    finds = finds_cluster()
     if finds is None:
         # Never train on a login node because a file was not found.
         raise SlurmError(
@@ -78,27 +76,21 @@ def choose_backend(
     return "local", f"local: found {sbatch} but no slurm.conf, so no cluster is set up here"
 
 
-def make_target(
-    loaded: LoadedConfig,
-    backend: str | None = None,
-    environ: Mapping[str, str] = os.environ,
-    cwd: Path | None = None,
-    run: Path | None = None,
-) -> Target:
+def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
     """The target of a config and the description of its cluster; `backend` overrides the config's.
 
     `run` is the folder of a run that starts again, for `known_cluster`.
     Raises ConfigError for a cluster profile that is invalid or does not exist.
     """
     launch = loaded.config.launch
-    chosen, reason = choose_backend(backend or launch.backend, launch.cluster, environ)
+    chosen, reason = choose_backend(backend or launch.backend, launch.cluster)
     if chosen == "local":
         return Target("local", reason)
 
     # Imported only for Slurm: a run on this machine needs neither profiles nor Slurm's commands.
     from trainkit.cluster.profile import known_cluster
 
-    cluster = known_cluster(loaded, environ, cwd, run)
+    cluster = known_cluster(loaded, run)
     return Target("submitit" if chosen == "submitit" else "sbatch", reason, cluster)
 
 
@@ -108,23 +100,19 @@ def load_with_cluster(
     profile: str | None = None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, tuple[str, object]] | None = None,
-    environ: Mapping[str, str] = os.environ,
-    cwd: Path | None = None,
 ) -> LoadedConfig:
     """Load a config like `load_config`, with the `defaults` of its cluster's profile as the lowest layer.
 
     Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
     """
-    load = partial(
-        load_config, path, profile=profile, overrides=overrides, flags=flags, environ=environ, cwd=cwd
-    )
+    load = partial(load_config, path, profile=profile, overrides=overrides, flags=flags)
     invalid = None
     try:
         loaded = load()
     except InvalidConfig as error:
         loaded, invalid = error.rest, error
     try:
-        defaults = _cluster_defaults(loaded, environ, cwd)
+        defaults = _cluster_defaults(loaded)
     except ConfigError as error:
         raise error if invalid is None else invalid.with_problems_of_rest(error.problems) from None
     if defaults is not None:
@@ -134,12 +122,12 @@ def load_with_cluster(
     return loaded
 
 
-def _cluster_defaults(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Entry | None:
+def _cluster_defaults(loaded: LoadedConfig) -> Entry | None:
     """The `defaults` of the profile of a config's cluster; None for a run on this machine."""
     launch = loaded.config.launch
-    if choose_backend(launch.backend, launch.cluster, environ)[0] == "local":
+    if choose_backend(launch.backend, launch.cluster)[0] == "local":
         return None
     from trainkit.cluster.profile import find_profile
 
-    found = find_profile(loaded, environ, cwd)
+    found = find_profile(loaded)
     return None if found is None else found.defaults

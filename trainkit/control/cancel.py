@@ -11,8 +11,7 @@ from datetime import datetime, timezone
 from shlex import quote
 from typing import Any
 
-from trainkit.backends import backend_of
-from trainkit.backends.base import write_cancelled
+from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
 from trainkit.errors import UsageError

@@ -7,7 +7,6 @@ and the other hosts would idle until the time limit.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
@@ -144,7 +143,6 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file,
         token=token,
-        environ=os.environ,
         cwd=run.path,
         extra_argv=options,
         notify=log_line,
@@ -205,13 +203,7 @@ def _test_submission(options: Sequence[str]) -> str | None:
         script = Path(folder) / "nothing.sh"
         script.write_text("#!/bin/sh\n", encoding="utf-8")
         try:
-            query_start(
-                script,
-                environ=os.environ,
-                cwd=script.parent,
-                timeout_s=TEST_TIMEOUT_S,
-                extra_argv=options,
-            )
+            query_start(script, cwd=script.parent, timeout_s=TEST_TIMEOUT_S, extra_argv=options)
         except SlurmRefused as error:
             return error.message
     return None

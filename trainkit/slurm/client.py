@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
 from trainkit.errors import SlurmError, UsageError
-from trainkit.slurm.messages import UNREACHABLE_HINT, FailureKind, cleaned, failure_hint, failure_kind
 
 QUERY_TIMEOUT_S = 12.0
 """A bit longer than Slurm's commands try to reach a controller by default, so that they can report why they
@@ -79,18 +80,16 @@ class CommandOutput:
 def run_slurm(
     argv: Sequence[str],
     timeout_s: float,
-    input: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
     """The stdout of a Slurm command; raises the errors of `slurm_output`."""
-    return slurm_output(argv, timeout_s, input, environ, cwd).stdout
+    return slurm_output(argv, timeout_s, environ, cwd).stdout
 
 
 def slurm_output(
     argv: Sequence[str],
     timeout_s: float,
-    input: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> CommandOutput:
@@ -118,8 +117,7 @@ def slurm_output(
         done = subprocess.run(
             list(argv),
             executable=path,
-            input=None if input is None else input.encode(),
-            stdin=subprocess.DEVNULL if input is None else None,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,
             env=dict(environ),
@@ -162,14 +160,14 @@ def _place(environ: Mapping[str, str]) -> tuple[str, str]:
     return environ.get("PATH", ""), environ.get("SLURM_CONF", "")
 
 
-def require_controller(environ: Mapping[str, str] | None = None) -> None:
+def require_controller() -> None:
     """Raise SlurmUnreachable unless Slurm answers a query, or has just answered another one.
 
     Before a submission: one whose answer is lost has to be looked up, which takes minutes if Slurm is away.
     """
-    place = _place(plain_environ(os.environ if environ is None else environ))
+    place = _place(os.environ)
     if time.monotonic() - _answered.get(place, -math.inf) > ANSWER_VALID_S:
-        query(["squeue", "--me", "--noheader", "--format=%A"], environ=environ)
+        query(["squeue", "--me", "--noheader", "--format=%A"])
 
 
 def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreachable | SlurmRefused:
@@ -189,6 +187,174 @@ def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreac
         stderr=text,
         may_have_arrived=kind is FailureKind.ANSWER_LOST,
     )
+
+
+_PREFIX = re.compile(
+    r"^(?:(?:sbatch|srun|salloc|squeue|sacct|sacctmgr|scontrol|scancel|sinfo): )?"
+    r"(?:(?:error|fatal|warning): )?"
+    r"(?:slurm_\w+ error: |Batch job submission failed: |allocation failure: )?"
+)
+
+
+class FailureKind(Enum):
+    """Why a command of Slurm failed."""
+
+    NOT_DELIVERED = "Slurm was not reached: nothing was requested"
+    ANSWER_LOST = "the answer was lost: Slurm may have carried out the request"
+    REFUSED = "Slurm refused the request"
+
+
+_NOT_DELIVERED = (
+    r"\(connect failure\)",
+    r"Connection refused",
+    r"No route to host",
+    r"Network is unreachable",
+    r"Could not establish a configuration source",
+    r"Unable to (?:resolve|establish controller machine|determine this slurmd)",
+    r"Unable to connect to database",
+    r"Rate limit exceeded",
+    r"standby mode",
+    r"Communication connection failure",
+    r"Connection timed out establishing",
+    r"[Tt]emporarily un(?:able|available)",
+    r"Unable to locate backup controller",
+    r"System submissions disabled",
+)
+_ANSWER_LOST = (
+    r"Unable to contact slurm controller",
+    r"Socket timed out",
+    r"Zero Bytes were transmitted",
+    r"Connection timed out",
+    r"Connection reset by peer",
+    r"Broken pipe",
+    r"Transport endpoint is not connected",
+    r"Message (?:send|receive) failure",
+    r"Communication shutdown failure",
+    r"Unexpected message received",
+    r"Header lengths are longer",
+    r"Insane message length",
+    r"Connection (?:rejected by handler|forced closed)",
+    r"shutting down and closing all communications",
+    r"[Aa]uthentication (?:error|credential)",
+    r"Munge (?:encode|decode) failed",
+    r"Problem talking to the database",
+    r"failed to open persistent connection",
+    r"DBD_\w+ failure",
+)
+_LOST = re.compile("|".join(_ANSWER_LOST))
+_UNDELIVERED = re.compile("|".join(_NOT_DELIVERED))
+
+UNREACHABLE_HINTS = (
+    (
+        r"configuration source",
+        "Slurm is installed, but this machine does not belong to a cluster: "
+        "set SLURM_CONF, or run this on a login node",
+    ),
+    (
+        r"[Aa]uthentication|[Mm]unge",
+        "munge does not work on this machine (`munge -n | unmunge` shows why): contact the administrators",
+    ),
+    (
+        r"database|slurmdbd|persistent connection",
+        "the accounting database is down; `squeue` still lists pending and running jobs",
+    ),
+    (r"Rate limit|queue full|[Tt]emporarily", "Slurm is busy: try again in a minute"),
+    (r"submissions disabled", "submissions are disabled by the administrators: try again later"),
+)
+UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
+
+REFUSAL_HINTS = (
+    (
+        r"[Ii]nvalid partition",
+        "`sinfo -s` lists the partitions: choose one with --partition or resources.partition",
+    ),
+    (
+        r"No partition specified",
+        "this cluster has no default partition: choose one with --partition or resources.partition",
+    ),
+    (
+        r"Invalid account|[Ii]nvalid qos|QOS usage threshold|unknown association",
+        "choose with --account and --qos what "
+        "`sacctmgr show associations user=$USER format=account,partition,qos` lists",
+    ),
+    (
+        r"accounting/QOS policy|MaxJobCount|limit reached",
+        "this exceeds a limit of your account or QOS (jobs, nodes, GPUs or time): "
+        "request less, wait for other jobs, or choose another --qos",
+    ),
+    (
+        r"time limit|Time ?[Ll]imit",
+        "`scontrol show partition` shows MaxTime: request less with --time or resources.time",
+    ),
+    (
+        r"node configuration is not available|More processors requested|CPU count"
+        r"|Memory (?:specification|required)|Insufficient GRES",
+        "no node of this partition has that many GPUs or CPUs, that much memory, or the features of the "
+        "constraint: `sinfo -o '%P %D %c %m %G %f'` lists the nodes",
+    ),
+    (
+        r"partition configuration not available",
+        "this exceeds a limit of the partition: request fewer nodes, less time or another partition",
+    ),
+    (
+        r"Node count specification",
+        "the partition has fewer nodes than --nodes, or allows fewer per job",
+    ),
+    (
+        r"Invalid (?:generic resource|GRES|Trackable)",
+        "`sinfo -o '%P %G'` lists the GPUs and their names in Slurm",
+    ),
+    (r"feature", "`sinfo -o '%P %f'` lists the features that a constraint can name"),
+    (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
+    (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
+    (r"dependency", "a job that this one depends on is unknown to Slurm or has already failed"),
+    (r"array spec", "`scontrol show config` shows MaxArraySize: indices must be below it"),
+    (
+        r"too long",
+        "a path or the exported environment is too long for Slurm: "
+        "use a shorter --run-dir, or submit from a shell with fewer variables",
+    ),
+    (
+        r"(?:unrecognized|invalid|unknown) option|ambiguous",
+        "this version of Slurm does not support the option: see `sbatch --help`",
+    ),
+    (
+        r"group not permitted|[Pp]ermission denied",
+        "you may not use this partition, or the job belongs to another user",
+    ),
+    (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
+    (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
+    (
+        r"presently disabled",
+        "the job was submitted with --no-requeue, or its current state does not allow this",
+    ),
+)
+
+
+def cleaned(stderr: str) -> str:
+    """Slurm's message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
+    lines = [_PREFIX.sub("", line).strip() for line in stderr.splitlines()]
+    return "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith('Try "')))
+
+
+def failure_kind(stderr: str) -> FailureKind:
+    """The kind of failure that a message indicates; REFUSED for unknown messages."""
+    # sbatch prints these lines before it retries.
+    lines = [line for line in stderr.splitlines() if not line.endswith("sleeping and retrying")]
+    undelivered = [line for line in lines if _UNDELIVERED.search(line)]
+    # With two controllers, a request may be lost at one and not reach the other: assume the worse.
+    if any(_LOST.search(line) for line in lines if line not in undelivered):
+        return FailureKind.ANSWER_LOST
+    return FailureKind.NOT_DELIVERED if undelivered else FailureKind.REFUSED
+
+
+def failure_hint(stderr: str, kind: FailureKind) -> str:
+    """A hint for the user about a failure; empty when there is none."""
+    hints = REFUSAL_HINTS if kind is FailureKind.REFUSED else UNREACHABLE_HINTS
+    for pattern, hint in hints:
+        if re.search(pattern, stderr):
+            return hint
+    return "" if kind is FailureKind.REFUSED else UNREACHABLE_HINT
 
 
 def query(
@@ -217,11 +383,7 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return plain
 
 
-def retrying(
-    request: Callable[[], T],
-    patience_s: float = QUERY_PATIENCE_S,
-    sleep: Callable[[float], None] = time.sleep,
-) -> T:
+def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> T:
     """Call `request`, and retry with exponential backoff while it raises SlurmUnreachable.
 
     Raises the last error after `patience_s`. For idempotent requests only, never for a submission.
@@ -234,7 +396,7 @@ def retrying(
         except SlurmUnreachable:
             if time.monotonic() + pause_s > give_up:
                 raise
-        sleep(pause_s)
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

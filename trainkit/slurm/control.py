@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from trainkit.errors import UsageError
@@ -43,9 +42,7 @@ class Receiver(Enum):
     ALL = "--full"
 
 
-def requeue(
-    job_id: str, *, patience_s: float = CONTROL_PATIENCE_S, environ: Mapping[str, str] | None = None
-) -> None:
+def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
     """Requeue a job, or one array task such as `123_4`.
 
     Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
@@ -57,7 +54,7 @@ def requeue(
         nonlocal attempts
         attempts += 1
         try:
-            run_slurm(argv, JOB_TIMEOUT_S, environ=environ)
+            run_slurm(argv, JOB_TIMEOUT_S)
         except SlurmRefused as error:
             # A refused retry means that the first request succeeded and its answer was lost.
             if attempts == 1 or not _PENDING.search(error.sentence):
@@ -66,120 +63,71 @@ def requeue(
     retrying(request, patience_s)
 
 
-def exclude_hosts(
-    job_id: str,
-    hosts: str,
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> None:
+def exclude_hosts(job_id: str, hosts: str) -> None:
     """Set the excluded hosts of a pending job, as a host list; replaces the previous list.
 
     Raises SlurmRefused for a running job; a requeued job counts as pending immediately.
     """
     change = [f"JobId={checked_job_id(job_id)}", f"ExcNodeList={hosts}"]
-    query(["scontrol", "update", *change], environ=environ, patience_s=patience_s)
+    query(["scontrol", "update", *change])
 
 
-def cancel(
-    job_ids: Sequence[str],
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> None:
+def cancel(job_ids: Sequence[str]) -> None:
     """Cancel jobs or array tasks in one call; jobs that have already ended are ignored."""
-    _scancel([], job_ids, patience_s, environ)
+    _scancel([], map(checked_job_id, job_ids))
 
 
-def cancel_waiting(
-    job_ids: Sequence[str],
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> None:
+def cancel_waiting(job_ids: Sequence[str]) -> None:
     """Cancel those of the jobs and array tasks that are pending; running ones continue."""
-    _scancel(["--state=PENDING"], job_ids, patience_s, environ)
+    _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
-def send_signal(
-    job_ids: Sequence[str],
-    signal: str,
-    receiver: Receiver = Receiver.STEPS,
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> None:
+def send_signal(job_ids: Sequence[str], signal: str, receiver: Receiver = Receiver.STEPS) -> None:
     """Send a signal (`USR2`, `SIGTERM`, `12`) to the steps, the batch shell or both of running jobs."""
     if _SIGNAL.fullmatch(signal) is None:
         raise UsageError(f"{signal!r} is not a signal", hint="for example USR2 or TERM")
     options = [f"--signal={signal}", *([receiver.value] if receiver.value else [])]
-    _scancel(options, job_ids, patience_s, environ)
+    _scancel(options, map(checked_job_id, job_ids))
 
 
 def kill_step(
-    job_id: str,
-    step_id: str,
-    signal: str = "KILL",
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
+    job_id: str, step_id: str, signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
     """Kill a step immediately, with SIGKILL or another signal.
 
     Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
     """
-    kill_steps([(job_id, step_id)], signal, patience_s=patience_s, environ=environ)
+    kill_steps([(job_id, step_id)], signal, patience_s=patience_s)
 
 
 def kill_steps(
-    steps: Sequence[tuple[str, str]],
-    signal: str = "KILL",
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
+    steps: Sequence[tuple[str, str]], signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
     """Kill steps, given as (job id, step id), in one call; see `kill_step`."""
     for _, step_id in steps:
         if not step_id.isdigit():
             raise UsageError(f"{step_id!r} is not a step id")
-    names = [f"{checked_job_id(job_id)}.{step_id}" for job_id, step_id in steps]
-    if names:
-        _scancel_these([f"--signal={signal}"], names, patience_s, environ)
+    names = (f"{checked_job_id(job_id)}.{step_id}" for job_id, step_id in steps)
+    _scancel([f"--signal={signal}"], names, patience_s)
 
 
-def _scancel(
-    options: list[str], job_ids: Sequence[str], patience_s: float, environ: Mapping[str, str] | None
-) -> None:
-    if job_ids:
-        _scancel_these(options, [checked_job_id(job_id) for job_id in job_ids], patience_s, environ)
-
-
-def _scancel_these(
-    options: list[str], names: Sequence[str], patience_s: float, environ: Mapping[str, str] | None
-) -> None:
+def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
+    """Run scancel for jobs or steps, if there are any; those that have already ended are ignored."""
     argv = ["scancel", *options, *names]
+    if len(argv) == 1 + len(options):
+        return
     try:
-        query(argv, environ=environ, patience_s=patience_s)
+        query(argv, patience_s=patience_s)
     except SlurmRefused as error:
         lines = error.sentence.splitlines()
         if not lines or not all(_GONE.search(line) for line in lines):
             raise
 
 
-def move_dependents(
-    job_id: str,
-    new_id: str,
-    *,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> list[str]:
+def move_dependents(job_id: str, new_id: str) -> list[str]:
     """Make your pending jobs that wait for the success of a job wait for another one; returns their ids."""
     old, new = checked_job_id(job_id), checked_job_id(new_id)
-    listing = query(
-        ["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"],
-        environ=environ,
-        patience_s=patience_s,
-    ).stdout
+    listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"]).stdout
     moved = []
     for line in listing.splitlines():
         waiting, _, dependency = line.strip().partition("|")
@@ -187,26 +135,19 @@ def move_dependents(
         changed = re.sub(rf"\bafterok:{re.escape(old)}(?![\d_])", f"afterok:{new}", conditions)
         if changed != conditions:
             argv = ["scontrol", "update", f"JobId={checked_job_id(waiting)}", f"Dependency={changed}"]
-            query(argv, environ=environ, patience_s=patience_s)
+            query(argv)
             moved.append(waiting)
     return moved
 
 
-def show_config(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def show_config() -> dict[str, str]:
     """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge and others."""
-    return parse_config(query(["scontrol", "show", "config"], environ=environ).stdout)
+    return parse_config(query(["scontrol", "show", "config"]).stdout)
 
 
 def parse_config(text: str) -> dict[str, str]:
     """Parse `scontrol show config`, whose lines are `Name = value`."""
     return {match["name"]: match["value"].strip() for match in _SETTING.finditer(text)}
-
-
-def version(environ: Mapping[str, str] | None = None) -> Version:
-    """The version of the installed commands, for example (22, 5, 8); does not query the controller."""
-    path = None if environ is None else environ.get("PATH")
-    program = next((name for name in ("srun", "sbatch", "scontrol") if shutil.which(name, path=path)), "srun")
-    return parse_version(run_slurm([program, "--version"], QUERY_TIMEOUT_S, environ=environ))
 
 
 def parse_version(text: str) -> Version:
@@ -224,12 +165,7 @@ def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> 
 
 
 def run_step(
-    job_id: str,
-    num_nodes: int,
-    argv: Sequence[str],
-    *,
-    timeout_s: float = QUERY_TIMEOUT_S,
-    environ: Mapping[str, str] | None = None,
+    job_id: str, num_nodes: int, argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
     """Run a command once on each node of a running job, as a separate step; returns its stdout.
 
@@ -242,4 +178,4 @@ def run_step(
         *(f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"),
     ]
     clean = plain_environ(scrubbed(os.environ if environ is None else environ))
-    return run_slurm([*step, *argv], timeout_s, environ=clean)
+    return run_slurm([*step, *argv], QUERY_TIMEOUT_S, environ=clean)

@@ -66,13 +66,13 @@ _NO_CONFIG = re.compile(r"DNS SRV lookup failed|slurm\.conf: No such file|[Uu]na
 _DNS_UNAVAILABLE = re.compile(r"Host name lookup failure|Temporary failure|[Tt]imed out")
 
 
-def finds_cluster(environ: Mapping[str, str]) -> bool | None:
+def finds_cluster() -> bool | None:
     """Whether sbatch, which must be on PATH, finds a configuration; None if that is unclear.
 
     Runs one command at most once for each environment. Without a slurm.conf Slurm looks its controller up in
     DNS: an answer that there is none differs from no answer.
     """
-    return _finds_cluster(tuple(sorted(environ.items())))
+    return _finds_cluster(tuple(sorted(os.environ.items())))
 
 
 @cache

@@ -5,32 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from trainkit.errors import TrainkitError, UsageError
-from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, run_slurm, safe_value
+from trainkit.errors import UsageError
+from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, safe_value
 from trainkit.slurm.states import checked_job_id
 
 _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 _BRACKETS = re.compile(r"(\[[^\[\]]*\])")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
-_SCONTROL_TIMEOUT_S = 5.0
 MAX_HOSTS = 1_000_000
 """More than any cluster has; prevents a typo from exhausting memory."""
 
 
-def expand_hosts(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Every host of a host list, in Slurm's order.
+def expand_hosts(text: str) -> list[str]:
+    """Every host of a host list, in Slurm's order; raises UsageError if the text is not a host list.
 
-    Uses `scontrol` where it works, else ClusterShell, because containers may lack Slurm.
-    Raises UsageError if the text is not a host list.
+    By ClusterShell, one range at a time because its sets do not preserve the order. Slurm's own command would
+    cost a process, and a container may lack it.
     """
     text = text.strip()
     _check(text)
-    if "[" not in text:
-        return text.split(",")
-    return _by_scontrol(text, environ) or expand_without_slurm(text)
+    return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
 
 
 def _check(text: str) -> None:
@@ -60,29 +56,11 @@ def _not_a_host_list(text: str) -> UsageError:
     return UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
 
 
-def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
-    if shutil.which("scontrol", path=None if environ is None else environ.get("PATH")) is None:
-        return []
-    try:
-        argv = ["scontrol", "show", "hostnames", text]
-        return run_slurm(argv, _SCONTROL_TIMEOUT_S, environ=environ).split()
-    except TrainkitError:
-        # scontrol needs a slurm.conf, which a container may lack.
-        return []
-
-
 def first_host(text: str) -> str:
     """The first host of a host list, without running scontrol."""
     _check(text)
     item = _split_outside_brackets(text)[0]
     return _BRACKETS.sub(lambda found: re.split(r"[-,]", found[0][1:-1])[0], item)
-
-
-def expand_without_slurm(text: str) -> list[str]:
-    """`expand_hosts` with ClusterShell, one range at a time because its sets do not preserve the order."""
-    text = text.strip()
-    _check(text)
-    return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
 
 
 def _expand_one(item: str) -> list[str]:
@@ -134,13 +112,7 @@ _DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
 """States in which no step can run. A draining host still runs its current job."""
 
 
-def node_states(
-    hosts: Sequence[str],
-    *,
-    timeout_s: float = HOSTS_TIMEOUT_S,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> dict[str, str]:
+def node_states(hosts: Sequence[str]) -> dict[str, str]:
     """The state of each host in sinfo's terms, such as ``allocated`` or ``down*``; unknown hosts are omitted.
 
     Raises SlurmUnreachable.
@@ -149,8 +121,7 @@ def node_states(
         *("sinfo", "--all", "--Node", "--noheader", f"--nodes={','.join(hosts)}"),
         f"--format=%N{FIELD}%T{RECORD}",
     ]
-    answer = query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ)
-    return parse_node_states(answer.stdout)
+    return parse_node_states(query(argv, timeout_s=HOSTS_TIMEOUT_S).stdout)
 
 
 def parse_node_states(text: str) -> dict[str, str]:
@@ -168,20 +139,14 @@ def is_down(state: str) -> bool:
     return _DOWN.search(state) is not None
 
 
-def hosts_of_job(
-    job_id: str,
-    *,
-    timeout_s: float = HOSTS_TIMEOUT_S,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> list[str]:
+def hosts_of_job(job_id: str) -> list[str]:
     """The current hosts of a job; a --no-kill job permanently loses a host that goes down.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["squeue", "--noheader", "--states=all", "--format=%N", f"--jobs={checked_job_id(job_id)}"]
-    answer = query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout.strip()
-    return expand_hosts(answer, environ) if answer else []
+    answer = query(argv, timeout_s=HOSTS_TIMEOUT_S).stdout.strip()
+    return expand_hosts(answer) if answer else []
 
 
 _ALIAS = re.compile(r"(?P<name>[^:,]+):(?:\[(?P<ipv6>[^\]]+)\]|(?P<addr>[^:,]+))(?::[^,]*)?")
@@ -189,24 +154,17 @@ _ALIAS = re.compile(r"(?P<name>[^:,]+):(?:\[(?P<ipv6>[^\]]+)\]|(?P<addr>[^:,]+))
 _NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
 
 
-def node_addr(
-    name: str,
-    *,
-    timeout_s: float = HOSTS_TIMEOUT_S,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
-) -> str:
+def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
     """The NodeAddr of a node: from the job's SLURM_NODE_ALIASES, else from Slurm's controller.
 
     It is the name itself unless the administrators have set another one.
 
     Raises SlurmUnreachable, and SlurmRefused for a node that Slurm does not know.
     """
-    aliases = (os.environ if environ is None else environ).get("SLURM_NODE_ALIASES", "")
-    for alias in _ALIAS.finditer(aliases):
+    for alias in _ALIAS.finditer(os.environ.get("SLURM_NODE_ALIASES", "")):
         if alias["name"] == name:
             return alias["ipv6"] or alias["addr"]
     argv = ["scontrol", "--oneliner", "show", "node", safe_value(name, "a node name")]
-    answer = query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout
+    answer = query(argv, timeout_s=HOSTS_TIMEOUT_S, patience_s=patience_s).stdout
     found = _NODE_ADDR.search(answer)
     return name if found is None else found["addr"]

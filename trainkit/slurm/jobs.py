@@ -22,7 +22,6 @@ from trainkit.slurm.client import (
     query,
     records,
     run_slurm,
-    seconds_of,
     time_of,
 )
 from trainkit.slurm.states import (
@@ -36,13 +35,10 @@ from trainkit.slurm.states import (
 )
 
 _QUEUE_FIELDS = (
-    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NodeList", "NumNodes"),
-    *("SubmitTime", "StartTime", "EndTime", "TimeLeft", "RestartCnt", "exit_code", "Name"),
+    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "NodeList", "NumNodes"),
+    *("StartTime", "EndTime", "RestartCnt", "exit_code", "Name"),
 )
-_ACCOUNTING_FIELDS = (
-    *("JobID", "State", "Partition", "NodeList", "NNodes", "Submit", "Start", "End", "ExitCode"),
-    "JobName",
-)
+_ACCOUNTING_FIELDS = ("JobID", "State", "NodeList", "NNodes", "Start", "End", "ExitCode", "JobName")
 UNKNOWN_JOB = "neither squeue nor sacct lists it"
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
@@ -65,16 +61,13 @@ class JobInfo:
     """Slurm's name of the state, for example NODE_FAIL."""
     reason: str = ""
     """Slurm's reason for the state of a pending job; for an unknown job, why it is unknown."""
-    partition: str = ""
     nodes: str = ""
     """The host list; empty before the job starts."""
     num_nodes: int = 0
-    submit_time: datetime | None = None
     start_time: datetime | None = None
     """For a pending job, when Slurm expects to start it."""
     end_time: datetime | None = None
     """For a running job, when it reaches its time limit."""
-    time_left_s: int | None = None
     restarts: int | None = None
     """Number of requeues; None when unknown."""
     exit_code: int | None = None
@@ -103,31 +96,23 @@ class JobInfo:
         return self.reason if self.state is JobState.UNKNOWN else ""
 
 
-def query_jobs(
-    ids: Iterable[str] | None = None,
-    *,
-    user: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    timeout_s: float = QUERY_TIMEOUT_S,
-) -> dict[str, JobInfo]:
-    """The jobs with these ids, by id and in this order; without ids, all jobs of `user` that squeue lists.
+def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
+    """The jobs with these ids, by id and in this order.
 
-    `user` defaults to the current user. The id of an array selects all its tasks, whose ids are then the
+    The id of an array selects all its tasks, whose ids are then the
     keys; tasks cancelled while pending may share one entry under the array's id. Jobs that neither squeue nor
     sacct lists are included as `unknown`. Runs at most two commands; raises SlurmUnreachable if squeue fails.
     """
-    if ids is None:
-        return parse_queue(_query_queue(["--me" if user is None else f"--user={user}"], environ, timeout_s))
     wanted = list(dict.fromkeys(checked_job_id(job_id) for job_id in ids))
     if not wanted:
         return {}
-    known = parse_queue(_query_queue(_selection(wanted, user), environ, timeout_s))
+    known = parse_queue(_query_queue(wanted))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
     # The tasks of an array leave squeue one by one, so an array that is listed may be incomplete.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
     reason = UNKNOWN_JOB
     if missing:
-        ended, reason = _query_accounting(missing, environ)
+        ended, reason = _query_accounting(missing)
         known = {**ended, **known}
     return dict(_select(wanted, known, reason))
 
@@ -155,18 +140,13 @@ def _task_number(job_id: str) -> int:
     return int(job_id.partition("_")[2] or -1)
 
 
-def _selection(wanted: Sequence[str], user: str | None) -> list[str]:
+def _query_queue(wanted: Sequence[str]) -> str:
     bases = ",".join(dict.fromkeys(map(base_id, wanted)))
-    if len(bases) > _LONGEST_ARGUMENT:
-        return ["--me" if user is None else f"--user={user}"]
-    return [f"--jobs={bases}", *([] if user is None else [f"--user={user}"])]
-
-
-def _query_queue(selection: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
+    selection = "--me" if len(bases) > _LONGEST_ARGUMENT else f"--jobs={bases}"
     layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
-    argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", *selection]
+    argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", selection]
     try:
-        return query(argv, timeout_s=timeout_s, environ=environ).stdout
+        return query(argv).stdout
     except SlurmRefused as error:
         # squeue reports this for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
@@ -178,8 +158,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
     """Parse the output of squeue, by job id; expands the pending tasks of an array, which share a record."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
-        number, array, task, word, reason, partition, nodes, num_nodes = fields[:8]
-        submitted, start, end, left, restarts, exit_code, name = fields[8:]
+        number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
@@ -192,13 +171,10 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
             state=state,
             slurm_state=word,
             reason="" if reason in ("None", "N/A") else reason,
-            partition=partition,
             nodes=nodes,
             num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            submit_time=time_of(submitted),
             start_time=time_of(start),
             end_time=time_of(end),
-            time_left_s=seconds_of(left),
             restarts=restart_count,
             exit_code=code,
             exit_signal=signal,
@@ -217,15 +193,13 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
         found.setdefault(job_id, replace(info, job_id=job_id))
 
 
-def _query_accounting(
-    missing: Sequence[str], environ: Mapping[str, str] | None
-) -> tuple[dict[str, JobInfo], str]:
+def _query_accounting(missing: Sequence[str]) -> tuple[dict[str, JobInfo], str]:
     """The jobs that accounting lists, and the reason why all others are unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
     try:
-        text = _run_sacct([f"--jobs={bases}"], environ)
+        text = _run_sacct(f"--jobs={bases}")
     except TrainkitError as error:
         return (
             {},
@@ -234,20 +208,20 @@ def _query_accounting(
     return parse_accounting(text), UNKNOWN_JOB
 
 
-def _run_sacct(selection: Sequence[str], environ: Mapping[str, str] | None) -> str:
+def _run_sacct(*selection: str) -> str:
     argv = [
         *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
         *(f"--format={','.join(_ACCOUNTING_FIELDS)}", *selection),
     ]
-    return run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ or os.environ))
+    return run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ))
 
 
-def query_starts(job_id: str, *, environ: Mapping[str, str] | None = None) -> list[JobInfo]:
+def query_starts(job_id: str) -> list[JobInfo]:
     """Every start of a job, oldest first: accounting has one record before and after each requeue.
 
     Raises SlurmError if accounting does not answer.
     """
-    text = _run_sacct(["--duplicates", f"--jobs={checked_job_id(job_id)}"], environ)
+    text = _run_sacct("--duplicates", f"--jobs={checked_job_id(job_id)}")
     starts = [info for info in _accounting_records(text) if info.job_id == job_id and info.start_time]
     return sorted(starts, key=lambda info: info.start_time or datetime.min)
 
@@ -262,7 +236,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 def _accounting_records(text: str) -> Iterator[JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
-        job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
+        job_id, word, nodes, num_nodes, start, end, exit_code, name = fields
         state = state_in_accounting(word)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
         yield JobInfo(
@@ -272,10 +246,8 @@ def _accounting_records(text: str) -> Iterator[JobInfo]:
             reason=""
             if state.is_terminal
             else f"squeue no longer lists it, but accounting still reports {word}",
-            partition=partition,
             nodes="" if nodes == "None assigned" else nodes,
             num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            submit_time=time_of(submitted),
             start_time=time_of(start),
             end_time=time_of(end),
             exit_code=code,
@@ -320,18 +292,14 @@ class JobDetails:
 
 
 def job_details(
-    job_id: str,
-    *,
-    timeout_s: float = QUERY_TIMEOUT_S,
-    patience_s: float = QUERY_PATIENCE_S,
-    environ: Mapping[str, str] | None = None,
+    job_id: str, *, timeout_s: float = QUERY_TIMEOUT_S, patience_s: float = QUERY_PATIENCE_S
 ) -> JobDetails:
     """The details of a job, or of one array task such as `123_4`.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["scontrol", "--oneliner", "show", "job", checked_job_id(job_id)]
-    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout)
+    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s).stdout)
 
 
 def parse_job(text: str) -> JobDetails:

@@ -29,9 +29,9 @@ def quote(value: object) -> str:
     return "$'" + "".join(_escaped(char) for char in text) + "'"
 
 
-def words(values: Iterable[object], separator: str = " ") -> str:
+def words(values: Iterable[object]) -> str:
     """The values, for example an argv, as words of bash."""
-    return separator.join(quote(value) for value in values)
+    return " ".join(map(quote, values))
 
 
 def directive(value: object) -> str:

@@ -146,47 +146,18 @@ _SENTENCES = {
     "QOSTimeLimit": "its QOS has used up its time",
     "QOSUsageThreshold": "its account has used more than this QOS allows",
     "Prolog": "its nodes are being prepared",
-    "BurstBufferResources": "waiting for space in the burst buffer",
-    "BurstBufferStageIn": "its data is being copied into the burst buffer",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    "PowerNotAvail": "waiting for power within the cluster's cap",
-    "PowerReserved": "waiting for power that is reserved for other jobs",
     "SchedDefer": "waiting for the next scheduling cycle",
-    "FedJobLock": "another cluster of the federation is scheduling it",
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
     "TimeLimit": "reached its time limit",
-    "InactiveLimit": "was idle for too long",
     "OutOfMemory": "ran out of memory",
     "DeadLine": "missed its deadline",
 }
 
-_RESOURCES = {
-    "cpu": ("CPUs", "CPU"),
-    "mem": ("memory", "memory"),
-    "memory": ("memory", "memory"),
-    "node": ("nodes", "node"),
-    "gres": ("GPUs", "GPU"),
-    "job": ("running jobs", "job"),
-    "jobs": ("running jobs", "job"),
-    "submitjob": ("submitted jobs", "job"),
-    "submitjobs": ("submitted jobs", "job"),
-    "wall": ("time", "time"),
-    "wallduration": ("time", "time"),
-    "lic": ("licenses", "license"),
-    "license": ("licenses", "license"),
-    "bb": ("burst buffer", "burst buffer"),
-    "energy": ("energy", "energy"),
-    "billing": ("billing units", "billing"),
-    "unknown": ("a resource", "resource"),
-}
-"""Resource in a limit's name -> (text for the limited resource, text for its minutes)."""
-# AssocGrpGRES, QOSMaxCpuPerUserLimit, AssocGrpCPURunMinutesLimit, QOSMinGRES, MaxGRESPerAccount, …
-_LIMIT = re.compile(
-    r"(?P<whose>Assoc|QOS)?(?P<kind>Grp|Max|Min)(?P<what>[A-Za-z]+?)(?P<minutes>RunMinutes|Minutes)?"
-    r"(?:Per(?P<each>Job|User|Node|Account))?(?:NotSatisfied)?(?:Limit)?"
-)
+_LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+")
+"""The name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit and MaxGRESPerAccount."""
 
 
 def reason_sentence(reason: str) -> str:
@@ -201,27 +172,13 @@ def reason_sentence(reason: str) -> str:
         return _SENTENCES[whole]
     name, _, rest = whole.partition(",")
     rest = rest.strip()
-    known = _SENTENCES.get(name) or _limit_sentence(name)
+    known = _SENTENCES.get(name)
+    if known is None and _LIMIT.fullmatch(name):
+        whose = "account" if name.startswith("Assoc") or "PerAccount" in name else "QOS"
+        known = f"would exceed a limit of its {whose}: {name}"
     if known is None:
         return reason
     return f"{known} ({rest})" if rest else known
-
-
-def _limit_sentence(name: str) -> str | None:
-    match = _LIMIT.fullmatch(name)
-    names = _RESOURCES.get(match["what"].lower()) if match else None
-    if match is None or names is None:
-        return None
-    minutes = {"Minutes": f"{names[1]} minutes", "RunMinutes": f"{names[1]} minutes of running jobs"}
-    amount = minutes.get(match["minutes"] or "", names[0])
-    whose = "account" if match["whose"] == "Assoc" or match["each"] == "Account" else "QOS"
-    if match["kind"] == "Min":
-        return f"requests less than the minimum of its {whose}: {amount}"
-    if match["each"] in ("Job", "Node"):
-        return f"requests more {amount} than its {whose} allows per {match['each'].lower()}"
-    if match["each"] == "User":
-        return f"you have reached your limit of {amount} in its {whose}"
-    return f"its {whose} has reached its limit of {amount}"
 
 
 LARGEST_INDEX = 4_000_000

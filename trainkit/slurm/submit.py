@@ -6,9 +6,10 @@ Each job has a unique submission token in its comment. The caller writes it into
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -43,8 +44,8 @@ CLOCK_SKEW_S = 5
 _TOKEN = re.compile(r"[\w.:@/+=-]+", re.ASCII)
 _JOB_ID = re.compile(r"(?P<job_id>\d+)(?:;\S+)?")
 _WILL_START = re.compile(
-    r"Job (?P<job_id>\d+) to start at (?P<start>\S+) (?:a )?using (?P<cpus>\d+) processors on (?:nodes )?"
-    r"(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
+    r"Job \d+ to start at (?P<start>\S+) (?:a )?using \d+ processors on (?:nodes )?(?P<nodes>\S+)"
+    r"(?: in partition \S+)?"
 )
 
 
@@ -69,8 +70,6 @@ class StartEstimate:
 
     start_time: datetime | None
     nodes: list[str]
-    partition: str
-    num_cpus: int
     message: str
     """Slurm's message, with the time in the local time zone."""
 
@@ -79,47 +78,34 @@ def submit_script(
     path: Path,
     *,
     token: str,
-    environ: Mapping[str, str],
     cwd: Path,
-    timeout_s: float = SUBMIT_TIMEOUT_S,
     extra_argv: Sequence[str] = (),
-    patience_s: float = SUBMIT_PATIENCE_S,
     is_only_job: bool = True,
-    notify: Callable[[str], None] | None = None,
+    notify: Callable[[str], None],
 ) -> str:
     """Submit a script and return the job id; for an array, the id of the whole array.
 
-    `environ` is scrubbed first. `is_only_job` means that no other job uses this script. If the answer is
+    `is_only_job` means that no other job uses this script. If the answer is
     lost, the token is looked up until it is certain whether the job exists; `notify` gets a message first.
 
     Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If the latter has `may_have_arrived` set,
     the job may exist: check with `find_by_token(token)` before submitting the script again.
     """
-    environ = scrubbed(environ)
-    script = path.absolute()
-    argv = ["sbatch", "--parsable", *extra_argv, str(script)]
+    script = str(path.absolute())
+    argv = ["sbatch", "--parsable", *extra_argv, script]
 
     def submit() -> str:
-        return _job_id(run_slurm(argv, timeout_s, environ=environ, cwd=cwd))
+        return _job_id(run_slurm(argv, SUBMIT_TIMEOUT_S, environ=scrubbed(os.environ), cwd=cwd))
 
-    return submit_once(
-        submit,
-        token=token,
-        environ=environ,
-        script=str(script) if is_only_job else "",
-        patience_s=patience_s,
-        notify=notify,
-    )
+    return submit_once(submit, token=token, script=script if is_only_job else "", notify=notify)
 
 
 def submit_once(
     submit: Callable[[], str],
     *,
     token: str,
-    environ: Mapping[str, str],
     script: str = "",
-    patience_s: float = SUBMIT_PATIENCE_S,
-    notify: Callable[[str], None] | None = None,
+    notify: Callable[[str], None],
 ) -> str:
     """Call `submit` until exactly one job exists, even if its answers are lost; return the job id.
 
@@ -129,25 +115,19 @@ def submit_once(
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
     submission = _Submission(token, script, time.time())
-    give_up = time.monotonic() + patience_s
+    give_up = time.monotonic() + SUBMIT_PATIENCE_S
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             return submit()
         except SlurmUnreachable as lost:
-            if notify is not None:
-                notify(_retry_notice(lost))
-            found = _find_until_known(submission, lost, give_up, environ)
+            what = "checking whether the job was accepted" if lost.may_have_arrived else "retrying"
+            notify(f"{lost.message}; {what}")
+            found = _find_until_known(submission, lost, give_up)
         if found is not None:
             return found
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _retry_notice(lost: SlurmUnreachable) -> str:
-    if lost.may_have_arrived:
-        return f"{lost.message}; checking whether the job was accepted"
-    return f"{lost.message}; retrying"
 
 
 def _job_id(stdout: str) -> str:
@@ -162,9 +142,7 @@ def _job_id(stdout: str) -> str:
     )
 
 
-def _find_until_known(
-    submission: _Submission, lost: SlurmUnreachable, give_up: float, environ: Mapping[str, str]
-) -> str | None:
+def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: float) -> str | None:
     """Look a submission up until it is found; returns its job id, None if Slurm did not accept it.
 
     Raises SlurmUnreachable when Slurm cannot be reached until `give_up`.
@@ -173,7 +151,7 @@ def _find_until_known(
     missing_since: float | None = None
     while True:
         try:
-            found = _find(submission, environ, patience_s=0.0)
+            found = _find(submission, patience_s=0.0)
         except SlurmUnreachable:
             missing_since = None
             if time.monotonic() >= give_up:
@@ -202,46 +180,34 @@ def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
     )
 
 
-def find_by_token(
-    token: str,
-    *,
-    since: float = 0.0,
-    environ: Mapping[str, str] | None = None,
-    patience_s: float = QUERY_PATIENCE_S,
-) -> str | None:
+def find_by_token(token: str, *, since: float = 0.0) -> str | None:
     """The id of this user's job with the token, or None; for an array, the id of the whole array.
 
     Jobs submitted before `since` (Unix seconds) are ignored: a run folder that was deleted and created again
     has the same token. Queries squeue, which lists jobs until some minutes after their end. Raises
     SlurmUnreachable.
     """
-    return _find(_Submission(token, since=since), environ, patience_s)
+    return _find(_Submission(token, since=since), QUERY_PATIENCE_S)
 
 
-def _find(submission: _Submission, environ: Mapping[str, str] | None, patience_s: float) -> str | None:
+def _find(submission: _Submission, patience_s: float) -> str | None:
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
-    for job_id, submitted, comment, command in records(
-        query(argv, environ=environ, patience_s=patience_s).stdout, 4
-    ):
+    found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s).stdout
+    for job_id, submitted, comment, command in records(found, 4):
         if submission.matches(comment, command, submitted):
             return base_id(job_id)
     return None
 
 
 def query_start(
-    path: Path,
-    *,
-    environ: Mapping[str, str],
-    cwd: Path,
-    timeout_s: float = SUBMIT_TIMEOUT_S,
-    extra_argv: Sequence[str] = (),
+    path: Path, *, cwd: Path, timeout_s: float = SUBMIT_TIMEOUT_S, extra_argv: Sequence[str] = ()
 ) -> StartEstimate:
     """Estimate when and where Slurm would start a script, without submitting it.
 
     Raises SlurmRefused when Slurm would not accept it, and SlurmUnreachable.
     """
-    environ = plain_environ(scrubbed(environ))
+    environ = plain_environ(scrubbed(os.environ))
     argv = ["sbatch", "--test-only", *extra_argv, str(path.absolute())]
     output = slurm_output(argv, timeout_s, environ=environ, cwd=cwd)
     # sbatch prints the estimate to stderr.
@@ -258,7 +224,5 @@ def parse_start_estimate(text: str) -> StartEstimate:
     return StartEstimate(
         start_time=start_time,
         nodes=expand_hosts(match["nodes"]),
-        partition=match["partition"] or "",
-        num_cpus=int(match["cpus"]),
         message=match[0].replace(match["start"], shown, 1),
     )

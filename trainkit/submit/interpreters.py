@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from trainkit.plan.facts import Interpreter, KeyProblem
 from trainkit.plan.gpus import release_problem
 
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")
+_CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
 
 
 def find_interpreter(
@@ -51,16 +51,16 @@ def find_interpreter(
         problems += problem
         argv = (f"{venv}/bin/python",)
     elif launch.conda is not None:
-        conda, script, prefix, problem = _conda_environment(launch, environ, cwd)
+        conda, script, prefix, problem = _conda_environment(launch.conda, launch, environ, cwd)
         problems += problem
         argv = ("python",) if prefix is None else (f"{prefix}/bin/python",)
     if launch.python is not None:
-        argv = (launch.python if in_container else _program(launch.python, cwd),)
-        if not in_container and shutil.which(argv[0], path=environ.get("PATH", os.defpath)) is None:
+        is_path = "/" in launch.python and not in_container  # the job looks a plain name up on PATH
+        argv = (_absolute(launch.python, cwd) if is_path else launch.python,)
+        is_found = in_container or shutil.which(argv[0], path=environ.get("PATH", os.defpath)) is not None
+        if not is_found and not launch.modules:
             message = f"is {launch.python!r}, which is not an executable program"
-            problems += (
-                [] if launch.modules else [("launch.python", message, "give the path of an interpreter")]
-            )
+            problems.append(("launch.python", message, "give the path of an interpreter"))
     options = ("-u",) if in_container else _options(argv[0], executable)
     found = Interpreter(
         argv=argv,
@@ -151,19 +151,13 @@ class Packages:
     versions: Mapping[str, str]
 
     @cached_property
-    def torch(self) -> Mapping[str, object]:
-        """The constants of the version.py of its torch, which importing it would take seconds to tell."""
+    def torch(self) -> Mapping[str, str]:
+        """The constants of the version.py of its torch as written; importing it would take seconds."""
         try:
             text = Path(self.files["torch"]).with_name("version.py").read_text(encoding="utf-8")
-            tree = ast.parse(text)
-        except (KeyError, OSError, ValueError, SyntaxError):
+        except (KeyError, OSError, ValueError):
             return {}
-        constants: dict[str, object] = {}
-        for node in tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if isinstance(value := getattr(node, "value", None), ast.Constant):
-                constants |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-        return constants
+        return dict(_CONSTANT.findall(text))
 
     def is_below(self, name: str, folder: str) -> bool:
         """Whether a package is installed in a folder or below it."""
@@ -172,12 +166,12 @@ class Packages:
     @property
     def torch_version(self) -> str:
         """Empty if unknown."""
-        return str(self.torch.get("__version__", ""))
+        return self.torch.get("__version__", "").strip("\"'")
 
     @property
     def cpu_only_torch(self) -> str | None:
         """The version of its torch if that was built without CUDA and ROCm; None if not, or unknown."""
-        if self.torch.get("cuda", "") is not None or self.torch.get("hip") is not None:
+        if self.torch.get("cuda") != "None" or self.torch.get("hip", "None") != "None":
             return None
         return self.torch_version or "of unknown version"
 
@@ -238,92 +232,69 @@ def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Ite
 
 def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[KeyProblem]]:
     """The environment folder of a uv project, and problems; a workspace has it above its members."""
-    project = _absolute(given, cwd)
-    hint = f"`uv sync --project {given}` creates it"
-    if not Path(project, "pyproject.toml").is_file():
+    project = Path(_absolute(given, cwd))
+    if not (project / "pyproject.toml").is_file():
         message = f"is {given!r}, and there is no {project}/pyproject.toml"
         return f"{project}/.venv", [("launch.uv", message, "give the folder of a uv project")]
+    folders = [
+        parent / ".venv" for parent in (project, *project.parents) if (parent / "pyproject.toml").is_file()
+    ]
+    found = next((str(folder) for folder in folders if (folder / "pyvenv.cfg").is_file()), None)
     if environ.get("UV_PROJECT_ENVIRONMENT"):
-        folder = _absolute(environ["UV_PROJECT_ENVIRONMENT"], Path(project))
-        return folder, list(_venv_problems("launch.uv", given, folder, in_container=False))
-    for parent in (Path(project), *Path(project).parents):
-        if (parent / ".venv" / "pyvenv.cfg").is_file() and (parent / "pyproject.toml").is_file():
-            folder = str(parent / ".venv")
-            return folder, list(_venv_problems("launch.uv", given, folder, in_container=False))
+        found = _absolute(environ["UV_PROJECT_ENVIRONMENT"], project)
+    if found is not None:
+        return found, list(_venv_problems("launch.uv", given, found, in_container=False))
     message = f"is {given!r}, which has no environment yet: there is no {project}/.venv"
-    return f"{project}/.venv", [("launch.uv", message, hint)]
+    return f"{project}/.venv", [("launch.uv", message, f"`uv sync --project {given}` creates it")]
 
 
 def _conda_environment(
-    launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
+    given: str, launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
 ) -> tuple[str, str | None, str | None, list[KeyProblem]]:
     """(name or folder to activate, conda.sh, folder of the environment if known here, problems)."""
-    assert launch.conda is not None
-    base = _conda_base(environ)
-    script = None if base is None else base / "etc" / "profile.d" / "conda.sh"
-    found_script = str(script) if script is not None and script.is_file() else None
-    if "/" in launch.conda or launch.conda.startswith("~"):
-        prefix = _absolute(launch.conda, cwd)
-        if not os.access(f"{prefix}/bin/python", os.X_OK):
-            message = f"is {launch.conda!r}, and there is no {prefix}/bin/python"
-            return (
-                prefix,
-                found_script,
-                prefix,
-                [("launch.conda", message, "`conda env list` lists the environments and their folders")],
-            )
-        return prefix, found_script, prefix, _no_conda(launch, base)
-    if base is None:
-        return launch.conda, None, None, _no_conda(launch, base)
-    for folder in _conda_folders(launch.conda, base, environ):
-        if os.access(folder / "bin" / "python", os.X_OK):
-            return launch.conda, found_script, str(folder), []
-    message = f"is {launch.conda!r}, which is not an environment of {base}"
-    problems = [("launch.conda", message, "`conda env list` lists the environments")]
-    return launch.conda, found_script, None, [] if launch.modules else problems
-
-
-def _no_conda(launch: LaunchConfig, base: Path | None) -> list[KeyProblem]:
-    """A module may provide conda; without modules it must be on PATH."""
-    if base is not None or launch.modules:
-        return []
-    message = f"is {launch.conda!r}, and there is no conda on PATH"
-    return [
-        ("launch.conda", message, "add the module that provides it to launch.modules, or set launch.python")
-    ]
-
-
-def _conda_base(environ: Mapping[str, str]) -> Path | None:
-    """Where conda is installed: two folders above its executable."""
     program = environ.get("CONDA_EXE") or shutil.which("conda", path=environ.get("PATH", os.defpath))
-    if not program or not Path(program).is_file():
-        return None
-    return Path(program).resolve().parents[1]
+    # Conda is installed two folders above its executable.
+    base = Path(program).resolve().parents[1] if program and Path(program).is_file() else None
+    script = None if base is None else base / "etc" / "profile.d" / "conda.sh"
+    is_folder = "/" in given or given.startswith("~")
+    name = _absolute(given, cwd) if is_folder else given
+    folders = [Path(name)] if is_folder else [] if base is None else _conda_folders(name, base, environ)
+    prefix = next((str(folder) for folder in folders if os.access(folder / "bin" / "python", os.X_OK)), None)
+    problem, hint = None, "`conda env list` lists the environments and their folders"
+    if is_folder and prefix is None:
+        problem = f"is {given!r}, and there is no {name}/bin/python"
+    elif base is None and not launch.modules:  # a module may provide conda
+        problem = f"is {given!r}, and there is no conda on PATH"
+        hint = "add the module that provides it to launch.modules, or set launch.python"
+    elif prefix is None and not launch.modules:
+        problem = f"is {given!r}, which is not an environment of {base}"
+    found_script = str(script) if script is not None and script.is_file() else None
+    return (
+        name,
+        found_script,
+        prefix or (name if is_folder else None),
+        ([] if problem is None else [("launch.conda", problem, hint)]),
+    )
 
 
-def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> Iterator[Path]:
+def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> list[Path]:
     """The possible folders of an environment with this name."""
-    if name == "base":
-        yield base
-    for folder in filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep)):
-        yield Path(folder, name)
-    yield base / "envs" / name
     home = Path(environ.get("HOME", "/"))
-    yield home / ".conda" / "envs" / name
+    places = filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep))
+    found = [folder / name for folder in (*map(Path, places), base / "envs", home / ".conda" / "envs")]
     try:
         known = (home / ".conda" / "environments.txt").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return
-    yield from (Path(line) for line in known if Path(line).name == name)
+        known = []
+    return [
+        *([base] if name == "base" else []),
+        *found,
+        *(Path(line) for line in known if Path(line).name == name),
+    ]
 
 
 def _absolute(folder: str, cwd: Path) -> str:
     return os.path.normpath(cwd / Path(folder).expanduser())
-
-
-def _program(name: str, cwd: Path) -> str:
-    """A path, made absolute from `cwd`, or a plain name, which the job looks up on PATH."""
-    return _absolute(name, cwd) if "/" in name else name
 
 
 def _options(program: str, executable: str) -> tuple[str, ...]:

@@ -199,18 +199,6 @@ def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
             yield key, "is set by the job in every process", "remove it"
         elif "\0" in value:
             yield key, "has a NUL character, which an environment variable cannot contain", ""
-    for line in launch.setup:
-        if "\0" in line:
-            yield "launch.setup", "has a NUL character, which a script cannot contain", ""
-    for key in ("modules", "venv", "conda", "uv", "python", "container", "container_mounts"):
-        value = getattr(launch, key)
-        for text in (value,) if isinstance(value, str) else value or ():
-            if "\n" in text or "\0" in text:
-                yield (
-                    f"launch.{key}",
-                    f"has {text!r}, which contains a line break or NUL",
-                    "write it on one line",
-                )
 
 
 def command_python(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.limits import partition_problems
-from trainkit.cluster.model import Cluster, Partition, ResourceRequest, resource_request
+from trainkit.cluster.model import Cluster, ResourceRequest, resource_request
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
 from trainkit.formats import table
@@ -28,6 +28,7 @@ ENOUGH_S = 8.0
 """Seconds after which no further partitions are queried."""
 AT_ONCE = 4
 SOON_S = 60
+TOO_BUSY = "Slurm was too busy to answer"
 # Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
 MAY_CHANGE = re.compile(r"not available|busy")
 
@@ -48,27 +49,13 @@ class Wait:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the time in ISO 8601."""
-        return {
-            "partition": self.partition,
-            "is_asked": self.is_asked,
-            "start_time": None if self.start_time is None else self.start_time.isoformat(),
-            "nodes": list(self.nodes),
-            "remark": self.remark,
-            "refused": self.refused,
-        }
+        return asdict(self) | {"start_time": None if self.start_time is None else self.start_time.isoformat()}
 
 
-def estimate_waits(
-    plan: LaunchPlan,
-    config: RunConfig,
-    cluster: Cluster,
-    partitions: Sequence[Partition],
-    environ: Mapping[str, str],
-) -> list[Wait]:
+def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> list[Wait]:
     """The estimates for the requested partitions, then for all others.
 
-    `cluster` may come from a profile; `partitions` is their current state in Slurm. Raises SlurmUnreachable
-    when Slurm answers no query.
+    Raises SlurmUnreachable when Slurm answers no query.
     """
     assert plan.slurm is not None
     request = resource_request(
@@ -80,83 +67,46 @@ def estimate_waits(
     )
     names = [item.name for item in cluster.requested_partitions(request.partition)]
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
-    waits: list[Wait | None] = []
-    questions: dict[int, str] = {}
-    for index, name in enumerate([*names, *others]):
-        why_not = None if name in names else _misfit(request, cluster, name)
-        waits.append(None if why_not is None else Wait(name, False, None, remark=why_not))
-        if why_not is None:
-            questions[index] = name
     options = option_argv({**plan.slurm.sbatch, "comment": False, "partition": False})
-    answers = _ask(questions, options, environ)
-    now = {item.name: item for item in partitions}
-    for index, name in questions.items():
-        waits[index] = _wait(name, name in names, answers.get(index), now.get(name))
-    return [wait for wait in waits if wait is not None]
-
-
-def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str | None:
-    """Why a job does not fit a partition, in one sentence; None if it does."""
-    partition = cluster.partition(name)
-    if partition is None:
-        return None
-    found = next(partition_problems(replace(request, partition=name), cluster, partition), None)
-    return None if found is None else f"{found[0]}: {found[1]}"
-
-
-def _ask(
-    questions: Mapping[int, str], options: Sequence[str], environ: Mapping[str, str]
-) -> dict[int, Wait | SlurmRefused]:
-    """The answers by index of the question; questions for which there was no time are missing."""
-    answers: dict[int, Wait | SlurmRefused] = {}
+    answered: list[str] = []
     lost: list[TrainkitError] = []
     give_up = time.monotonic() + ENOUGH_S
 
-    def ask(index: int) -> None:
+    def ask(name: str) -> Wait:
+        is_asked = name in names
+        if not is_asked and (why_not := _misfit(request, cluster, name)):
+            return Wait(name, is_asked, None, remark=why_not)
         if lost or time.monotonic() > give_up:
-            return
-        argv = [*options, f"--partition={questions[index]}"]
+            return Wait(name, is_asked, None, remark=TOO_BUSY)
+        argv = [*options, f"--partition={name}"]
         try:
-            found = query_start(
-                script, environ=environ, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv
-            )
+            found = query_start(script, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv)
         except SlurmRefused as error:
-            answers[index] = error
+            answered.append(name)
+            remark = error.sentence.splitlines()[-1] if error.sentence else error.message
+            return Wait(name, is_asked, None, remark=remark, refused=not MAY_CHANGE.search(remark))
         except TrainkitError as error:
             lost.append(error)
-        else:
-            answers[index] = Wait(questions[index], False, found.start_time, tuple(found.nodes))
+            return Wait(name, is_asked, None, remark=TOO_BUSY)
+        answered.append(name)
+        return Wait(name, is_asked, found.start_time, tuple(found.nodes))
 
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder, ThreadPoolExecutor(AT_ONCE) as threads:
         script = Path(folder) / "nothing.sh"
         script.write_text("#!/bin/sh\n", encoding="utf-8")
-        list(threads.map(ask, questions))
-    if lost and not answers:
+        waits = list(threads.map(ask, [*names, *others]))
+    if lost and not answered:
         raise lost[0]
-    return answers
+    return waits
 
 
-def _wait(
-    name: str,
-    is_asked: bool,
-    answer: Wait | SlurmRefused | None,
-    now: Partition | None,
-) -> Wait:
-    if answer is None:
-        return Wait(name, is_asked, None, remark="Slurm was too busy to answer")
-    if isinstance(answer, Wait):
-        return replace(answer, is_asked=is_asked)
-    remark = answer.sentence.splitlines()[-1] if answer.sentence else answer.message
-    if not MAY_CHANGE.search(remark):
-        return Wait(name, is_asked, None, remark=remark, refused=True)
-    if now is not None and not now.is_up:
-        remark = "the partition is not up"
-    elif now is not None:
-        total = sum(kind.count for kind in now.nodes)
-        in_service = sum(kind.in_service or 0 for kind in now.nodes)
-        if in_service < total:
-            remark = f"not now: {total - in_service} of its {total} nodes are out of service"
-    return Wait(name, is_asked, None, remark=remark)
+def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
+    """Why a job does not fit a partition, in one sentence; empty if it does."""
+    partition = cluster.partition(name)
+    if partition is None:
+        return ""
+    found = next(partition_problems(replace(request, partition=name), cluster, partition), None)
+    return "" if found is None else f"{found.key}: {found.message}"
 
 
 def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[str]:

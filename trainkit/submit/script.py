@@ -167,7 +167,6 @@ def _summary(run: RunDir, plan: LaunchPlan) -> str:
 
 TEMPLATES_FOLDER = "templates"
 LENGTH_HINT = "{# starts a comment of the template: write bash's ${#name} as ${{ '{#' }}name}"
-_UNDEFINED = re.compile(r"'(?P<name>\w+)' is undefined")
 
 
 def render(name: str, context: Mapping[str, object], project: Path) -> str:
@@ -178,26 +177,27 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     `verbatim` for lines that must not change. Raises UsageError with file and line for a template that cannot
     be rendered.
     """
-    from jinja2 import TemplateError
+    from jinja2 import TemplateNotFound, TemplateSyntaxError
 
     folders = _folders(project)
-    used: dict[str, Path] = {}
-    environment = _environment(folders, used)
+    environment = _environment(folders)
     try:
         text = environment.get_template(name).render(context)
     except UsageError as error:
-        message = f"{_place(error, folders)}{error.message}"
-        raise UsageError(message, hint=error.hint) from error
-    except TemplateError as error:
-        raise _template_error(error, folders, used, context) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read the template {name}: {error}") from error
+        raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
+    except TemplateSyntaxError as error:
+        # For an unclosed tag, jinja2 sets the name to the file.
+        message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
+        raise UsageError(message, LENGTH_HINT if "comment tag" in message else "") from error
+    except TemplateNotFound as error:
+        searched = " or ".join(map(str, folders))
+        message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
+        raise UsageError(message) from error
     except Exception as error:
-        # Raised by an expression of the template, such as a division by zero.
-        place = _place(error, folders)
-        if not place:
-            raise
-        raise UsageError(f"{place}{type(error).__name__}: {error}", _shadow_hint(folders, used)) from error
+        # Raised by an expression of the template, such as an undefined name or a division by zero.
+        place = _place(error, folders) or f"{name}: "
+        hint = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""
+        raise UsageError(f"{place}{type(error).__name__}: {error}", hint) from error
     return _with_verbatim(_tidy(text))
 
 
@@ -207,20 +207,16 @@ def _folders(project: Path) -> list[Path]:
     return [own, shipped] if own.is_dir() and not own.samefile(shipped) else [shipped]
 
 
-def _environment(folders: list[Path], used: dict[str, Path]) -> Environment:
-    """A jinja2 environment in which a template can reach and change nothing but its own text.
-
-    Loading a template adds it to `used`.
-    """
+def _environment(folders: list[Path]) -> Environment:
+    """A jinja2 environment in which a template can reach and change nothing but its own text."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Loader(FileSystemLoader):
-        """Records the loaded templates, and ends each with a newline."""
+        """Ends each template with a newline."""
 
         def get_source(self, environment: Environment, template: str) -> Any:
             source, path, is_current = super().get_source(environment, template)
-            used[template] = Path(path)
             # Else the last line of a partial would join the line after its include.
             return source if source.endswith("\n") else f"{source}\n", path, is_current
 
@@ -263,33 +259,3 @@ def _place(error: BaseException, folders: list[Path]) -> str:
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders):
             return f"{frame.filename}:{frame.lineno}: "
     return ""
-
-
-def _shadow_hint(folders: list[Path], used: Mapping[str, Path]) -> str:
-    if len(folders) < 2 or not any(path.is_relative_to(folders[0]) for path in used.values()):
-        return ""
-    return f"it overrides the template in {folders[-1]}; compare the two, or remove yours"
-
-
-def _template_error(
-    error: Exception, folders: list[Path], used: Mapping[str, Path], context: Mapping[str, object]
-) -> UsageError:
-    from jinja2 import TemplateNotFound, TemplateSyntaxError
-
-    if isinstance(error, TemplateSyntaxError):
-        # For an unclosed tag, jinja2 sets the name to the file.
-        message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
-        is_length = "comment tag" in str(error.message)
-        return UsageError(message, LENGTH_HINT if is_length else _shadow_hint(folders, used))
-    place = _place(error, folders)
-    if isinstance(error, TemplateNotFound):
-        searched = " or ".join(map(str, folders))
-        return UsageError(f"{place}there is no template {error.name!r} in {searched}")
-    match = _UNDEFINED.fullmatch(str(error.args[0] if error.args else ""))
-    if match is None:
-        return UsageError(f"{place}{error}", _shadow_hint(folders, used))
-    from difflib import get_close_matches
-
-    close = get_close_matches(match["name"], context, 1)
-    known = f"did you mean {close[0]}?" if close else f"available: {', '.join(sorted(context))}"
-    return UsageError(f"{place}{match['name']!r} is undefined", known)

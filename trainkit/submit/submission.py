@@ -56,7 +56,9 @@ class ArraySpec:
     def directive(self) -> str:
         """The value of ``#SBATCH --array``."""
         limit = "" if self.limit is None else f"%{self.limit}"
-        return ",".join(_spans(self.indices)) + limit
+        from ClusterShell.RangeSet import RangeSet
+
+        return str(RangeSet(",".join(map(str, self.indices)))) + limit if self.indices else limit
 
 
 def parse_array(text: str) -> ArraySpec:
@@ -102,17 +104,6 @@ def refuse_too_large(spec: ArraySpec) -> None:
             f"{int(limit['count']):,} (max_array_tasks)",
             hint="split it into several arrays",
         )
-
-
-def _spans(indices: tuple[int, ...]) -> list[str]:
-    """Ascending indices as ranges, for example ``0-3``."""
-    spans: list[list[int]] = []
-    for index in indices:
-        if spans and spans[-1][1] == index - 1:
-            spans[-1][1] = index
-        else:
-            spans.append([index, index])
-    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
-from trainkit.config import LoadedConfig, RunConfig, dump_effective
+from trainkit.config import LoadedConfig, dump_effective
 from trainkit.config.training import DECODER
 from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
@@ -40,16 +41,28 @@ def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     if any(elsewhere) or launch.modules or launch.setup:
         return []
-    key, name = config.model_source
+    key, file = config.model_source
     if key == "task":
-        found = _check(_facts(config, "task", "task_args", "parallel"), *_file(name))
+        sections = {"task", "task_args", "parallel"}
     elif config.model.hf is not None:
-        found = _check(_facts(config, "model", "parallel"), *_file(f"{config.model.hf}/config.json:"))
-    elif name != DECODER:
-        found = _check(_facts(config, "model", "data", "parallel"), *_file(name))
+        sections, file = {"model", "parallel"}, f"{config.model.hf}/config.json:"
+    elif file != DECODER:
+        sections = {"model", "data", "parallel"}
     else:
         return []
-    return [loaded.problem(*item) for item in found]
+    # The points of a sweep mostly share these values. A module is searched for by its name alone.
+    values = config.model_dump_json(by_alias=True, include=sections)
+    path = Path(file.rpartition(":")[0]).absolute()
+    modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
+    return [loaded.problem(*item) for item in _check(values, path, modified_ns)]
+
+
+@lru_cache
+def _check(values: str, file: Path, modified_ns: int) -> list[KeyProblem]:
+    try:
+        return _problems("", values, CHECK_TIMEOUT_S)
+    except (subprocess.TimeoutExpired, TrainkitError):
+        return []
 
 
 def smoke_problems(loaded: LoadedConfig) -> list[Problem]:
@@ -57,7 +70,8 @@ def smoke_problems(loaded: LoadedConfig) -> list[Problem]:
 
     Raises TrainkitError if the process that tries it crashes.
     """
-    return [loaded.problem(*item) for item in _try(loaded, "--smoke")]
+    values = loaded.config.model_dump_json(by_alias=True)
+    return [loaded.problem(*item) for item in _problems(loaded.config.task, values, None, "--smoke")]
 
 
 def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
@@ -65,56 +79,31 @@ def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
 
     Raises TrainkitError if the process that reads them crashes.
     """
-    return [(key, message) for key, message, _ in _try(loaded, "--samples")]
+    values = loaded.config.model_dump_json(by_alias=True)
+    return [(key, message) for key, message, _ in _problems(loaded.config.task, values, None, "--samples")]
 
 
-def _try(loaded: LoadedConfig, option: str) -> list[KeyProblem]:
-    done = _run(option, text=loaded.config.model_dump_json(by_alias=True))
-    answer = _answer(done)
-    if answer is None:
+def _problems(task: str, values: str, timeout_s: float | None, *options: str) -> list[KeyProblem]:
+    text = _run(f"trying {task}", module_argv(CODE_CHECK, *options), values, timeout_s)
+    answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
+    if not answers:
+        raise TrainkitError(f"trying {task} failed: its process ended without an answer")
+    found = json.loads(answers[-1].removeprefix(PREFIX))
+    return [(key, message, hint) for key, message, hint in found]
+
+
+def _run(what: str, argv: Sequence[str], text: str = "", timeout_s: float | None = None) -> str:
+    """The output of a process; raises TrainkitError with its last line when it fails, and TimeoutExpired."""
+    done = subprocess.run(
+        argv, input=text, capture_output=True, text=True, errors="replace", timeout=timeout_s
+    )
+    if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise TrainkitError(
-            f"trying {loaded.config.task} failed: {' '.join(last) or f'exit code {done.returncode}'}",
+            f"{what} failed: {' '.join(last) or f'exit code {done.returncode}'}",
             hint="`trainkit --debug …` shows its full output",
         ) from RuntimeError(done.stderr)
-    return answer
-
-
-def _facts(config: RunConfig, *sections: str) -> str:
-    """The values on which the result depends, as JSON: the points of a sweep mostly share them."""
-    return config.model_dump_json(by_alias=True, include=set(sections))
-
-
-def _file(name: str) -> tuple[Path, int]:
-    """The file of FILE.py:CLASS and when it was modified; a module is searched for by its name alone."""
-    file = Path(name.rpartition(":")[0]).absolute()
-    return file, file.stat().st_mtime_ns if file.is_file() else 0
-
-
-@lru_cache
-def _check(facts: str, file: Path, modified_ns: int) -> list[KeyProblem]:
-    try:
-        return _answer(_run(text=facts, timeout_s=CHECK_TIMEOUT_S)) or []
-    except subprocess.TimeoutExpired:
-        return []
-
-
-def _run(*options: str, text: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        module_argv(CODE_CHECK, *options),
-        input=text,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
-    )
-
-
-def _answer(done: subprocess.CompletedProcess[str]) -> list[KeyProblem] | None:
-    answers = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
-    if done.returncode or not answers:
-        return None
-    return [(key, message, hint) for key, message, hint in json.loads(answers[-1].removeprefix(PREFIX))]
+    return done.stdout
 
 
 GPUS_PER_NODE = 8
@@ -147,32 +136,21 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
         raise UsageError(
             f"--rank is {rank}, but there are {plan.world_size} ranks", hint="ranks are counted from 0"
         )
+    config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        (folder / "config.yaml").write_text(dump_effective(_without_kernels(loaded.config)))
+        # Compile and float8 need a GPU or real values, but not more memory.
+        parallel = config.parallel.model_copy(update={"compile": False})
+        precision = config.precision.model_copy(update={"float8": False})
+        simulated = config.model_copy(update={"parallel": parallel, "precision": precision})
+        (folder / "config.yaml").write_text(dump_effective(simulated))
         (folder / "plan.json").write_text(plan.to_text())
         files = [str(folder / "config.yaml"), str(folder / "plan.json")]
-        done = subprocess.run(
-            module_argv("trainkit.trainer.simulate", *files, str(rank)),
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise TrainkitError(
-            f"the simulation of rank {rank} of {plan.world_size} failed: {' '.join(last) or 'killed'}",
-            hint="`trainkit --debug check …` shows its full output",
-        ) from RuntimeError(done.stderr)
+        argv = module_argv("trainkit.trainer.simulate", *files, str(rank))
+        text = _run(f"the simulation of rank {rank} of {plan.world_size}", argv)
     from trainkit.plan.memory import Simulation
 
-    return Simulation(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _without_kernels(config: RunConfig) -> RunConfig:
-    """The config without compile and float8, which need a GPU or real values but not more memory."""
-    parallel = config.parallel.model_copy(update={"compile": False})
-    precision = config.precision.model_copy(update={"float8": False})
-    return config.model_copy(update={"parallel": parallel, "precision": precision})
+    return Simulation(**json.loads(text.splitlines()[-1]))
 
 
 def simulation_lines(found: Simulation) -> list[str]:
