@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainkit.observe.signatures import Signature, Where, limited_time
+from trainkit.observe.signatures import Signature, Where
 from trainkit.run.failure import RankFailure
 
 TAIL_BYTES = 262_144
@@ -82,18 +82,15 @@ class Text:
         """
         text, starts = self._joined
         found: tuple[tuple[bool, int], dict[str, str]] | None = None
-        with limited_time(signature):
-            for pattern in signature.patterns:
-                for match in pattern.finditer(text):
-                    index = bisect_right(starts, match.start()) - 1
-                    groups = {name: value for name, value in match.groupdict().items() if value}
-                    weight = bool({"rank", "host"} & groups.keys()), index
-                    if found is not None and weight <= found[0]:
-                        continue
-                    if not self._is_survived(index) and not self._is_quoted(
-                        text, starts[index], match.start()
-                    ):
-                        found = weight, groups
+        for pattern in signature.patterns:
+            for match in pattern.finditer(text):
+                index = bisect_right(starts, match.start()) - 1
+                groups = {name: value for name, value in match.groupdict().items() if value}
+                weight = bool({"rank", "host"} & groups.keys()), index
+                if found is not None and weight <= found[0]:
+                    continue
+                if not self._is_survived(index) and not self._is_quoted(text, starts[index], match.start()):
+                    found = weight, groups
         if found is None:
             return None
         (_, index), groups = found
