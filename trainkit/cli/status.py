@@ -68,7 +68,7 @@ def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     from trainkit.run.history import RunHistory
 
     job, history = query_job_status([run], warn)[0], RunHistory(run)
-    return history, read_status(run, job.alive, _now(), job.job, history), job.job
+    return history, read_status(run, job.alive, datetime.now(timezone.utc), job.job, history), job.job
 
 
 def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
@@ -108,7 +108,7 @@ def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
     from trainkit.observe.group import GroupFiles
 
     files = GroupFiles(group)
-    return files.status(query(files.open_ids), _now())
+    return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 
 def _show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
@@ -206,18 +206,14 @@ def read_all(
     runs = [item.run for item in known if not item.is_group]
     shown_groups = [groups[item.run.path] for item in known if item.is_group]
     ids = open_job_ids(runs) + [job_id for files in shown_groups for job_id in files.open_ids]
-    jobs = query(ids)
+    jobs, now = query(ids), datetime.now(timezone.utc)
     by_run = {run.path: item for run, item in zip(runs, job_statuses(runs, jobs), strict=True)}
     statuses: list[RunStatus | GroupStatus] = []
     for item in known:
         if item.is_group:
-            statuses.append(groups[item.run.path].status(jobs, _now()))
+            statuses.append(groups[item.run.path].status(jobs, now))
         else:
             job_status = by_run[item.run.path]
             history = histories.setdefault(item.run.path, RunHistory(item.run))
-            statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job, history))
+            statuses.append(read_status(item.run, job_status.alive, now, job_status.job, history))
     return statuses, num_hidden
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)

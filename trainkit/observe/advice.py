@@ -177,7 +177,7 @@ def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
 
 def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
     """The ranks that did not reach the store of rank 0, if that is known."""
-    others = list(range(1, files.world_size()))
+    others = list(range(1, files.world_size))
     if num_joined == 1:
         return others
     silent = [rank for rank in others if not _has_output(files, rank)]
@@ -205,7 +205,7 @@ def collective_values(
         if text.rank is not None and any(text.find(signature) for signature in cascades):
             waited.add(text.rank)
     waited |= timed_out.keys()
-    silent = [rank for rank in range(files.world_size()) if rank not in waited]
+    silent = [rank for rank in range(files.world_size) if rank not in waited]
     if 0 < len(silent) <= len(waited):
         why = f"{rank_list(silent)} reported no time-out: the other ranks waited there"
         return {"suspect": why, "suspect_rank": str(silent[0])}

@@ -6,11 +6,10 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from trainkit.observe.signatures import Signature, Where
 from trainkit.run.failure import RankFailure
@@ -160,11 +159,7 @@ def read_log(
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = max(0, size - TAIL_BYTES)
-            first: int | None = 1
-            if size > COUNTED_BYTES:
-                first = None
-            elif start:
-                first = 1 + sum(block.count(b"\n") for block in _blocks(stream, start))
+            first = 1 + stream.read(start).count(b"\n") if size <= COUNTED_BYTES else None
             stream.seek(start)
             data = stream.read(TAIL_BYTES)
     except OSError:
@@ -183,16 +178,6 @@ def read_log(
         host,
         None if first is None else first + skipped,
     )
-
-
-def _blocks(stream: Any, end: int) -> Iterator[bytes]:
-    left = end
-    while left > 0:
-        block = stream.read(min(1 << 20, left))
-        if not block:
-            return
-        left -= len(block)
-        yield block
 
 
 def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
