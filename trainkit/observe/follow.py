@@ -82,7 +82,7 @@ def follow(
 ) -> Iterator[tuple[str, str]]:
     """The lines of the chosen logs as they are written, from `first_attempt` until the run is over.
 
-    Each comes with the name of its log, for example ``rank-0000``. With `last`, starts with that many existing
+    Each comes with the name of its log, such as ``rank-0000``. With `last`, starts with that many existing
     lines of each log instead of all of them.
     """
     number = first_attempt
