@@ -171,10 +171,10 @@ def read_all(
     from trainkit.observe.group import GroupFiles, read_newest_end
     from trainkit.observe.status import read_status
     from trainkit.run.history import RunHistory
-    from trainkit.run.registry import KnownRun, record_over, starts
+    from trainkit.run.registry import record_over, starts
+    from trainkit.run.rundir import RunDir
 
-    known: list[KnownRun] = []
-    groups: dict[Path, GroupFiles] = {}
+    known: list[RunDir | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0
     for start in starts():
         is_full = max_ended is not None and num_over >= max_ended
@@ -185,13 +185,14 @@ def read_all(
         if item is None or place in seen:
             continue
         seen.add(place)
+        found: RunDir | GroupFiles = item.run
         if item.is_group:
             try:
-                groups[item.run.path] = GroupFiles(item.group)
+                found = GroupFiles(item.group)
             except UsageError as error:
                 warn(error.message)
                 continue
-            over = groups[item.run.path].is_over
+            over = found.is_over
         else:
             end = read_newest_end(item.run)
             over = end is not None and not end.resumes
@@ -201,19 +202,17 @@ def read_all(
         if is_full and over:
             num_hidden += 1
         else:
-            known.append(item)
+            known.append(found)
     record_over(newly_over)
-    runs = [item.run for item in known if not item.is_group]
-    shown_groups = [groups[item.run.path] for item in known if item.is_group]
-    ids = open_job_ids(runs) + [job_id for files in shown_groups for job_id in files.open_ids]
-    jobs, now = query(ids), datetime.now(timezone.utc)
-    by_run = {run.path: item for run, item in zip(runs, job_statuses(runs, jobs), strict=True)}
+    runs = [found for found in known if isinstance(found, RunDir)]
+    in_groups = [job_id for found in known if isinstance(found, GroupFiles) for job_id in found.open_ids]
+    jobs, now = query(open_job_ids(runs) + in_groups), datetime.now(timezone.utc)
+    job_of = iter(job_statuses(runs, jobs))
     statuses: list[RunStatus | GroupStatus] = []
-    for item in known:
-        if item.is_group:
-            statuses.append(groups[item.run.path].status(jobs, now))
+    for found in known:
+        if isinstance(found, GroupFiles):
+            statuses.append(found.status(jobs, now))
         else:
-            job_status = by_run[item.run.path]
-            history = histories.setdefault(item.run.path, RunHistory(item.run))
-            statuses.append(read_status(item.run, job_status.alive, now, job_status.job, history))
+            job, history = next(job_of), histories.setdefault(found.path, RunHistory(found))
+            statuses.append(read_status(found, job.alive, now, job.job, history))
     return statuses, num_hidden
