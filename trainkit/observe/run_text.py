@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainkit.observe.signatures import Signature, Where
 from trainkit.run.failure import RankFailure
+
+if TYPE_CHECKING:
+    from trainkit.observe.signatures import Signature, Where
 
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
+from trainkit.config.section import Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import config_folder
@@ -89,8 +90,8 @@ def load_signatures(files: Sequence[tuple[Path, str]] = ()) -> list[Signature]:
     return list(found.values())
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _expression(text: str) -> re.Pattern[str]:
@@ -111,23 +112,21 @@ def _sentence(template: str) -> str:
     return template
 
 
-Text = Annotated[str, Field(strict=True, min_length=1)]
-Sentences = Annotated[list[Annotated[Text, AfterValidator(_sentence)]], BeforeValidator(_as_list)]
+Text = Annotated[str, Field(min_length=1)]
+Sentences = Annotated[tuple[Annotated[Text, AfterValidator(_sentence)], ...], BeforeValidator(_as_tuple)]
 Pattern = Annotated[Text, AfterValidator(_expression)]
 
 
-class _Written(BaseModel):
+class _Written(Section):
     """A signature as it is in a file."""
 
-    model_config = ConfigDict(extra="forbid")
-
     title: Text
-    pattern: Annotated[list[Pattern], BeforeValidator(_as_list), Field(min_length=1)]
+    pattern: Annotated[tuple[Pattern, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     role: Role = "cause"
-    where: Annotated[list[Where], BeforeValidator(_as_list)] = ["record", "log"]
+    where: Annotated[tuple[Where, ...], BeforeValidator(_as_tuple)] = ("record", "log")
     confidence: Confidence = "certain"
-    cause: Sentences = []
-    advice: Sentences = []
+    cause: Sentences = ()
+    advice: Sentences = ()
     doc: str = ""
 
 
@@ -148,12 +147,12 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
     return Signature(
         name=name,
         title=written.title,
-        patterns=tuple(written.pattern),  # type: ignore[arg-type]
+        patterns=written.pattern,  # type: ignore[arg-type]
         role=written.role,
-        where=tuple(written.where),
+        where=written.where,
         confidence=written.confidence,
-        causes=tuple(written.cause) or (written.title,),
-        advice=tuple(written.advice),
+        causes=written.cause or (written.title,),
+        advice=written.advice,
         doc=written.doc,
         is_shipped=is_shipped,
     )
