@@ -60,6 +60,18 @@ def plural(count: int | None, noun: str) -> str:
     return f"{cell(count, ',')} {noun}{ending}"
 
 
+def rank_list(ranks: Sequence[int]) -> str:
+    """Sorted ranks as compact text: ``rank 3``, ``ranks 0-2,4``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    shown = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
 def size(num_bytes: float) -> str:
     """An amount of data with its unit: ``512 bytes``, ``1.5 MiB``."""
     if num_bytes < 1024:

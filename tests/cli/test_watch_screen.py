@@ -84,7 +84,7 @@ def drive(
 
 
 def view_of(app: WatchApp) -> object:
-    return isinstance(app.screen, RunScreen) and app.screen.view
+    return isinstance(app.screen, RunScreen) and app.screen.result
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")

@@ -15,9 +15,9 @@ STORE = "Timed out after 6 seconds waiting for clients. {}/8 clients joined."
 @pytest.mark.parametrize(
     ("message", "silent", "cause"),
     [
-        ("3 of 8 ranks did not start within 0:30:00: rank 5, 6, 7", (), "ranks 5, 6, 7 on node02 did not"),
-        (STORE.format(1), (), "ranks 1, 2, 3, 4, 5, 6, 7 on node01, node02 did not connect"),
-        (STORE.format(6), (3, 4), "ranks 3, 4 on node01, node02 did not connect"),
+        ("3 of 8 ranks did not start within 0:30:00: rank 5, 6, 7", (), "ranks 5-7 on node02 did not"),
+        (STORE.format(1), (), "ranks 1-7 on node01, node02 did not connect"),
+        (STORE.format(6), (3, 4), "ranks 3-4 on node01, node02 did not connect"),
         (STORE.format(6), (3,), "the ranks did not all connect to rank 0 in time"),
     ],
 )

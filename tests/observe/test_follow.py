@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.observe.follow import Line, LogTail, follow, last_lines, run_is_over
+from trainkit.observe.follow import LogTail, follow, last_lines, run_is_over
 from trainkit.run.files import parse_record, write_json
 from trainkit.run.rundir import RunDir
 
@@ -23,9 +23,9 @@ def test_over_all_attempts(tmp_path):
     run.attempt(2).rank_log(0).write_text("c\n")
     write_json(run.attempt(2).end_file, {"action": "finished"})
     lines = list(follow(run, 1, rank_0, lambda: True))
-    assert lines == [Line("rank-0000", text) for text in "abc"]
-    assert list(follow(run, 2, rank_0, lambda: True)) == [Line("rank-0000", "c")]
-    assert [line.text for line in follow(run, 1, rank_0, lambda: True, last=1)] == ["b", "c"]
+    assert lines == [("rank-0000", text) for text in "abc"]
+    assert list(follow(run, 2, rank_0, lambda: True)) == [("rank-0000", "c")]
+    assert [line for _, line in follow(run, 1, rank_0, lambda: True, last=1)] == ["b", "c"]
 
 
 def test_what_is_written_while_following(tmp_path):
@@ -40,7 +40,7 @@ def test_what_is_written_while_following(tmp_path):
             stream.write(text)
         return True
 
-    assert [line.text for line in follow(run, 1, rank_0, alive)] == ["a", "b", "c"]
+    assert [line for _, line in follow(run, 1, rank_0, alive)] == ["a", "b", "c"]
 
 
 def test_when_a_run_is_over(tmp_path):

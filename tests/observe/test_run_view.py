@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
-from trainkit.observe.run_view import RunView, SlowestRank, event_text, percentile, read_view
+from trainkit.observe.run_view import RunView, SlowestRank, event_text, read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, resampled, sparkline, view_lines
 from trainkit.run.events import Event
@@ -192,12 +192,6 @@ def test_resampled_is_the_mean_of_equal_ranges() -> None:
     assert resampled(points, 4) == pytest.approx([12, 37, 62, 87], abs=1)
     assert resampled([(1, 1.0), (100, 2.0), (101, 3.0)], 2) == [1.0, 2.5]
     assert resampled(points[:3], 10) == [0.0, 1.0, 2.0]
-
-
-def test_percentile() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.5), percentile(values, 0.95), percentile([], 0.5)) == (51, 96, None)
-    assert percentile([4.0], 0.95) == 4
 
 
 def test_a_save_that_failed_says_why() -> None:

@@ -17,7 +17,6 @@ from trainkit.observe.page import dot_chart
 from trainkit.observe.sweep_report import (
     NUM_SAMPLES,
     SweepReport,
-    heat_table,
     read_sweep,
     render_sweep,
     sample_records,
@@ -73,20 +72,6 @@ def test_points_that_have_not_started_are_pending_not_failed(tmp_path: Path) -> 
     assert next((point.index, point.state, point.step) for point in report.points) == (2, "unknown", None)
     text = render_sweep(report)
     assert text.count('<tr><td class="n">') == 3
-
-
-def test_two_keys_are_a_table_of_medians(tmp_path: Path) -> None:
-    report = report_of(made_up_sweep(tmp_path / "mine", AXES, failed=8))
-    table = heat_table(report, ["optimizer.lr", "seed"])
-    assert table is not None
-    assert table.column_values == ["1", "2", "3"]
-    assert [[text for _, text in cells] for _, cells in table.cells] == [
-        ["2.2", "2.1", "2.2"],
-        ["2.1", "2", "2.1"],
-        ["2.2", "2.1", ""],
-    ]
-    assert table.cells[1][1][1][0] == 1.0  # the best has the strongest colour
-    assert heat_table(report, ["seed"]) is None
 
 
 def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:

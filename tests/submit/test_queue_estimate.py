@@ -116,7 +116,7 @@ def test_table() -> None:
         Wait("high", False, START + timedelta(hours=2, minutes=5, seconds=20), tuple("abcdef")),
         Wait("debug", False, None, remark="never"),
     ]
-    later = f"in 2 h 5 min ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
+    later = f"in 2h05m ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
     assert list(wait_lines(found, START)) == [
         "partition        would start",
         f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2",
@@ -130,10 +130,10 @@ def test_table() -> None:
     [
         (-5, "now"),
         (59, "now"),
-        (61, "in 1 min"),
-        (3600, "in 1 h 0 min"),
-        (90000, "in 1 d 1 h"),
-        (86400, "in 1 d 0 min"),
+        (61, "in 1m01s"),
+        (3600, "in 1h00m"),
+        (90000, "in 1d01h"),
+        (86400, "in 1d00h"),
     ],
 )
 def test_how_long(seconds: int, words: str) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from shlex import quote
 
 import click
@@ -42,8 +41,8 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
         _print_events(events, attempt)
         return is_alive()
 
-    for line in follow(run, attempt, _first_rank, poll):
-        click.echo(line.text, err=to_stderr)
+    for _, line in follow(run, attempt, lambda attempt: [attempt.rank_log(0)], poll):
+        click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
         # Otherwise the next command, for example `resume`, might find the supervisor still running.
@@ -93,10 +92,6 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
             err=True,
         )
         return EXIT_INTERRUPTED
-
-
-def _first_rank(attempt: AttemptDir) -> list[Path]:
-    return [attempt.rank_log(0)]
 
 
 LOGGED_EVENTS = {

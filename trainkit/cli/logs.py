@@ -72,8 +72,8 @@ def command(
     logs_of = _choice(rank, node, all_ranks)
     named = node is not None or all_ranks
     if following:
-        for line in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
-            click.echo(f"{line.source} | {line.text}" if named else line.text)
+        for source, text in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
+            click.echo(f"{source} | {text}" if named else text)
     job = read_job(run)
     entry = job.of_attempt(attempt.number) or AttemptRecord()
     if following and entry.has_started:
@@ -109,16 +109,10 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         if all_ranks:
             return sorted(attempt.logs_dir.glob("*.log"))
         if node is not None:
-            from trainkit.plan.launch import LaunchPlan
-
-            plan = LaunchPlan.read(attempt.plan_file)
-            if node >= plan.num_nodes:
-                raise UsageError(
-                    f"the run has no node {node}", hint=f"its nodes are 0 to {plan.num_nodes - 1}"
-                )
-            first = plan.first_rank_of(node)
-            ranks = range(first, first + plan.workers_of(node))
-            return [attempt.node_log(node), *(attempt.rank_log(number) for number in ranks)]
+            nodes = AttemptFiles(attempt, None).nodes
+            if node >= len(nodes):
+                raise UsageError(f"the run has no node {node}", hint=f"its nodes are 0 to {len(nodes) - 1}")
+            return [attempt.node_log(node), *map(attempt.rank_log, nodes[node])]
         return [AttemptFiles(attempt, None).log_of(rank or 0)]
 
     return logs_of

@@ -16,7 +16,6 @@ from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.bench.run_bench import Bench
-    from trainkit.observe.report import Report
     from trainkit.observe.sweep_report import Sweep
     from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
@@ -41,10 +40,11 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
     For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
     first, the results by each swept key, and the curves over each other.
     """
+    from trainkit.cli.status import find_any
     from trainkit.run.registry import find_run
     from trainkit.run.rundir import RunDir
 
-    found = _find(run_name)
+    found = find_any(run_name, groups_of_bench=True)
     if not isinstance(found, RunDir):
         if other_name is not None:
             raise UsageError(
@@ -57,23 +57,13 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
     return _report_run(found, other_run, as_json)
 
 
-def _find(text: str) -> RunDir | RunGroup | Bench:
-    """The bench in the folder of this name or path, else the run or group that RUN refers to."""
-    from trainkit.run.registry import find_bench_folder, find_run_or_group
-
-    folder = find_bench_folder(text)
-    if folder is None:
-        return find_run_or_group(text)
-    from trainkit.bench.run_bench import read_bench
-
-    return read_bench(folder)
-
-
 def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:
-    from trainkit.observe.report import render_report
+    from trainkit.cli.status import look_at
+    from trainkit.observe.report import read_report, render_report
 
-    report = _read(run)
-    other = None if other_run is None else _read(other_run)
+    now = datetime.now(timezone.utc).timestamp()
+    report = read_report(*look_at(run)[:2], now)
+    other = None if other_run is None else read_report(*look_at(other_run)[:2], now)
     value = report.to_dict()
     if other is not None:
         value["compared"] = other.to_dict()
@@ -121,14 +111,3 @@ def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int
     else:
         click.echo(str(file))
     return EXIT_OK
-
-
-def _read(run: RunDir) -> Report:
-    from trainkit.backends.jobs import query_job_status
-    from trainkit.observe.report import read_report
-    from trainkit.observe.status import read_status
-    from trainkit.run.history import RunHistory
-
-    now = datetime.now(timezone.utc)
-    job, history = query_job_status([run], warn)[0], RunHistory(run)
-    return read_report(history, read_status(run, job.alive, now, job.job, history), now.timestamp())

@@ -13,6 +13,7 @@ import click
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK
+from trainkit.formats import rank_list
 
 if TYPE_CHECKING:
     from trainkit.job.failure.stacks import Reply
@@ -57,13 +58,13 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     if waits.lock is not None:
         click.echo(waits.text)
     if silent:
-        click.echo(f"no response from {_ranks(silent)}: ended, or the host does not respond")
+        click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
     return EXIT_OK
 
 
 def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
     hosts = ", ".join(sorted({reply.host for reply in group}))
-    lines = [f"{_ranks([reply.rank for reply in group])} on {hosts}{_position(group)}"]
+    lines = [f"{rank_list([reply.rank for reply in group])} on {hosts}{_position(group)}"]
     for name, frames in group[0].threads.items():
         lines += [f"  thread {name}"] if all_threads else []
         lines += [f"    {_short(frame)}" for frame in frames if "(<frozen importlib" not in frame]
@@ -80,18 +81,6 @@ def _position(group: Sequence[Reply]) -> str:
     step = "before the first step" if group[0].step is None else f"step {group[0].step}"
     longest_s = max(reply.since_s or 0.0 for reply in group)
     return f": {step}, in {group[0].phase} for {longest_s:.1f} s"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as compact text: ``ranks 0-2,4``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    shown = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _short(frame: str) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.run.group import RunGroup
     from trainkit.run.history import RunHistory
     from trainkit.run.rundir import RunDir
+    from trainkit.slurm.jobs import JobInfo
 
 
 @click.command(
@@ -37,33 +38,59 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
-    from trainkit.run.registry import find_bench_folder, find_run_or_group
     from trainkit.run.rundir import RunDir
 
-    if run_name is None:
-        return show_all_runs(show_all, as_json)
-    folder = find_bench_folder(run_name, with_groups=False)
-    if folder is not None:
-        from trainkit.bench.run_bench import read_bench
+    found = None if run_name is None else find_any(run_name)
+    if isinstance(found, RunDir):
+        return _show_run(found, as_json)
+    return show_runs(found, show_all, as_json)
 
-        return show_bench(read_bench(folder), show_all, as_json)
-    found = find_run_or_group(run_name)
-    return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
+
+def find_any(text: str, *, groups_of_bench: bool = False) -> RunDir | RunGroup | Bench:
+    """The bench in the folder of this name or path, else the run or group that RUN refers to.
+
+    A bench that is a single group is that group, unless `groups_of_bench`.
+    """
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
+
+    folder = find_bench_folder(text, with_groups=groups_of_bench)
+    if folder is None:
+        return find_run_or_group(text)
+    from trainkit.bench.run_bench import read_bench
+
+    return read_bench(folder)
+
+
+def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
+    """The history of a run, its status, and its job in Slurm; warns when Slurm does not answer."""
+    from trainkit.backends.jobs import query_job_status
+    from trainkit.observe.status import read_status
+    from trainkit.run.history import RunHistory
+
+    job, history = query_job_status([run], warn)[0], RunHistory(run)
+    return history, read_status(run, job.alive, datetime.now(timezone.utc), job.job, history), job.job
+
+
+def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
+    """Print the runs of a group or bench; for None all runs, or active ones and the newest others."""
+    from trainkit.run.group import RunGroup
+
+    if found is None:
+        return _show_all_runs(show_all, as_json)
+    if isinstance(found, RunGroup):
+        return _show_group(found, show_all, as_json)
+    return _show_bench(found, show_all, as_json)
 
 
 def _show_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.backends.jobs import query_job_status
-    from trainkit.observe.status import read_status
     from trainkit.observe.status_text import run_details
 
-    job_status = query_job_status([run], warn)[0]
-    status = read_status(run, job_status.alive, _now(), job_status.job)
+    _, status, _ = look_at(run)
     click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
     return EXIT_OK
 
 
-def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
-    """Print a group of runs."""
+def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
     from trainkit.observe.status_text import group_details
 
@@ -81,11 +108,10 @@ def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
     from trainkit.observe.group import GroupFiles
 
     files = GroupFiles(group)
-    return files.status(query(files.open_ids), _now())
+    return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 
-def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
-    """Print the runs of a bench that is not a single group."""
+def _show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
     from trainkit.bench.run_bench import query_bench_status
     from trainkit.observe.status_text import details, points_table, state_counts
 
@@ -104,8 +130,7 @@ def show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def show_all_runs(show_all: bool, as_json: bool) -> int:
-    """Print active runs and the newest others, or all of them."""
+def _show_all_runs(show_all: bool, as_json: bool) -> int:
     from trainkit.backends.jobs import query_known_jobs
     from trainkit.formats import table
     from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_rows
@@ -146,10 +171,10 @@ def read_all(
     from trainkit.observe.group import GroupFiles, read_newest_end
     from trainkit.observe.status import read_status
     from trainkit.run.history import RunHistory
-    from trainkit.run.registry import KnownRun, record_over, starts
+    from trainkit.run.registry import record_over, starts
+    from trainkit.run.rundir import RunDir
 
-    known: list[KnownRun] = []
-    groups: dict[Path, GroupFiles] = {}
+    known: list[RunDir | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0
     for start in starts():
         is_full = max_ended is not None and num_over >= max_ended
@@ -160,13 +185,14 @@ def read_all(
         if item is None or place in seen:
             continue
         seen.add(place)
+        found: RunDir | GroupFiles = item.run
         if item.is_group:
             try:
-                groups[item.run.path] = GroupFiles(item.group)
+                found = GroupFiles(item.group)
             except UsageError as error:
                 warn(error.message)
                 continue
-            over = groups[item.run.path].is_over
+            over = found.is_over
         else:
             end = read_newest_end(item.run)
             over = end is not None and not end.resumes
@@ -176,23 +202,17 @@ def read_all(
         if is_full and over:
             num_hidden += 1
         else:
-            known.append(item)
+            known.append(found)
     record_over(newly_over)
-    runs = [item.run for item in known if not item.is_group]
-    shown_groups = [groups[item.run.path] for item in known if item.is_group]
-    ids = open_job_ids(runs) + [job_id for files in shown_groups for job_id in files.open_ids]
-    jobs = query(ids)
-    by_run = {run.path: item for run, item in zip(runs, job_statuses(runs, jobs), strict=True)}
+    runs = [found for found in known if isinstance(found, RunDir)]
+    in_groups = [job_id for found in known if isinstance(found, GroupFiles) for job_id in found.open_ids]
+    jobs, now = query(open_job_ids(runs) + in_groups), datetime.now(timezone.utc)
+    job_of = iter(job_statuses(runs, jobs))
     statuses: list[RunStatus | GroupStatus] = []
-    for item in known:
-        if item.is_group:
-            statuses.append(groups[item.run.path].status(jobs, _now()))
+    for found in known:
+        if isinstance(found, GroupFiles):
+            statuses.append(found.status(jobs, now))
         else:
-            job_status = by_run[item.run.path]
-            history = histories.setdefault(item.run.path, RunHistory(item.run))
-            statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job, history))
+            job, history = next(job_of), histories.setdefault(found.path, RunHistory(found))
+            statuses.append(read_status(found, job.alive, now, job.job, history))
     return statuses, num_hidden
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from trainkit.bench.run_bench import Bench
-    from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
@@ -48,47 +46,25 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
     terminal, prints once.
     """
-    from trainkit.run.group import RunGroup
-    from trainkit.run.registry import find_bench_folder, find_run_or_group
+    from trainkit.cli.status import find_any, show_runs
     from trainkit.run.rundir import RunDir
 
-    prints_once = once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty())
-    folder = None if run_name is None else find_bench_folder(run_name, with_groups=False)
-    found: RunDir | RunGroup | Bench | None = None
-    if folder is not None:
-        from trainkit.bench.run_bench import read_bench
-
-        found = read_bench(folder)
-    elif run_name is not None:
-        found = find_run_or_group(run_name)
-    if not prints_once:
+    found = None if run_name is None else find_any(run_name)
+    if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         from trainkit.cli.watch_screen import watch
 
         return watch(found, interval_s)
-    if isinstance(found, RunDir):
-        return _print_run(found, as_json)
-    from trainkit.cli.status import show_all_runs, show_bench, show_group
-
-    if found is None:
-        return show_all_runs(False, as_json)
-    if isinstance(found, RunGroup):
-        return show_group(found, False, as_json)
-    return show_bench(found, False, as_json)
+    return _print_run(found, as_json) if isinstance(found, RunDir) else show_runs(found, False, as_json)
 
 
 def _print_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.backends.jobs import query_job_status
+    from trainkit.cli.status import look_at
     from trainkit.observe.run_view import read_view
-    from trainkit.observe.status import read_status
     from trainkit.observe.view_text import Size, view_lines
-    from trainkit.run.history import RunHistory
 
-    now = datetime.now(timezone.utc)
-    job = query_job_status([run], warn)[0]
-    history = RunHistory(run)
+    history, status, job = look_at(run)
     history.update()
-    status = read_status(run, job.alive, now, job.job, history)
-    view = read_view(history, status, now, job.job, Path.cwd())
+    view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:
         click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
         return EXIT_OK

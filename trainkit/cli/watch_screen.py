@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -66,8 +65,7 @@ def watch(found: RunDir | RunGroup | Bench | None, interval_s: float) -> int:
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # else textual would not notice that the terminal is resized
     app = WatchApp(found, interval_s)
-    with app.ended_by_signals():
-        result = app.run()
+    result = app.run()
     if app.signal_number is not None:
         signal.signal(app.signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), app.signal_number)
@@ -117,6 +115,8 @@ class ReadingScreen(Screen[None]):
         self._ended, self._is_on = threading.Event(), threading.Event()
         self._is_on.set()
         self._read_at: datetime | None = None
+        self.result: Any = None
+        """What was read last; None until then."""
         self.problem: str | None = None
 
     def on_mount(self) -> None:
@@ -135,15 +135,11 @@ class ReadingScreen(Screen[None]):
                 self.problem += f"; shown is what was read at {self._read_at:%H:%M:%S} UTC"
         else:
             self.problem, self._read_at = None, datetime.now(timezone.utc)
-            self.take(message.result)
+            self.result = message.result
         self.show()
 
     def on_resize(self) -> None:
         self.show()
-
-    def take(self, result: Any) -> None:
-        """Keep a result."""
-        raise NotImplementedError
 
     def show(self) -> None:
         """Show the newest result."""
@@ -177,7 +173,6 @@ class RunScreen(ReadingScreen):
         self.run_dir, self._interval_s, self._poller, self._clock = run, interval_s, poller, clock
         self._history = RunHistory(run)
         self._job = JobStatus(None)
-        self.view: RunView | None = None
 
     def _read_view(self) -> RunView:
         """The view; raises OSError if the folder cannot be read."""
@@ -193,41 +188,33 @@ class RunScreen(ReadingScreen):
         yield Static(Text("reading the run…", DIM), id="body")
         yield Footer(compact=True)
 
-    def take(self, result: Any) -> None:
-        self.view = result
-
     def show(self) -> None:
         width, height = self.app.size.width, self.app.size.height - 1
         lines = problem_lines(self.problem or self._poller.problem, width)
-        if self.view is not None:
-            lines += view_lines(self.view, Size(width, height - len(lines)))
+        if self.result is not None:
+            lines += view_lines(self.result, Size(width, height - len(lines)))
         if lines:
             self.query_one("#body", Static).update(joined(lines, width))
 
     def action_log(self) -> None:
-        if self.view is not None and self.view.log is not None:
-            path = Path(self.view.log)
+        if self.result is not None and self.result.log is not None:
+            path = Path(self.result.log)
             self.app.push_screen(TextScreen(lambda: _log_lines(path), self._interval_s, at_end=True))
 
     def action_nodes(self) -> None:
-        self.app.push_screen(TextScreen(self._all_nodes, self._interval_s))
+        self._open(lambda view, size: nodes_lines(view.nodes, size, len(view.nodes), view.num_hosts))
 
     def action_warnings(self) -> None:
-        self.app.push_screen(TextScreen(self._all_notices, self._interval_s))
+        self._open(lambda view, size: notices_lines(view.notices, size, len(view.notices)))
+
+    def _open(self, lines: Callable[[RunView, Size], list[Text]]) -> None:
+        def read() -> list[Text]:
+            return [] if self.result is None else lines(self.result, Size(self.app.size.width - 2))
+
+        self.app.push_screen(TextScreen(read, self._interval_s))
 
     def action_diagnosis(self) -> None:
         self.app.push_screen(TextScreen(self._diagnosis, 24 * 3600.0))
-
-    def _all_nodes(self) -> list[Text]:
-        if self.view is None:
-            return []
-        size = Size(self.app.size.width - 2)
-        return nodes_lines(self.view.nodes, size, len(self.view.nodes), self.view.num_hosts)
-
-    def _all_notices(self) -> list[Text]:
-        if self.view is None:
-            return []
-        return notices_lines(self.view.notices, Size(self.app.size.width - 2), len(self.view.notices))
 
     def _diagnosis(self) -> list[Text]:
         from trainkit.cli.diagnose import diagnosis_text
@@ -245,12 +232,10 @@ class RunScreen(ReadingScreen):
     def action_requeue(self) -> None:
         self._confirm(f"Requeue {self.run_dir.name}? It saves first if it runs.", self._requeue)
 
-    def _confirm(self, question: str, act: Callable[[], str]) -> None:
-        def decide(is_sure: bool | None) -> None:
-            if is_sure:
-                self._act(act)
-
-        self.app.push_screen(ConfirmScreen(question), decide)
+    @work
+    async def _confirm(self, question: str, act: Callable[[], str]) -> None:
+        if await self.app.push_screen_wait(ConfirmScreen(question)):
+            self._act(act)
 
     @work(thread=True)
     def _act(self, act: Callable[[], str]) -> None:
@@ -286,13 +271,10 @@ class ListScreen(ReadingScreen):
     def __init__(self, read: Callable[[], object], interval_s: float, poller: SlurmPoller) -> None:
         super().__init__(read, interval_s)
         self._poller = poller
-        self._title = ""
-        self._rows: list[Sequence[str]] = []
-        """With their heading; empty until they are read."""
         self._runs: Sequence[RunStatus | GroupStatus | PointStatus] = []
 
     def compose(self) -> ComposeResult:
-        yield Static(Text("reading the runs…", DIM), id="title")
+        yield Static(id="title")
         yield DataTable[Text](cursor_type="row")
         yield Footer(compact=True)
 
@@ -302,35 +284,39 @@ class ListScreen(ReadingScreen):
     def on_screen_resume(self) -> None:
         self._is_on.set()
 
-    def take(self, result: Any) -> None:
-        if isinstance(result, GroupStatus):  # failures first
-            count, points = len(result.points), most_relevant(result.points, MAX_POINTS)
-            self._runs, self._rows = points, points_rows(result, points)
-            self._title = f"{result.name}: {count:,} runs: {state_counts(result.states)}"
+    def _listing(self) -> tuple[str, list[Sequence[str]]]:
+        """The title, and the rows of the runs with their heading."""
+        if isinstance(self.result, GroupStatus):  # failures first
+            count, points = len(self.result.points), most_relevant(self.result.points, MAX_POINTS)
+            self._runs, rows = points, points_rows(self.result, points)
+            title = f"{self.result.name}: {count:,} runs: {state_counts(self.result.states)}"
             num_hidden, what = count - len(points), ""
         else:
-            runs, num_hidden = result
+            runs, num_hidden = self.result
             runs.sort(key=lambda status: not status.is_active)
-            self._runs, self._rows, what = runs, runs_rows(runs, Path.cwd()), "older ones "
+            self._runs, rows, what = runs, runs_rows(runs, Path.cwd()), "older ones "
             num_active = sum(status.is_active for status in runs)
-            self._title = f"{num_active} active, {len(runs) - num_active} ended"
-        self._title += f", {num_hidden:,} {what}not shown" if num_hidden else ""
+            title = f"{num_active} active, {len(runs) - num_active} ended"
+        return title + (f", {num_hidden:,} {what}not shown" if num_hidden else ""), rows
 
     def show(self) -> None:
-        """Show what was taken; the cursor stays at its run."""
+        """Show what was read; the cursor stays at its run."""
         width, table = self.app.size.width, self.query_one(DataTable)
-        lines = [*problem_lines(self.problem or self._poller.problem, width), Text(self._title, TITLE)]
-        if self._rows and not self._runs:
+        lines = problem_lines(self.problem or self._poller.problem, width)
+        if self.result is None:
+            self.query_one("#title", Static).update(joined([*lines, Text("reading the runs…", DIM)], width))
+            return
+        title, rows = self._listing()
+        lines.append(Text(title, TITLE))
+        if not self._runs:
             lines.append(Text("no runs yet: `trainkit submit` starts one"))
         self.query_one("#title", Static).update(joined(lines, width))
-        if not self._rows:
-            return
         place, top = table.cursor_coordinate, table.scroll_y
         chosen = table.coordinate_to_cell_key(place).row_key.value if table.row_count else None
         table.clear(columns=True)
-        for column in zip(*self._rows, strict=True):  # of a width that is left out, a frame later is right
+        for column in zip(*rows, strict=True):  # of a width that is left out, a frame later is right
             table.add_column(column[0], width=max(map(cell_len, column)))
-        for run, (name, state, *cells) in zip(self._runs, self._rows[1:], strict=True):
+        for run, (name, state, *cells) in zip(self._runs, rows[1:], strict=True):
             worst = next(iter(run.states), "") if isinstance(run, GroupStatus) else run.state
             table.add_row(Text(name), Text(state, state_style(worst)), *map(Text, cells), key=run.run_dir)
         folders = [run.run_dir for run in self._runs]
@@ -355,7 +341,7 @@ class TextScreen(ReadingScreen):
 
     def __init__(self, read: Callable[[], object], interval_s: float, at_end: bool = False) -> None:
         super().__init__(read, interval_s)
-        self._lines: list[Text] = [Text("reading…", DIM)]
+        self.result = [Text("reading…", DIM)]
         self._shown: Text | None = None
         self._at_end = at_end
 
@@ -364,14 +350,11 @@ class TextScreen(ReadingScreen):
             yield Static(id="text")
         yield Footer(compact=True)
 
-    def take(self, result: Any) -> None:
-        self._lines = result
-
     def show(self) -> None:
         scroll = self.query_one("#scroll", VerticalScroll)
         was_at_end = self._at_end and scroll.is_vertical_scroll_end
         lines = [] if self.problem is None else [Text(f"! {self.problem}", BAD)]
-        text = Text("\n").join(lines + self._lines)
+        text = Text("\n").join(lines + self.result)
         if text == self._shown:
             return
         self._shown = text
@@ -428,13 +411,11 @@ class WatchApp(App[int]):
         self.clock = clock
         self._found, self._interval_s = found, interval_s
         self._poller = poller or SlurmPoller()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.signal_number: int | None = None
 
     def on_mount(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        if self.signal_number is not None:
-            self.exit(EXIT_OK)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         self.open(self._found)
 
     def open(self, found: RunDir | RunGroup | Bench | None) -> None:
@@ -467,25 +448,12 @@ class WatchApp(App[int]):
     def action_interrupt(self) -> None:
         self.exit(EXIT_INTERRUPTED)
 
-    @contextlib.contextmanager
-    def ended_by_signals(self) -> Iterator[None]:
-        """A block in which SIGTERM and SIGHUP end the app, which restores the terminal."""
-        before = {
-            number: signal.signal(number, lambda number, frame: self._end(number))
-            for number in (signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _end(self, number: int) -> None:
+        """End by a signal, with the terminal restored."""
         self.signal_number = number
         if number == signal.SIGHUP:
             signal.alarm(HANGUP_S)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.exit, EXIT_OK)
+        self.exit(EXIT_OK)
 
 
 def problem_lines(problem: str | None, width: int) -> list[Text]:

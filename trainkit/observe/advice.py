@@ -14,7 +14,7 @@ from shlex import quote
 
 from trainkit.config import RunConfig, read_effective
 from trainkit.errors import TrainkitError
-from trainkit.formats import size, time_limit_s, time_text
+from trainkit.formats import rank_list, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
@@ -159,7 +159,7 @@ def hang_values(
         if stack:  # none for a COMMAND
             text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
-    values = {"waiting": _listed(waiting)} if waiting and blocking is not None else {}
+    values = {"waiting": rank_list(waiting)} if waiting and blocking is not None else {}
     return values | ({"hangs_dir": str(files.attempt.hangs_dir)} if lines else {}), lines
 
 
@@ -170,14 +170,14 @@ def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
         ranks = _ranks_not_joined(files, int(match.groups["joined"]))
     if not ranks:
         return {}
-    values = {"missing_ranks": _listed(ranks), "missing_rank": str(ranks[0]), "suspect_rank": str(ranks[0])}
+    values = {"missing_ranks": rank_list(ranks), "missing_rank": str(ranks[0]), "suspect_rank": str(ranks[0])}
     hosts = dict.fromkeys(filter(None, map(files.host_of, ranks)))
     return values | ({"missing_hosts": ", ".join(hosts)} if hosts else {})
 
 
 def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
     """The ranks that did not reach the store of rank 0, if that is known."""
-    others = list(range(1, files.world_size()))
+    others = list(range(1, files.world_size))
     if num_joined == 1:
         return others
     silent = [rank for rank in others if not _has_output(files, rank)]
@@ -205,17 +205,12 @@ def collective_values(
         if text.rank is not None and any(text.find(signature) for signature in cascades):
             waited.add(text.rank)
     waited |= timed_out.keys()
-    silent = [rank for rank in range(files.world_size()) if rank not in waited]
+    silent = [rank for rank in range(files.world_size) if rank not in waited]
     if 0 < len(silent) <= len(waited):
-        why = f"{_listed(silent)} reported no time-out: the other ranks waited there"
+        why = f"{rank_list(silent)} reported no time-out: the other ranks waited there"
         return {"suspect": why, "suspect_rank": str(silent[0])}
     behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
     if len(behind) < len(timed_out):
-        why = f"{_listed(behind)} had started fewer collectives than the others"
+        why = f"{rank_list(behind)} had started fewer collectives than the others"
         return {"suspect": why, "suspect_rank": str(behind[0])}
     return {}
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

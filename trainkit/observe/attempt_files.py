@@ -8,7 +8,8 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
-from itertools import islice, takewhile
+from functools import cached_property
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import SAVE_EVENTS, Event, events_of
-from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
-from trainkit.run.history import Attempt, HealthSample, read_plan
+from trainkit.run.files import numbers, parse_records, parse_time
+from trainkit.run.history import Attempt, read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
-MAX_SAMPLES = 1000
-"""How many of the last health samples may belong to later attempts."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
@@ -80,18 +79,18 @@ class AttemptFiles:
     def batch_log(self) -> Text | None:
         """The output of the batch script in the last start that failed."""
         start = self._failed_start()
-        return (
-            None
-            if start is None
-            else read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
-        )
+        if start is None:
+            return None
+        return read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
 
     def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:
         for path in paths:
-            number = RANK_FILE.fullmatch(path.stem)
-            rank = int(number[1]) if number and kind == "log" else None
-            node = int(number[1]) if number and kind == "agent" else None
-            host = self.host_of(rank) if rank is not None else self.host_of_node(node)
+            name, rank, host = RANK_FILE.fullmatch(path.stem), None, None
+            if name and kind == "log":
+                rank = int(name[1])
+                host = self.host_of(rank)
+            elif name and kind == "agent":
+                host = dict(enumerate(self.hosts())).get(int(name[1]))
             text = read_log(path, self.run.path, kind, rank, host)
             if text is not None:
                 yield text
@@ -106,56 +105,36 @@ class AttemptFiles:
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
-    def memory_in_use(self, host: str | None) -> str | None:
-        """The memory of a host in the last health sample of this attempt, as ``61.2 of 64.0 GiB``."""
-        if host is None:
-            return None
-        try:
-            samples = map(HealthSample, islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES))
-            sample = next((one for one in samples if one.attempt == self.attempt.number), HealthSample({}))
-        except OSError:
-            return None
-        used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
-        return None if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
-
+    @property
     def world_size(self) -> int:
-        return sum(self._node_sizes())
+        return self.nodes[-1].stop if self.nodes else 0
 
     def ranks_next_to(self, rank: int | None) -> range:
         """The ranks on the node of a rank; empty when unknown."""
-        return next((ranks for _, ranks in self._nodes() if rank in ranks), range(0))
+        return next((ranks for ranks in self.nodes if rank in ranks), range(0))
 
     def log_of(self, rank: int) -> Path:
         """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
         has_launcher = self.plan.text("launcher") not in (None, *PER_RANK)
         return self.attempt.rank_log(min(self.ranks_next_to(rank), default=rank) if has_launcher else rank)
 
-    def _nodes(self) -> Iterator[tuple[int, range]]:
-        """The nodes with their ranks; empty when unknown."""
-        start = 0
-        for node, size in enumerate(self._node_sizes()):
-            yield node, range(start, start + size)
-            start += size
-
-    def _node_sizes(self) -> list[int]:
-        """The number of ranks of each node; empty when unknown."""
+    @cached_property
+    def nodes(self) -> list[range]:
+        """The ranks of each node; empty when unknown."""
         sizes = self.plan.values.get("node_sizes")
         if not isinstance(sizes, list):
             sizes = [self.plan.count("workers_per_node")] * (self.plan.count("num_nodes") or 0)
-        return sizes if all(isinstance(size, int) for size in sizes) else []
+        if not all(isinstance(size, int) for size in sizes):
+            return []
+        return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
     def hosts(self) -> list[str]:
         """The hosts by node rank; empty when unknown."""
         return read_rendezvous(self.attempt).hosts
 
-    def host_of_node(self, node_rank: int | None) -> str | None:
-        hosts = self.hosts()
-        if node_rank is not None and node_rank < len(hosts):
-            return hosts[node_rank]
-        return None
-
     def host_of(self, rank: int | None) -> str | None:
-        return self.host_of_node(next((node for node, ranks in self._nodes() if rank in ranks), None))
+        places = zip(self.hosts(), self.nodes, strict=False)
+        return next((host for host, ranks in places if rank in ranks), None)
 
     def shown(self, path: Path) -> str:
         return str(path.relative_to(self.run.path))

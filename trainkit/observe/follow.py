@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -66,15 +65,6 @@ LISTING_S = 1.0
 """Seconds between looking for logs of ranks that start late."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a log."""
-
-    source: str
-    """The name of the log, for example ``rank-0000``."""
-    text: str
-
-
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
     """Whether a run has ended and will not resume; `alive` is its job's liveness, None if unknown."""
     numbers = run.attempt_numbers()
@@ -89,10 +79,11 @@ def follow(
     logs_of: Callable[[AttemptDir], list[Path]],
     is_alive: Callable[[], bool | None],
     last: int | None = None,
-) -> Iterator[Line]:
+) -> Iterator[tuple[str, str]]:
     """The lines of the chosen logs as they are written, from `first_attempt` until the run is over.
 
-    With `last`, starts with that many existing lines of each log instead of all of them.
+    Each comes with the name of its log, such as ``rank-0000``. With `last`, starts with that many existing
+    lines of each log instead of all of them.
     """
     number = first_attempt
     while True:
@@ -110,7 +101,7 @@ def follow(
                         tails[path] = LogTail(path, 0 if last is None else start_of_last(path, last))
             for path, tail in tails.items():
                 for text in tail.read_rest() if passed else tail.read():
-                    yield Line(path.stem, text)
+                    yield path.stem, text
             if passed:
                 break
             time.sleep(POLL_S)

@@ -30,8 +30,6 @@ CATEGORIES = {
 }
 """Category of allocated time -> its label, in the order in which they are shown."""
 NUM_BUCKETS = 800
-MERGED_RECORDS = 50
-"""In buckets of at least this many records, those without an event in between are added up at once."""
 Point = tuple[float, float]
 
 
@@ -89,14 +87,6 @@ def _add_steps(
 ) -> tuple[tuple[float, int], int]:
     """Divide the time between records into steps and what was between them; returns the new clock."""
     before, step_before = clock
-    if len(records) >= MERGED_RECORDS:
-        merged = _merged(attempt, records, before, step_before)
-        if merged is None:  # halves without the event that is in between can still be added up at once
-            half = len(records) // 2
-            clock, num_lost = _add_steps(spent, attempt, records[:half], clock)
-            clock, num_lost_after = _add_steps(spent, attempt, records[half:], clock)
-            return clock, num_lost + num_lost_after
-        records = merged
     num_lost = 0
     for record in records:
         time, step = timestamp(record.time), record.step
@@ -116,25 +106,6 @@ def _add_steps(
             spent[_between_steps(attempt, before, time)] += wall_s - steps_s
         before, step_before = time, step
     return (before, step_before), num_lost
-
-
-def _merged(
-    attempt: Attempt, records: Sequence[StepRecord], begin: float, step_before: int
-) -> list[StepRecord] | None:
-    """One record with the mean of many evenly spaced ones without an event; None for any others."""
-    steps = [record.step for record in records]
-    every = steps[0] - step_before
-    end = timestamp(records[-1].time)
-    is_even = every > 0 and steps == list(range(steps[0], steps[-1] + 1, every))
-    if not is_even or end is None or steps[-1] > attempt.kept_step:
-        return None
-    if _evaluated(attempt, begin, end) or _saved(attempt, begin, end):
-        return None
-    means = {}
-    for key in ("step_s", "data_wait_s"):
-        values: list[Any] = [record.values.get(key) for record in records]
-        means[key] = sum(value or 0.0 for value in values) / len(values)
-    return [StepRecord({"step": steps[-1], "time": records[-1].time, **means})]
 
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:

@@ -237,9 +237,9 @@ def render_report(report: Report, other: Report | None = None) -> str:
 
 
 def _names(report: Report, other: Report | None) -> tuple[str, str]:
-    """What the runs are called; by their folders when they have the same name, as points of a sweep do."""
-    if other is None or other.status.name != report.status.name:
-        return report.status.name, "" if other is None else other.status.name
+    """What the runs are called: two by their folders, since points of a sweep have one name."""
+    if other is None:
+        return report.status.name, ""
     first, second = ("/".join(Path(item.status.run_dir).parts[-2:]) for item in (report, other))
     return first, second
 

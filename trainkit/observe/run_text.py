@@ -6,14 +6,16 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from trainkit.observe.signatures import Signature, Where, limited_time
 from trainkit.run.failure import RankFailure
+
+if TYPE_CHECKING:
+    from trainkit.observe.signatures import Signature, Where
 
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
@@ -82,18 +84,15 @@ class Text:
         """
         text, starts = self._joined
         found: tuple[tuple[bool, int], dict[str, str]] | None = None
-        with limited_time(signature):
-            for pattern in signature.patterns:
-                for match in pattern.finditer(text):
-                    index = bisect_right(starts, match.start()) - 1
-                    groups = {name: value for name, value in match.groupdict().items() if value}
-                    weight = bool({"rank", "host"} & groups.keys()), index
-                    if found is not None and weight <= found[0]:
-                        continue
-                    if not self._is_survived(index) and not self._is_quoted(
-                        text, starts[index], match.start()
-                    ):
-                        found = weight, groups
+        for pattern in signature.patterns:
+            for match in pattern.finditer(text):
+                index = bisect_right(starts, match.start()) - 1
+                groups = {name: value for name, value in match.groupdict().items() if value}
+                weight = bool({"rank", "host"} & groups.keys()), index
+                if found is not None and weight <= found[0]:
+                    continue
+                if not self._is_survived(index) and not self._is_quoted(text, starts[index], match.start()):
+                    found = weight, groups
         if found is None:
             return None
         (_, index), groups = found
@@ -163,11 +162,7 @@ def read_log(
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = max(0, size - TAIL_BYTES)
-            first: int | None = 1
-            if size > COUNTED_BYTES:
-                first = None
-            elif start:
-                first = 1 + sum(block.count(b"\n") for block in _blocks(stream, start))
+            first = 1 + stream.read(start).count(b"\n") if size <= COUNTED_BYTES else None
             stream.seek(start)
             data = stream.read(TAIL_BYTES)
     except OSError:
@@ -186,16 +181,6 @@ def read_log(
         host,
         None if first is None else first + skipped,
     )
-
-
-def _blocks(stream: Any, end: int) -> Iterator[bytes]:
-    left = end
-    while left > 0:
-        block = stream.read(min(1 << 20, left))
-        if not block:
-            return
-        left -= len(block)
-        yield block
 
 
 def record_text(path: Path, root: Path, failure: RankFailure) -> Text:

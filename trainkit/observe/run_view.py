@@ -197,8 +197,8 @@ def read_view(
         lr=last.number("lr"),
         mfu=last.number("mfu"),
         median_tokens_per_s=metrics.median("tokens_per_s"),
-        step_p50_s=percentile(steps_s, 0.50),
-        step_p95_s=percentile(steps_s, 0.95),
+        step_p50_s=steps_s[len(steps_s) // 2] if steps_s else None,
+        step_p95_s=steps_s[95 * len(steps_s) // 100] if steps_s else None,
         data_wait_share=_data_wait_share(own),
         slowest_rank=_slowest_rank(own[-1]) if own and is_allocated else None,
         mem_gib_peak=last.number("mem_gib_peak"),
@@ -252,13 +252,6 @@ def eta_s(records: Sequence[StepRecord], status: RunStatus) -> float | None:
     if elapsed_s is None or num_steps <= 0:
         return None
     return max(0.0, (status.total_steps - status.step) * elapsed_s / float(num_steps))
-
-
-def percentile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile of sorted values."""
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _slowest_rank(record: StepRecord) -> SlowestRank | None:

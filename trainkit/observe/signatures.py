@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import string
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from trainkit.config.section import Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
-from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.errors import ConfigError, Problem
 from trainkit.folders import config_folder
 
 SHIPPED = Path(__file__).with_name("signatures.yaml")
@@ -29,8 +29,6 @@ the job's state in Slurm, a start that ended before the supervisor began, the ca
 the events before the failure."""
 Confidence = Literal["certain", "likely"]
 
-MAX_PATTERN_S = 2.0
-"""How long the patterns of a user's signature may take for one run."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
@@ -53,7 +51,6 @@ class Signature:
     """Sentences; one whose placeholders have no value in a run is left out."""
     doc: str
     """A paragraph for the docs."""
-    origin: str
     is_shipped: bool = False
 
     @property
@@ -93,84 +90,70 @@ def load_signatures(files: Sequence[tuple[Path, str]] = ()) -> list[Signature]:
     return list(found.values())
 
 
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _expression(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text, re.MULTILINE)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    if pattern.search(""):
+        raise ValueError(f"{text!r} matches an empty line: it would match every run")
+    return pattern
+
+
+def _sentence(template: str) -> str:
+    try:
+        placeholders(template)
+    except ValueError as error:
+        raise ValueError(f"{template!r}: {error}; write {{ as {{{{ and }} as }}}}") from None
+    return template
+
+
+Text = Annotated[str, Field(min_length=1)]
+Sentences = Annotated[tuple[Annotated[Text, AfterValidator(_sentence)], ...], BeforeValidator(_as_tuple)]
+Pattern = Annotated[Text, AfterValidator(_expression)]
+
+
+class _Written(Section):
+    """A signature as it is in a file."""
+
+    title: Text
+    pattern: Annotated[tuple[Pattern, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    role: Role = "cause"
+    where: Annotated[tuple[Where, ...], BeforeValidator(_as_tuple)] = ("record", "log")
+    confidence: Confidence = "certain"
+    cause: Sentences = ()
+    advice: Sentences = ()
+    doc: str = ""
+
+
 def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -> Signature | None:
-    before = len(problems)
-
-    def problem(key: str, message: str, hint: str = "", origin: str = entry.origin) -> None:
-        problems.append(Problem(f"{name}.{key}" if key else name, message, origin, hint))
-
-    if not entry.is_mapping:
-        problem("", "a signature is a mapping", "it needs at least `title` and `pattern`")
-        return None
     if not _NAME.fullmatch(name):
-        problem("", "a name consists of a-z, 0-9 and -")
-    known = ("title", "pattern", "role", "where", "confidence", "cause", "advice", "doc")
-    values: dict[str, Any] = {}
-    for key, item in entry.value.items():
-        if key not in known:
-            problem(key, "unknown key", f"the keys are {', '.join(known)}", item.origin)
-        values[key] = item.plain()
-
-    def origin_of(key: str) -> str:
-        return entry.value[key].origin if key in entry.value else entry.origin
-
-    def texts(key: str, *, required: bool = False) -> tuple[str, ...]:
-        value = values.get(key)
-        listed = [value] if isinstance(value, str) else value if isinstance(value, list) else None
-        if value is None and not required:
-            return ()
-        if not listed or not all(isinstance(item, str) and item for item in listed):
-            problem(key, "must be a text or a list of texts", origin=origin_of(key))
-            return ()
-        return tuple(listed)
-
-    def choice(key: str, allowed: tuple[str, ...], default: str) -> Any:
-        value = values.get(key, default)
-        if value not in allowed:
-            problem(key, f"is {value!r}", f"use {' or '.join(allowed)}", origin_of(key))
-        return value
-
-    patterns = []
-    for text in texts("pattern", required=True):
-        try:
-            patterns.append(re.compile(text, re.MULTILINE))
-        except (re.error, RecursionError, OverflowError) as error:
-            problem("pattern", f"{text!r} is not a regular expression: {error}", origin=origin_of("pattern"))
-            continue
-        if patterns[-1].search(""):
-            problem(
-                "pattern", f"{text!r} matches an empty line", "it would match every run", origin_of("pattern")
-            )
-    title = values.get("title")
-    if not isinstance(title, str) or not title:
-        problem("title", "is missing or no text", origin=origin_of("title"))
-    where = texts("where") or ("record", "log")
-    for place in where:
-        if place not in get_args(Where):
-            problem("where", f"is {place!r}", f"use {', '.join(get_args(Where))}", origin_of("where"))
-    causes = texts("cause") or (str(title),)
-    advice = texts("advice")
-    for key, templates in (("cause", causes), ("advice", advice)):
-        for template in templates:
-            try:
-                placeholders(template)
-            except ValueError as error:
-                problem(key, f"{template!r}: {error}", "write { as {{ and } as }}", origin_of(key))
-    role = choice("role", get_args(Role), "cause")
-    confidence = choice("confidence", get_args(Confidence), "certain")
-    if len(problems) > before:
+        problems.append(Problem(name, "a name consists of a-z, 0-9 and -", entry.origin))
+    try:
+        written = _Written.model_validate(entry.plain())
+    except ValidationError as error:
+        for item in error.errors(include_url=False):
+            key = str(item["loc"][0]) if item["loc"] else ""
+            found = entry.value[key] if entry.is_mapping and key in entry.value else entry
+            message = item["msg"].removeprefix("Value error, ")
+            if item["type"] not in ("value_error", "missing"):
+                message = f"is {item['input']!r}: {message}"
+            problems.append(Problem(f"{name}.{key}".rstrip("."), message, found.origin))
         return None
     return Signature(
         name=name,
-        title=str(title),
-        patterns=tuple(patterns),
-        role=role,
-        where=where,  # type: ignore[arg-type]
-        confidence=confidence,
-        causes=causes,
-        advice=advice,
-        doc=" ".join(texts("doc")),
-        origin=entry.origin,
+        title=written.title,
+        patterns=written.pattern,  # type: ignore[arg-type]
+        role=written.role,
+        where=written.where,
+        confidence=written.confidence,
+        causes=written.cause or (written.title,),
+        advice=written.advice,
+        doc=written.doc,
         is_shipped=is_shipped,
     )
 
@@ -191,28 +174,3 @@ def fill(template: str, values: Mapping[str, str]) -> str | None:
     if any(not values.get(name) for name in placeholders(template)):
         return None
     return template.format_map(values)
-
-
-@contextmanager
-def limited_time(signature: Signature) -> Iterator[None]:
-    """Raise UsageError when the patterns of a user's signature take too long, as ``(a+)+b`` does.
-
-    A regular expression checks for signals while it matches. Only the main thread can be interrupted.
-    """
-    if signature.is_shipped or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise UsageError(
-            f"{signature.origin}: the patterns of {signature.name} took longer than {MAX_PATTERN_S:g} s",
-            hint="simplify them: no repeated group that contains a repetition, such as (a+)+",
-        )
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MAX_PATTERN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)

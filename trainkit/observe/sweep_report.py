@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,7 +31,7 @@ from trainkit.observe.status import ACTIVE_STATES
 from trainkit.observe.status_text import state_counts
 from trainkit.plan.sweep import shown, shown_value
 from trainkit.run.events import StepRecord, read_events, steps_of
-from trainkit.run.files import numbers, parse_records, read_object
+from trainkit.run.files import numbers, parse_records, read_object, reversed_lines, sampled_lines
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
 from trainkit.run.manifest import published
@@ -48,7 +49,6 @@ NUM_SAMPLES = 64
 """Records that are read of a long curve, evenly spaced."""
 WHOLE_BYTES = 65_536
 """Curves up to this size are read whole."""
-SAMPLE_BYTES = 2048
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
 
@@ -253,12 +253,9 @@ def sample_records(path: Path) -> list[StepRecord]:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size <= WHOLE_BYTES:
-                return list(steps_of(parse_records(stream.read().split(b"\n"))))
-            lines = [stream.readline()]
-            for index in range(1, NUM_SAMPLES):
-                stream.seek(max(0, size * index // (NUM_SAMPLES - 1) - SAMPLE_BYTES))
-                # The first of these lines is cut off, the last may be.
-                lines += stream.read(SAMPLE_BYTES).split(b"\n")[1:-1][-1:]
+                return list(steps_of(parse_records(stream)))
+            lines = sampled_lines(stream, 0, size, NUM_SAMPLES - 1)
+            lines += list(islice(reversed_lines(stream, size), 2))[::-1]  # the last may be cut off
     except FileNotFoundError:
         return []
     return list(steps_of(parse_records(lines)))
@@ -291,49 +288,9 @@ def _curve(attempts: Sequence[Attempt], records: Sequence[StepRecord], name: str
     return sorted(points.items())[:: max(1, len(points) // (2 * NUM_SAMPLES))]
 
 
-@dataclass(frozen=True)
-class HeatTable:
-    """The result of every combination of two keys."""
-
-    rows: str
-    columns: str
-    column_values: list[str]
-    cells: list[tuple[str, list[tuple[float, str]]]]
-    """Value of the row's key, and for each column how good it is, 0 to 1, and its text."""
-
-
-def heat_table(report: SweepReport, keys: Sequence[str]) -> HeatTable | None:
-    """A table of the results by two keys, medians where points share a cell; None unless there are two."""
-    results = [point for point in report.points if point.result is not None]
-    if len(keys) != 2 or not results:
-        return None
-    found: dict[tuple[str, str], list[float]] = {}
-    for point in results:
-        place = (shown_value(point.values[keys[0]]), shown_value(point.values[keys[1]]))
-        found.setdefault(place, []).append(float(point.result or 0.0))
-    medians = {place: median(values) for place, values in found.items()}
-    low, high = min(medians.values()), max(medians.values())
-    rows, columns = (_ordered(report.points, key) for key in keys)
-
-    def cell(place: tuple[str, str]) -> tuple[float, str]:
-        if place not in medians:
-            return 0.0, ""
-        share = (medians[place] - low) / (high - low) if high > low else 0.0
-        return (1 - share if report.objective.is_lowest_best else share), f"{medians[place]:,.5g}"
-
-    cells = [(row, [cell((row, column)) for column in columns]) for row in rows]
-    return HeatTable(keys[0], keys[1], columns, cells)
-
-
-def _ordered(points: Sequence[PointReport], key: str) -> list[str]:
-    values = [point.values[key] for point in sorted(points, key=lambda point: point.index)]
-    return list(dict.fromkeys(shown_value(value) for value in values))
-
-
 def render_sweep(report: SweepReport) -> str:
     """The page of a sweep."""
     keys = [key for key in report.keys if key != REPEAT]
-    heat = heat_table(report, keys)
     return render_page(
         TEMPLATE,
         title=report.name,
@@ -347,7 +304,6 @@ def render_sweep(report: SweepReport) -> str:
         quote=shlex.quote,
         curves=_curve_charts(report),
         by_key=_key_charts(report, keys[:MAX_AXIS_KEYS]),
-        heat=heat,
         max_lines=MAX_LINES,
         command=shlex.join(map(str, report.provenance.get("argv") or [])),
     )

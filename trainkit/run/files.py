@@ -210,6 +210,17 @@ def reversed_lines(stream: BinaryIO, position: int) -> Iterator[bytes]:
     yield b"".join(reversed(rest))
 
 
+def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[bytes]:
+    """The lines after `count` evenly spaced positions of a file."""
+    lines = []
+    for index in range(count):
+        stream.seek(begin + (end - begin) * index // count)
+        if stream.tell():
+            stream.readline()
+        lines.append(stream.readline())
+    return lines
+
+
 class JsonlTail:
     """Reads the records that are appended to a file; the file may not exist yet."""
 

@@ -21,7 +21,15 @@ from trainkit.run.events import (
     events_of,
     steps_of,
 )
-from trainkit.run.files import JsonlTail, Record, parse_records, parse_time, read_jsonl_reversed, read_object
+from trainkit.run.files import (
+    JsonlTail,
+    Record,
+    parse_records,
+    parse_time,
+    read_jsonl_reversed,
+    read_object,
+    sampled_lines,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
 
 RECENT_RECORDS = 200
@@ -244,21 +252,14 @@ class MetricsHistory:
 
     def _sample(self, size: int) -> None:
         begin, end = self._tail.position, size - SAMPLED_BYTES // 8
-        lines = 0
         with self._tail.path.open("rb") as stream:
-            for index in range(MAX_POINTS):
-                stream.seek(begin + (end - begin) * index // MAX_POINTS)
-                if stream.tell():
-                    stream.readline()
-                line = stream.readline()
-                lines += len(line)
-                for record in steps_of(parse_records([line])):
-                    self._add(record, True)
+            lines = sampled_lines(stream, begin, end, MAX_POINTS)
             stream.seek(end)
             stream.readline()
             self._tail.position = stream.tell()
-        between = (end - begin) / MAX_POINTS
-        self._every = max(self._every, round(between / max(1.0, lines / MAX_POINTS)))
+        for record in steps_of(parse_records(lines)):
+            self._add(record, True)
+        self._every = max(self._every, round((end - begin) / max(1, sum(map(len, lines)))))
 
     def _add(self, record: StepRecord, is_point: bool) -> None:
         step = record.step

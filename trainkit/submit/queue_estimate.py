@@ -16,7 +16,7 @@ from trainkit.cluster.limits import partition_problems
 from trainkit.cluster.model import Cluster, ResourceRequest, resource_request
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
-from trainkit.formats import table
+from trainkit.formats import duration, table
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.slurm.client import SlurmRefused
@@ -124,11 +124,7 @@ def _when(start: datetime, now: datetime) -> str:
     seconds = (start - now).total_seconds()
     if seconds < SOON_S:
         return "now"
-    minutes = round(seconds / 60)
-    days, hours = divmod(minutes // 60, 24)
-    parts = [f"{days} d" if days else "", f"{hours} h" if hours else "", f"{minutes % 60} min"]
-    within = " ".join([part for part in parts if part][:2])
-    return f"in {within} ({start.astimezone():%Y-%m-%d %H:%M})"
+    return f"in {duration(seconds)} ({start.astimezone():%Y-%m-%d %H:%M})"
 
 
 def _shortened(nodes: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trainkit.formats import time_text
 from trainkit.plan.gpus import peak_flops
 from trainkit.run.files import append_jsonl, utc_now
 from trainkit.run.rundir import RunDir
@@ -224,20 +225,13 @@ class Metrics:
             f"step={record.step}/{self._total_steps} loss={loss}{validated} grad_norm={grad_norm}"
             f" lr={record.lr:.3g} tokens_per_s={record.tokens_per_s:,.0f} mfu={mfu}"
             f" mem_gib={record.mem_gib_peak:.2f} data_wait_s={record.data_wait_s:.4f}"
-            f" step_s={record.step_s:.3f} eta={_clock(eta_s)}"
+            f" step_s={record.step_s:.3f} eta={time_text(round(eta_s))}"
         )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that can be written as JSON."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _clock(seconds: float) -> str:
-    """A duration as h:mm:ss."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}"
 
 
 def peak_memory_gib(device: torch.device) -> float:
