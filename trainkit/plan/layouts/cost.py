@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from trainkit.plan.gpus import Gpu, peak_flops
+from trainkit.plan.gpus import Gpu
 from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
 from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
 from trainkit.plan.step_work import StepWork
@@ -214,7 +214,7 @@ def rank_flops(work: StepWork, pp_rank: int) -> float:
 
 
 def _compute_s(work: StepWork, gpu: Gpu) -> float:
-    peak = peak_flops(gpu.name, "bf16") or peak_flops(gpu.name, "fp16") or UNKNOWN_PEAK
+    peak = gpu.peak_flops or UNKNOWN_PEAK
     if work.dtype == "fp32":
         peak *= FLOAT32_SHARE
     rows, columns = work.tokens_per_pass, work.shape.dim / work.layout.tp
