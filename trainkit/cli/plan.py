@@ -94,8 +94,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
     try:
         return resolve_model_shape(loaded.config.model, vocab_size)
     except ConfigError as error:
-        found = [loaded.problem(item.key, item.message, item.hint) for item in error.problems]
-        raise ConfigError(found) from None
+        raise ConfigError(loaded.located(error.problems)) from None
 
 
 class _Planned:

@@ -156,11 +156,7 @@ def test_advice_begins_with_the_smallest_change() -> None:
     asked = Choice(step_work("7b", device_batch_size=16), hardware(8))
     assert asked.fit == "no"
     found = list(advise(asked, 128))
-    assert [advice.what for advice in found] == [
-        "parallel.activation_checkpointing: full",
-        "train.device_batch_size: 2",
-        "another layout",
-    ]
+    assert [advice.what for advice in found] == ["the same layout"]
     assert all(advice.choice.fit == "fits" for advice in found)
 
 

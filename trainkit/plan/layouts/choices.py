@@ -187,8 +187,7 @@ def configured_layout(
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
         batch = possible_batch(BatchRequest.of(loaded), layout, shape, config.data.seq_len)
     except ConfigError as error:
-        found = [loaded.problem(problem.key, problem.message, problem.hint) for problem in error.problems]
-        return None, found
+        return None, loaded.located(error.problems)
     return Choice(work_of(config, shape, layout, batch), hardware), []
 
 
