@@ -294,7 +294,7 @@ def _check_model(
         problem = None
     else:
         # Imported only for GPUs: importing the layout search is slow.
-        from trainkit.plan.layouts.fit import check_memory
+        from trainkit.plan.layout_advice import check_memory
 
         reason, problem = check_memory(loaded, plan, shape, gpu)
         if reason is not None:

@@ -13,10 +13,10 @@ from step_works import llama, step_work
 from trainkit.config import load_config
 from trainkit.plan.gpus import Hardware, find_gpu
 from trainkit.plan.launch import Layout
+from trainkit.plan.layout_advice import advise, fewest_gpus, headline, reason, set_flags
+from trainkit.plan.layout_advice import settings as settings_of
 from trainkit.plan.layout_rules import layout_problems
-from trainkit.plan.layouts.choices import Choice, best_on_layout, choose, configured_layout, layouts
-from trainkit.plan.layouts.fit import advise, fewest_gpus, headline, reason, set_flags
-from trainkit.plan.layouts.fit import settings as settings_of
+from trainkit.plan.layouts import Choice, best_on_layout, choose, configured_layout, layouts
 
 
 def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardware:

@@ -14,7 +14,7 @@ from trainkit.formats import GIB, gib, table
 from trainkit.plan.gpus import Gpu, Hardware
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import describe_layout, yaml_text
-from trainkit.plan.layouts.choices import Choice, best_on_layout, choose
+from trainkit.plan.layouts import Choice, best_on_layout, choose
 from trainkit.plan.memory import state_bytes
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.step_work import work_of
