@@ -12,7 +12,7 @@ from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import parse_layout
-from trainkit.plan.layouts.choices import LONG_SEQUENCE, enumerate_layouts
+from trainkit.plan.layouts import LONG_SEQUENCE, enumerate_layouts
 
 SIZES = (
     *("device=cpu", "launch.backend=local", "data.seq_len=64"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.main import main
-from trainkit.plan.layouts.fit import HEADER
+from trainkit.plan.layout_advice import HEADER
 
 GIB = 2**30
 LLAMA = ["--set", "model.vocab_size=32000"]

@@ -10,7 +10,7 @@ import pytest
 from trainkit.config import load_config
 from trainkit.formats import GIB
 from trainkit.plan.gpus import Hardware, find_gpu
-from trainkit.plan.layouts.choices import base_work, choose, configured_layout
+from trainkit.plan.layouts import base_work, choose, configured_layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.resources import shipped_configs
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
@@ -129,8 +129,9 @@ def measured(records: Sequence[StepRecord], steps: range) -> Row:
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
         row[name] = _median(record.number(name) for record in counted)
-    durations = sorted(numbers(counted, "step_s"))
-    row["step_s_p10"], row["step_s_p90"] = (_percentile(durations, share) for share in (0.1, 0.9))
+    durations = list(numbers(counted, "step_s"))
+    deciles = quantiles(durations, n=10, method="inclusive") if len(durations) > 1 else durations
+    row["step_s_p10"], row["step_s_p90"] = (deciles[0], deciles[-1]) if deciles else (None, None)
     row["mem_gib_peak"] = counted[-1].number("mem_gib_peak") if counted else None
     return row
 
@@ -152,16 +153,6 @@ def _median(values: Iterable[float | None]) -> float | None:
 def _median_of_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float | None:
-    """The value below which this share of sorted values lies, interpolated between two of them."""
-    if not ordered:
-        return None
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) -> tuple[float | None, str]:

@@ -27,7 +27,7 @@ from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_change
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name, make_layout, parse_layout
-from trainkit.plan.layouts.choices import LONG_SEQUENCE, enumerate_layouts
+from trainkit.plan.layouts import LONG_SEQUENCE, enumerate_layouts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.submit.create import new_folder

@@ -16,7 +16,7 @@ from trainkit.formats import plural
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.plan.gpus import Hardware
-    from trainkit.plan.layouts.choices import Choice
+    from trainkit.plan.layouts import Choice
     from trainkit.plan.model_shape import ModelShape
 
 
@@ -94,8 +94,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
     try:
         return resolve_model_shape(loaded.config.model, vocab_size)
     except ConfigError as error:
-        found = [loaded.problem(item.key, item.message, item.hint) for item in error.problems]
-        raise ConfigError(found) from None
+        raise ConfigError(loaded.located(error.problems)) from None
 
 
 class _Planned:
@@ -104,7 +103,7 @@ class _Planned:
     def __init__(
         self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
     ) -> None:
-        from trainkit.plan.layouts.choices import base_work, choose, configured_layout
+        from trainkit.plan.layouts import base_work, choose, configured_layout
 
         self.request = request
         self.loaded = loaded
@@ -128,8 +127,8 @@ class _Planned:
 
     def advice(self) -> list[Any]:
         """Changes that would fit, if no layout fits."""
-        from trainkit.plan.layouts.choices import Choice
-        from trainkit.plan.layouts.fit import advise
+        from trainkit.plan.layout_advice import advise
+        from trainkit.plan.layouts import Choice
 
         if self.best is not None:
             return []
@@ -138,7 +137,7 @@ class _Planned:
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
         from trainkit.formats import gib
-        from trainkit.plan.layouts.fit import headline, reason, table_lines
+        from trainkit.plan.layout_advice import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
         gpu = hardware.gpu
@@ -171,7 +170,7 @@ class _Planned:
 
     def _flags(self, choice: Choice) -> str:
         """The command that submits the run with a choice."""
-        from trainkit.plan.layouts.fit import set_flags, settings
+        from trainkit.plan.layout_advice import set_flags, settings
 
         request, hardware = self.request, choice.hardware
         typed = [] if request.profile is None else [f"--profile {quote(request.profile)}"]
@@ -182,7 +181,7 @@ class _Planned:
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
         """The plan as a JSON object; amounts in bytes."""
-        from trainkit.plan.layouts.fit import choice_dict, headline
+        from trainkit.plan.layout_advice import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 
         gpu, config, best = self.hardware.gpu, self.loaded.config, self.best

@@ -41,6 +41,10 @@ class LoadedConfig:
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
+    def located(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Problems of keys with the origins of their values."""
+        return [self.problem(item.key, item.message, item.hint) for item in problems]
+
     def require_decoder(
         self, task: tuple[str, str], architecture: tuple[str, str], *, or_own: bool = False
     ) -> None:

@@ -36,6 +36,8 @@ class Gpu:
     """Bandwidth per GPU to other GPUs of its node, in bytes per second, one way."""
     network_bandwidth: float
     """Bandwidth per GPU to other nodes, in bytes per second, one way."""
+    peak_flops: float | None
+    """Dense FLOP/s with 16-bit inputs; None if unknown."""
 
     @property
     def usable(self) -> int:
@@ -65,38 +67,43 @@ _PCIE4 = _Links(25, 6.25)
 _PCIE3 = _Links(12, 6.25)
 
 # Words of the name; advertised sizes in GB, the most common first, each with the MiB that nvidia-smi reports
-# (error correction takes some); links. The first row that matches wins.
-_ROWS: tuple[tuple[str, dict[int, int], _Links], ...] = (
-    ("GB200", {186: 189_471}, _NVLINK5_72),
-    ("B300", {288: 275_040}, _NVLINK5),
-    ("B200", {180: 183_359}, _NVLINK5),
-    ("GH200", {96: 97_871, 144: 146_831}, _ONE),
-    ("H200", {141: 143_771}, _NVLINK4),
-    ("H100 NVL", {94: 95_830}, _PCIE5),
-    ("H100 PCIe", {80: 81_559}, _PCIE5),
-    ("H100", {80: 81_559, 94: 95_830, 64: 65_247}, _NVLINK4),
-    ("H800", {80: 81_559}, _NVLINK3),
-    ("H20", {96: 97_871, 141: 143_771}, _NVLINK4),
-    ("A100 PCIe", {80: 81_920, 40: 40_960}, _PCIE4),
-    ("A100", {80: 81_920, 40: 40_960, 64: 65_536}, _NVLINK3),
-    ("A800", {80: 81_920, 40: 40_960}, _NVLINK3),
-    ("A30", {24: 24_576}, _PCIE4),
-    ("A40", {48: 46_068}, _PCIE4),
-    ("A10G", {24: 23_028}, _PCIE4),
-    ("A10", {24: 23_028}, _PCIE4),
-    ("L40S", {48: 46_068}, _PCIE4),
-    ("L40", {48: 46_068}, _PCIE4),
-    ("L4", {24: 23_034}, _PCIE4),
-    ("V100", {32: 32_768, 16: 16_384}, _NVLINK2),
-    ("T4", {16: 15_360}, _PCIE3),
-    ("RTX PRO 6000", {96: 97_887}, _PCIE5),
-    ("RTX 6000 Ada", {48: 49_140}, _PCIE4),
-    ("RTX A6000", {48: 49_140}, _PCIE4),
-    ("RTX A5000", {24: 24_564}, _PCIE4),
-    ("RTX 5090", {32: 32_607}, _PCIE5),
-    ("RTX 4090", {24: 24_564}, _PCIE4),
-    ("RTX 3090", {24: 24_576}, _PCIE4),
+# (error correction takes some); links; dense tensor-core FLOP/s with 16-bit inputs from NVIDIA's data sheets
+# (half of the figure "with sparsity"). The first row that matches wins. GB300 has the memory of B300.
+_ROWS: tuple[tuple[str, dict[int, int], _Links, float | None], ...] = (
+    ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
+    ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),
+    ("B300", {288: 275_040}, _NVLINK5, 2.25e15),
+    ("B200", {180: 183_359}, _NVLINK5, 2.25e15),
+    ("GH200", {96: 97_871, 144: 146_831}, _ONE, 989e12),
+    ("H200 NVL", {141: 143_771}, _NVLINK4, 835.5e12),
+    ("H200", {141: 143_771}, _NVLINK4, 989e12),
+    ("H100 NVL", {94: 95_830}, _PCIE5, 835.5e12),
+    ("H100 PCIe", {80: 81_559}, _PCIE5, 756e12),
+    ("H100", {80: 81_559, 94: 95_830, 64: 65_247}, _NVLINK4, 989e12),
+    ("H800", {80: 81_559}, _NVLINK3, 989e12),
+    ("H20", {96: 97_871, 141: 143_771}, _NVLINK4, 148e12),
+    ("A100 PCIe", {80: 81_920, 40: 40_960}, _PCIE4, 312e12),
+    ("A100", {80: 81_920, 40: 40_960, 64: 65_536}, _NVLINK3, 312e12),
+    ("A800", {80: 81_920, 40: 40_960}, _NVLINK3, 312e12),
+    ("A30", {24: 24_576}, _PCIE4, 165e12),
+    ("A40", {48: 46_068}, _PCIE4, 149.7e12),
+    ("A10G", {24: 23_028}, _PCIE4, 70e12),
+    ("A10", {24: 23_028}, _PCIE4, 125e12),
+    ("L40S", {48: 46_068}, _PCIE4, 362e12),
+    ("L40", {48: 46_068}, _PCIE4, 181e12),
+    ("L4", {24: 23_034}, _PCIE4, 121e12),
+    ("V100", {32: 32_768, 16: 16_384}, _NVLINK2, 125e12),
+    ("T4", {16: 15_360}, _PCIE3, 65e12),
+    ("RTX PRO 6000", {96: 97_887}, _PCIE5, None),
+    ("RTX 6000 Ada", {48: 49_140}, _PCIE4, 364.2e12),
+    ("RTX A6000", {48: 49_140}, _PCIE4, 154.8e12),
+    ("RTX A5000", {24: 24_564}, _PCIE4, None),
+    ("RTX 5090", {32: 32_607}, _PCIE5, None),
+    ("RTX 4090", {24: 24_564}, _PCIE4, 165.2e12),
+    ("RTX 3090", {24: 24_576}, _PCIE4, 71e12),
 )
+FP16_ONLY = ("V100", "T4")
+"""GPUs whose tensor cores do not compute in bf16."""
 _GIGABYTES = re.compile(r"(\d+)GB?")
 _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
@@ -109,15 +116,15 @@ def find_gpu(name: str) -> Gpu | None:
     words = re.sub(r"[^A-Z0-9]+", " ", _NO_PRODUCT.sub(" ", name.upper())).split()
     if "MIG" in words:
         return None
-    for row, sizes, links in _ROWS:
+    for row, sizes, links, peak in _ROWS:
         if _is_called(words, row):
-            return _gpu(row, sizes, links, _gigabytes(words))
+            return _gpu(row, sizes, links, peak, _gigabytes(words))
     return None
 
 
 def known_gpus() -> tuple[str, ...]:
     """The names that `find_gpu` knows, newer GPUs first."""
-    return tuple(row.lower().replace(" ", "-") for row, _, _ in _ROWS)
+    return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
 
 
 def _is_called(words: list[str], row: str) -> bool:
@@ -132,13 +139,13 @@ def _gigabytes(words: list[str]) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-def _gpu(row: str, sizes: dict[int, int], links: _Links, named: list[int]) -> Gpu:
+def _gpu(row: str, sizes: dict[int, int], links: _Links, peak: float | None, named: list[int]) -> Gpu:
     size = next((size for size in named if size in sizes), None)
     name = row if len(sizes) == 1 else f"{row} {size or next(iter(sizes))}GB"
     memory = sizes[size] if size else next(iter(sizes.values()))
     most = memory if size else max(sizes.values())
     node, network = links.node * 1e9, links.network * 1e9
-    return Gpu(name, memory * MIB, most * MIB, links.node_size, node, network)
+    return Gpu(name, memory * MIB, most * MIB, links.node_size, node, network, peak)
 
 
 EXAMPLE = "h100"
@@ -253,47 +260,12 @@ def unchecked_memory(config: RunConfig, names: list[str]) -> str:
     return f"whether the run fits in the memory of its GPUs was not checked: {reason}; {hint}"
 
 
-# A part of the name that the driver reports, and dense tensor-core FLOP/s with 16-bit inputs from NVIDIA's
-# data sheets (half of the figure "with sparsity"). The first row that matches wins.
-_BF16_PEAKS: tuple[tuple[str, float], ...] = (
-    ("GB300", 2.5e15),
-    ("B300", 2.25e15),
-    ("GB200", 2.5e15),
-    ("B200", 2.25e15),
-    ("GH200", 989e12),
-    ("H200 NVL", 835.5e12),
-    ("H200", 989e12),
-    ("H100 NVL", 835.5e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A30", 165e12),
-    ("A40", 149.7e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX A6000", 154.8e12),
-    ("RTX 6000 Ada", 364.2e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-)
-_FP16_ONLY_PEAKS: tuple[tuple[str, float], ...] = (("V100", 125e12), ("T4", 65e12))
-
-
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """The peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
-    if dtype not in ("bf16", "fp16"):
+    gpu = find_gpu(device_name)
+    if gpu is None or dtype not in ("bf16", "fp16"):
         return None
-    if "MIG" in device_name.split():
-        return None  # a MIG slice has a fraction of the peak
-    tables = _BF16_PEAKS if dtype == "bf16" else _BF16_PEAKS + _FP16_ONLY_PEAKS
-    words = f"{device_name} ".replace("-", " ")
-    return next((peak for part, peak in tables if f"{part} " in words), None)
+    return None if dtype == "bf16" and gpu.name.startswith(FP16_ONLY) else gpu.peak_flops
 
 
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"

@@ -149,8 +149,7 @@ class LaunchDraft:
         self.problems.append(self.loaded.problem(key, message, hint))
 
     def collect(self, error: ConfigError) -> None:
-        for problem in error.problems:
-            self.problem(problem.key, problem.message, problem.hint)
+        self.problems += self.loaded.located(error.problems)
 
 
 @dataclass

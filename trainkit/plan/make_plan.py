@@ -83,7 +83,7 @@ def _with_model(
     try:
         shape = resolve_model_shape(config.model, data.vocab_size)
     except ConfigError as error:
-        problems += [_with_origin(loaded, problem) for problem in error.problems]
+        problems += loaded.located(error.problems)
     if plan is not None and config.precision.float8:
         problems += _float8_problems(loaded, plan)
     if plan is not None and shape is not None:
@@ -278,13 +278,12 @@ def _check_model(
     seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
-        found = list(batch_problems(plan.layout, parallel, size, seq_len, steps))
-        found = [_with_origin(loaded, problem) for problem in found]
+        found = loaded.located(batch_problems(plan.layout, parallel, size, seq_len, steps))
         name = config.model.architecture
         return plan, [*found, *_file_problems(loaded, facts, "model.architecture", name)]
-    found = list(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
+    found = loaded.located(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
     if found:
-        return plan, [_with_origin(loaded, problem) for problem in found]
+        return plan, found
     if plan.device != "cuda":
         problem = _host_problem(loaded, plan, shape, facts.machine)
         return plan, [] if problem is None else [problem]
@@ -295,17 +294,13 @@ def _check_model(
         problem = None
     else:
         # Imported only for GPUs: importing the layout search is slow.
-        from trainkit.plan.layouts.fit import check_memory
+        from trainkit.plan.layout_advice import check_memory
 
         reason, problem = check_memory(loaded, plan, shape, gpu)
         if reason is not None:
             plan = replace(plan, reasons={**plan.reasons, "memory": reason})
     problem = problem or _staging_problem(loaded, plan, shape, facts.machine)
     return plan, [] if problem is None else [problem]
-
-
-def _with_origin(loaded: LoadedConfig, problem: Problem) -> Problem:
-    return loaded.problem(problem.key, problem.message, problem.hint)
 
 
 def _staging_problem(

@@ -9,7 +9,7 @@ from step_works import llama, step_work
 
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts.cost import Flow, cost_of, rank_flops, recompute_share, sent_by_kind, traffic
+from trainkit.plan.layouts import Flow, cost_of, rank_flops, recompute_share, sent_by_kind, traffic
 from trainkit.plan.model_shape import flops_per_token, num_params
 
 H100 = find_gpu("h100")

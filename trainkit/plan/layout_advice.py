@@ -14,7 +14,7 @@ from trainkit.formats import GIB, gib, table
 from trainkit.plan.gpus import Gpu, Hardware
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import describe_layout, yaml_text
-from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
+from trainkit.plan.layouts import Choice, best_on_layout, choose
 from trainkit.plan.memory import state_bytes
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.step_work import work_of
@@ -35,17 +35,17 @@ class Advice:
 def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
     """Changes that make a run fit, the smallest first.
 
-    They are activation checkpointing, a smaller batch, another layout, more GPUs. Offload comes last: it
+    They are another activation checkpointing or batch, another layout, more GPUs. Offload comes last: it
     saves the most memory but is slow.
     """
-    yield from _on_same_layout(requested, global_batch_size)
-    fitting = [
-        found
-        for found in choose(requested.work, requested.hardware, global_batch_size)
-        if found.fit == "fits"
-    ]
-    if fitting:
-        yield Advice("another layout", fitting[0])
+    work, hardware = requested.work, requested.hardware
+    same = best_on_layout(work, work.layout, hardware, global_batch_size)
+    if same is not None and same.fit == "fits":
+        yield Advice("the same layout", same)
+    best = next(iter(choose(work, hardware, global_batch_size)), None)
+    if best is not None and best.fit == "fits":
+        if best.work.layout != work.layout:
+            yield Advice("another layout", best)
         return
     more = fewest_gpus(requested, global_batch_size)
     if more is not None:
@@ -53,23 +53,6 @@ def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]
     offloaded = choose(requested.work.with_parallel(offload=True), requested.hardware, global_batch_size)
     if offloaded and offloaded[0].fit == "fits":
         yield Advice("parallel.offload", offloaded[0])
-
-
-def _on_same_layout(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
-    mode = requested.work.parallel.activation_checkpointing
-    for stronger in MODES[MODES.index(mode) + 1 :]:
-        work = requested.work.with_parallel(activation_checkpointing=stronger)
-        choice = Choice(work, requested.hardware)
-        if not violates_rules(work) and choice.fit == "fits":
-            yield Advice(f"parallel.activation_checkpointing: {stronger}", choice)
-            break
-    for smaller in candidate_batches(requested.work, global_batch_size):
-        work = smaller.with_parallel(activation_checkpointing=mode)
-        if work.samples_per_pass < requested.work.samples_per_pass and not violates_rules(work):
-            choice = Choice(work, requested.hardware)
-            if choice.fit == "fits":
-                yield Advice(f"train.device_batch_size: {work.device_batch_size}", choice)
-                break
 
 
 def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | None:
