@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from trainkit.doctor import from_json, to_json
-from trainkit.job.preflight import Finding
+from trainkit.job.preflight import Finding, warn_if
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
 MARK = "trainkit-bandwidth:"
@@ -175,7 +175,7 @@ def bandwidth_checks(
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
     hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
-    yield Finding("all-reduce", "warning" if is_slow else "ok", value, hint if is_slow else "")
+    yield warn_if(is_slow, "all-reduce", value, hint)
     speeds = sorted((speed, source, target) for source, target, speed in found.links)
     slowest, source, target = speeds[0]
     median = statistics.median(speed for speed, _, _ in speeds)
@@ -188,10 +188,9 @@ def bandwidth_checks(
         suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
         pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
         yield Finding("point to point", "warning", value, f"check the links of {pairs}")
-    elif expected is not None and median < SLOW_SHARE * expected:
-        yield Finding("point to point", "warning", value, hint)
     else:
-        yield Finding("point to point", "ok", value)
+        is_slow = expected is not None and median < SLOW_SHARE * expected
+        yield warn_if(is_slow, "point to point", value, hint)
 
 
 def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:
