@@ -42,6 +42,14 @@ def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> Ra
     )
 
 
+def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank yet: inherited, then `launch.env`."""
+    environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
+    # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
+    kept = {"PYTHONPATH"} if plan.slurm is not None else set()
+    return environ | {name: value for name, value in plan.env.items() if name not in kept}
+
+
 def worker_environ(
     plan: LaunchPlan,
     rank_env: RankEnv,
@@ -51,10 +59,7 @@ def worker_environ(
     network: Mapping[str, str],
 ) -> dict[str, str]:
     """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank."""
-    environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
-    # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
-    script_variables = {"PYTHONPATH"} if plan.slurm is not None else set()
-    environ.update({name: value for name, value in plan.env.items() if name not in script_variables})
+    environ = configured_environ(plan, inherited)
     environ.setdefault(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
     )
