@@ -96,7 +96,9 @@ def run_ranks(
         try:
             for local_rank in range(layout.num_ranks[node]):
                 # Files, not pipes: a rank whose pipe nobody reads would stop.
-                out, errors = (files.enter_context(_output_file()) for _ in range(2))
+                out, errors = (
+                    files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)
+                )
                 variables = {
                     **environ,
                     LAYOUT_VARIABLE: to_json(layout),
@@ -128,10 +130,6 @@ def run_ranks(
         if line is None:
             return Bandwidth(f"rank 0 on {host} ended without a result")
         return from_json(Bandwidth, line.removeprefix(MARK))
-
-
-def _output_file() -> IO[str]:
-    return tempfile.TemporaryFile("w+", errors="replace")
 
 
 def _wait(procs: Sequence[subprocess.Popen[bytes]]) -> int | None:
