@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
-from trainkit.job import startup
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
@@ -19,7 +18,7 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
 from trainkit.run.rundir import AttemptDir, RunDir
 
-STARTUP_FOLDER = Path(startup.__file__).parent
+STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Where a user may have set up torch's allocator, under its present name and former ones."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
