@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from trainkit.doctor import from_json, to_json
-from trainkit.job.preflight import Finding
+from trainkit.job.preflight import Finding, warn_if
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
 MARK = "trainkit-bandwidth:"
@@ -96,7 +96,9 @@ def run_ranks(
         try:
             for local_rank in range(layout.num_ranks[node]):
                 # Files, not pipes: a rank whose pipe nobody reads would stop.
-                out, errors = (files.enter_context(_output_file()) for _ in range(2))
+                out, errors = (
+                    files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)
+                )
                 variables = {
                     **environ,
                     LAYOUT_VARIABLE: to_json(layout),
@@ -128,10 +130,6 @@ def run_ranks(
         if line is None:
             return Bandwidth(f"rank 0 on {host} ended without a result")
         return from_json(Bandwidth, line.removeprefix(MARK))
-
-
-def _output_file() -> IO[str]:
-    return tempfile.TemporaryFile("w+", errors="replace")
 
 
 def _wait(procs: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -175,7 +173,7 @@ def bandwidth_checks(
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
     hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
-    yield Finding("all-reduce", "warning" if is_slow else "ok", value, hint if is_slow else "")
+    yield warn_if(is_slow, "all-reduce", value, hint)
     speeds = sorted((speed, source, target) for source, target, speed in found.links)
     slowest, source, target = speeds[0]
     median = statistics.median(speed for speed, _, _ in speeds)
@@ -188,10 +186,9 @@ def bandwidth_checks(
         suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
         pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
         yield Finding("point to point", "warning", value, f"check the links of {pairs}")
-    elif expected is not None and median < SLOW_SHARE * expected:
-        yield Finding("point to point", "warning", value, hint)
     else:
-        yield Finding("point to point", "ok", value)
+        is_slow = expected is not None and median < SLOW_SHARE * expected
+        yield warn_if(is_slow, "point to point", value, hint)
 
 
 def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:

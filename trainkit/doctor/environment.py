@@ -14,7 +14,7 @@ from trainkit import __version__
 from trainkit.cluster.machine import NVIDIA_DRIVER
 from trainkit.config import LoadedConfig
 from trainkit.doctor import Request
-from trainkit.job.preflight import Finding
+from trainkit.job.preflight import Finding, warn_if
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
 
@@ -91,9 +91,8 @@ def check_python(request: Request) -> Finding:
         hint = "install the same version there, or use the `trainkit` of that environment"
         text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
         return Finding("Python", "failure", text, hint)
-    if version > PYTHONS[1]:
-        return Finding("Python", "warning", value, f"not tested; tested are {oldest} to {newest}")
-    return Finding("Python", "ok", value)
+    is_new = version > PYTHONS[1]
+    return warn_if(is_new, "Python", value, f"not tested; tested are {oldest} to {newest}")
 
 
 def check_torch(request: Request) -> Iterator[Finding]:

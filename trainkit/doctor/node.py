@@ -37,6 +37,7 @@ from trainkit.job.preflight import (
     clock_offset_s,
     free_mib,
     temporary_folders,
+    warn_if,
 )
 from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import visible_gpus
@@ -138,9 +139,7 @@ def check_cpus() -> Finding:
     memory = host_memory_gib()
     if memory is not None:
         value += f"; {memory[1] - memory[0]:,.1f} of {memory[1]:,.1f} GiB of memory available"
-    if load > 2 * count:
-        return Finding("CPU", "warning", value, "other programs use this host: `top` shows them")
-    return Finding("CPU", "ok", value)
+    return warn_if(load > 2 * count, "CPU", value, "other programs use this host: `top` shows them")
 
 
 HOT_C = 85
@@ -190,9 +189,8 @@ def gpu_finding(nvml: Any, index: int) -> Finding:
         return Finding(name, "warning", value, hint)
     if memory is not None and memory.used > BUSY_SHARE * memory.total:
         return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
-    if temperature is not None and temperature >= HOT_C:
-        return Finding(name, "warning", value, "it is hot and will lower its clocks: check its cooling")
-    return Finding(name, "ok", value)
+    is_hot = temperature is not None and temperature >= HOT_C
+    return warn_if(is_hot, name, value, "it is hot and will lower its clocks: check its cooling")
 
 
 def driver_version() -> str:
@@ -385,10 +383,8 @@ def _write_speed(folder: Path, quick: bool) -> Finding:
         written_s = time.monotonic() - started_s
     speed = size_mib / max(written_s, 1e-6)
     value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync"
-    if speed < SLOW_MIB_S:
-        hint = "checkpoints will take long: save less often, or use a faster filesystem with --run-dir"
-        return Finding("write speed", "warning", value, hint)
-    return Finding("write speed", "ok", value)
+    hint = "checkpoints will take long: save less often, or use a faster filesystem with --run-dir"
+    return warn_if(speed < SLOW_MIB_S, "write speed", value, hint)
 
 
 def _renames(folder: Path) -> Finding:

@@ -25,7 +25,7 @@ from trainkit.doctor.node import measure, node_report, received, shared_file
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.rendezvous import LOCAL_ADDR
-from trainkit.job.preflight import CLOCK_HINT, MAX_CLOCK_OFFSET_S, Finding, apart
+from trainkit.job.preflight import CLOCK_HINT, MAX_CLOCK_OFFSET_S, Finding, apart, warn_if
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
@@ -43,7 +43,10 @@ STOP_S = 10.0
 """How long srun may take to end its step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
 """Checks without which ranks cannot find each other or start; those of a GPU have its number, too."""
-NOT_FOR_SRUN = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task", "time")
+NOT_FOR_SRUN = (
+    *("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task", "time"),
+    *("nodes", "ntasks"),
+)
 
 
 def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[str]:
@@ -64,7 +67,6 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
     plan = make_plan(loaded, facts, Command(("true",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_SRUN}
-    options = {name: value for name, value in options.items() if name not in ("nodes", "ntasks")}
     minutes = int(timeout_s // 60) + 1
     return [*common, f"--time={minutes}", *option_argv({**options, "job-name": "trainkit-doctor"}), *worker]
 
@@ -267,11 +269,11 @@ def _differences(name: str, values: Mapping[str, str]) -> Iterator[tuple[str | N
             yield host, f"{name} is {value}, but {usual} on {count} of {len(values)} nodes"
 
 
-def _names(values: Mapping[str, object], value: object, most: int = 3) -> str:
+def _names(values: Mapping[str, object], value: object) -> str:
     """The hosts with a value."""
     hosts = sorted(host for host, found in values.items() if found == value)
-    more = f" and {len(hosts) - most} more" if len(hosts) > most else ""
-    return f"{', '.join(hosts[:most])}{more}"
+    more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
+    return f"{', '.join(hosts[:3])}{more}"
 
 
 def compare_clocks(reports: Sequence[NodeReport], caller: str) -> Iterator[Finding]:
@@ -321,20 +323,16 @@ def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Find
         yield Finding("requeue", "warning", "JobRequeue is 0", hint)
     else:
         yield Finding("requeue", "ok", "jobs can be requeued")
-    kill_wait_s = _seconds(config.get("KillWait", ""))
-    if kill_wait_s is not None and kill_wait_s < MIN_GRACE_S:
-        hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
-        yield Finding("KillWait", "warning", config["KillWait"], hint)
-    else:
-        yield Finding("KillWait", "ok", config.get("KillWait", "unknown"))
+    kill_wait = config.get("KillWait", "unknown")
+    hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
+    yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
     if "slurmdbd" in config.get("AccountingStorageType", ""):
         yield Finding("accounting", "ok", "sacct knows how old jobs ended")
     else:
-        age_s = _seconds(config.get("MinJobAge", ""))
-        value = f"none: Slurm forgets a job {config.get('MinJobAge', 'soon')} after its end"
-        is_short = age_s is not None and age_s < MIN_JOB_AGE_S
+        age = config.get("MinJobAge", "soon")
+        value = f"none: Slurm forgets a job {age} after its end"
         hint = "how a job ended is then known from its run folder only"
-        yield Finding("accounting", "warning" if is_short else "ok", value, hint if is_short else "")
+        yield warn_if(_seconds(age, MIN_JOB_AGE_S) < MIN_JOB_AGE_S, "accounting", value, hint)
 
 
 def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
@@ -353,20 +351,17 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
     sends_own = "send_user_signal" in config.get("PreemptParameters", "").split(",")
     signal = "SIGTERM and the job's own signal" if sends_own else "SIGTERM"
     for item in preempted:
-        grace_s = _seconds(item.get("GraceTime", "0")) or 0
+        grace_s = _seconds(item.get("GraceTime", ""), 0)
         mode = item.get("PreemptMode", default)
         value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, notice by {signal}"
-        if grace_s < MIN_GRACE_S:
-            hint = (
-                "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
-                "or ask for a GraceTime of 30 s"
-            )
-            yield Finding("preemption", "warning", value, hint)
-        else:
-            yield Finding("preemption", "ok", value)
+        hint = (
+            "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
+            "or ask for a GraceTime of 30 s"
+        )
+        yield warn_if(grace_s < MIN_GRACE_S, "preemption", value, hint)
 
 
-def _seconds(text: str) -> int | None:
-    """The number in `30 sec`; None if there is none."""
-    first = text.split()[0] if text.split() else ""
-    return int(first) if first.isdigit() else None
+def _seconds(text: str, unknown: int) -> int:
+    """The number in `30 sec`."""
+    first = text.partition(" ")[0]
+    return int(first) if first.isdigit() else unknown

@@ -91,17 +91,28 @@ def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails |
 
 
 class Allocation:
-    """Interface of the supervisor to this machine or to a Slurm job."""
+    """This machine: all nodes of the plan run here, and a restart is always possible."""
 
     lock_timeout_s = 10.0
     """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, number: int = 0) -> None:
         self.run = run
+        self.number = number
+        """The first attempt, which the command that started this process has recorded."""
 
     def claim(self) -> AttemptDir | int:
         """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
-        raise NotImplementedError
+        # That command holds the lock until it has recorded the attempt.
+        with run_lock(self.run):
+            entry = read_job(self.run).of_attempt(self.number)
+        if entry is None or (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
+            log_line(
+                f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
+                " interrupted"
+            )
+            return EXIT_FAILED
+        return self.run.attempt(self.number)
 
     def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
         """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
@@ -118,7 +129,7 @@ class Allocation:
 
     def register(self, attempt: AttemptDir) -> str:
         """Record a restarted attempt in job.json; returns its job id. Called with the run's lock held."""
-        raise NotImplementedError
+        return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
 
     def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
         """Write the end of earlier attempts whose host died.
@@ -129,7 +140,9 @@ class Allocation:
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
-        raise NotImplementedError
+        entry = read_job(self.run).newest
+        port = choose_port(str(entry and entry.job_id), attempt.number)
+        return LocalAttemptWatch(attempt, plan, port)
 
     def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Complete the outcome of an attempt from the state of the job and its hosts."""
@@ -139,7 +152,7 @@ class Allocation:
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
         """How the run can be restarted now."""
-        raise NotImplementedError
+        return RestartOptions(restart=True)
 
     def has_time(self, plan: LaunchPlan) -> bool:
         """Whether there is time for another attempt."""
@@ -149,7 +162,7 @@ class Allocation:
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
         """Decide what follows a stop signal that arrived while the run waited to restart."""
-        raise NotImplementedError
+        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
 
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
         """Decide what follows when a lock of the run was not obtained in time."""
@@ -161,42 +174,6 @@ class Allocation:
 
     def cancel_pending(self) -> None:
         """Cancel the jobs that would continue a run that has ended."""
-
-
-class LocalAllocation(Allocation):
-    """This machine: all nodes of the plan run here, and a restart is always possible."""
-
-    def __init__(self, run: RunDir, number: int) -> None:
-        super().__init__(run)
-        self.number = number
-
-    def claim(self) -> AttemptDir | int:
-        # The command that started this process holds the lock until it has recorded the attempt.
-        with run_lock(self.run):
-            entry = read_job(self.run).of_attempt(self.number)
-        if entry is None or (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
-            log_line(
-                f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
-                " interrupted"
-            )
-            return EXIT_FAILED
-        return self.run.attempt(self.number)
-
-    def register(self, attempt: AttemptDir) -> str:
-        return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
-
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        entry = read_job(self.run).newest
-        port = choose_port(str(entry and entry.job_id), attempt.number)
-        return LocalAttemptWatch(attempt, plan, port)
-
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        return RestartOptions(restart=True)
-
-    def after_notice(
-        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
-    ) -> Decision:
-        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
 
 
 class SlurmAllocation(Allocation):

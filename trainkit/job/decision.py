@@ -171,7 +171,9 @@ def decide(
     # A command exits with any code when the signal has ended one of its ranks.
     is_any_code = result.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    ended_on_signal = is_excused or _ended_on_signal(codes)
+    # Every worker that did not save was killed by the signal, or exited because it was stuck.
+    expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
+    ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
         return _after_request(result, saved, previous, policy, options)
     if saved:
@@ -385,11 +387,6 @@ def _resume(
         )
     reason = f"{summary}; resumes (restart {len(previous) + 1})"
     return Decision(action, reason, EXIT_STOPPED, cause, delay_s if action == "restart" else 0.0)
-
-
-def _ended_on_signal(exit_codes: Sequence[int]) -> bool:
-    """Whether every worker that did not save was killed by the signal, or exited because it was stuck."""
-    return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK) or is_death_by_notice(code) for code in exit_codes)
 
 
 EARLY_S = 60.0

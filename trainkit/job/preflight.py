@@ -38,6 +38,11 @@ class Finding:
     """None for what concerns no single host."""
 
 
+def warn_if(is_bad: bool, name: str, value: str, hint: str) -> Finding:
+    """A warning with its hint, or that all is well."""
+    return Finding(name, "warning", value, hint) if is_bad else Finding(name, "ok", value)
+
+
 class PreflightFailed(TrainkitError):
     """A check failed before the ranks started."""
 

@@ -37,8 +37,6 @@ from trainkit.run.files import JsonlTail, refresh_listing, utc_now, write_json
 from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.rundir import AttemptDir
 
-SLOW_POLL_S = 2.0
-
 
 def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> dict[str, str]:
     """The `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
@@ -65,14 +63,10 @@ class SlowHostWatch:
         """Ranks that are slow: their event, and when it was read."""
         self._kept: set[str] = set()
         """Hosts that the run cannot do without."""
-        self._next_s = 0.0
 
     def poll(self) -> SlowHost | None:
         """The host to continue without; None as long as there is none. Raises OSError."""
         now_s = time.monotonic()
-        if now_s < self._next_s:
-            return None
-        self._next_s = now_s + SLOW_POLL_S
         for event in events_of(self._events.read()):
             rank = event.rank
             if event.attempt != self._attempt.number or rank is None:

@@ -22,7 +22,6 @@ from trainkit.job.allocation import (
     CANCELLED,
     REQUEUE_PATIENCE_S,
     Allocation,
-    LocalAllocation,
     SlurmAllocation,
     query_job,
 )
@@ -65,7 +64,7 @@ def supervise_job(run: RunDir, step: Sequence[str]) -> int:
 def supervise_local(run: RunDir, number: int) -> int:
     """Supervise a run on this machine, starting with attempt `number`; returns the exit code."""
     _prepare_process()
-    return supervise(LocalAllocation(run, number))
+    return supervise(Allocation(run, number))
 
 
 def _prepare_process() -> None:

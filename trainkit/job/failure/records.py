@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,22 +46,10 @@ LAUNCHER_ERROR = "ChildFailedError"
 MAX_LINES_AFTER = 20
 """An exception further from the end of the output counts as handled by the program."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
+"""Exceptions that a restart would raise again."""
 
 
-@dataclass(frozen=True)
-class Raised:
-    """An uncaught exception."""
-
-    type: str
-    message: str
-
-    @property
-    def is_final(self) -> bool:
-        """Whether a restart would raise it again."""
-        return self.type in FINAL
-
-
-def last_exception(lines: Sequence[str]) -> Raised | None:
+def last_exception(lines: Sequence[str]) -> RankFailure | None:
     """The exception whose traceback ends a program's output; None if the output does not end with one."""
     plain = [_RANK_PREFIX.sub("", line, count=1) for line in lines]
     launched = False
@@ -72,7 +60,7 @@ def last_exception(lines: Sequence[str]) -> Raised | None:
         if found[1].endswith(LAUNCHER_ERROR):
             launched = True
         elif launched or index >= len(plain) - MAX_LINES_AFTER:
-            return Raised(found[1], found[2] or "")
+            return RankFailure(type=found[1], message=found[2] or "", final=found[1] in FINAL)
         else:
             return None
     return None
@@ -159,7 +147,7 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
             return RankFailure(type="Hang", message=hang.summary, step=hang.step)
     raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
     if raised is not None:
-        return RankFailure(type=raised.type, message=raised.message, final=raised.is_final)
+        return raised
     verb = "killed by" if description.startswith("SIG") else "ended with"
     return RankFailure(type="exit", message=f"{verb} {description}")
 

@@ -139,9 +139,9 @@ def _counters() -> dict[str, int]:
 
 
 def _lines(path: Path) -> list[list[str]]:
-    """The words of each line of a file of the kernel; none if it cannot be read."""
+    """The words of each line of a file of the kernel that has some; none if it cannot be read."""
     try:
-        return [line.split() for line in path.read_text().splitlines()]
+        return [words for line in path.read_text().splitlines() if (words := line.split())]
     except OSError:
         return []
 

@@ -9,8 +9,8 @@ import subprocess
 import time
 
 from trainkit.job import processes
+from trainkit.job.node.worker_env import configured_environ
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.rank_env import RANK_VARIABLES
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
@@ -25,10 +25,7 @@ class TrackerSender:
         argv = module_argv("trainkit.trackers.sync", str(attempt.run.path))
         if plan.python is not None and plan.workload.knows_run:
             argv = (*plan.python, *argv[argv.index("-m") :])
-        # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
-        kept = {"PYTHONPATH"} if plan.slurm is not None else set()
-        environ = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        environ |= {name: value for name, value in plan.env.items() if name not in kept}
+        environ = configured_environ(plan, os.environ)
         environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._child: subprocess.Popen[bytes] | None = None
         try:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
-from trainkit.job import startup
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
@@ -19,7 +18,7 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
 from trainkit.run.rundir import AttemptDir, RunDir
 
-STARTUP_FOLDER = Path(startup.__file__).parent
+STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Where a user may have set up torch's allocator, under its present name and former ones."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
@@ -42,6 +41,14 @@ def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> Ra
     )
 
 
+def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank yet: inherited, then `launch.env`."""
+    environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
+    # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
+    kept = {"PYTHONPATH"} if plan.slurm is not None else set()
+    return environ | {name: value for name, value in plan.env.items() if name not in kept}
+
+
 def worker_environ(
     plan: LaunchPlan,
     rank_env: RankEnv,
@@ -51,10 +58,7 @@ def worker_environ(
     network: Mapping[str, str],
 ) -> dict[str, str]:
     """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank."""
-    environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
-    # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
-    script_variables = {"PYTHONPATH"} if plan.slurm is not None else set()
-    environ.update({name: value for name, value in plan.env.items() if name not in script_variables})
+    environ = configured_environ(plan, inherited)
     environ.setdefault(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
     )
