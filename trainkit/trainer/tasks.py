@@ -23,7 +23,6 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
-from trainkit.trainer.stream import StreamBatches
 from trainkit.trainer.task_batches import TaskBatches
 from trainkit.trainer.user_task import UserTask
 
@@ -122,7 +121,7 @@ class CausalLM:
 
 
 AnyTask = CausalLM | UserTask
-Batches = PrefetchedBatches | TaskBatches | StreamBatches
+Batches = PrefetchedBatches | TaskBatches
 """The batches of consecutive steps."""
 
 

@@ -43,9 +43,12 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import quantized_layers, read_quantized
 from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
+from trainkit.trainer.stream import StreamData, is_stream, stream_batches
 from trainkit.trainer.task_batches import (
+    ForkedLoader,
     Positions,
+    SampleReader,
+    StepRequests,
     TaskBatch,
     TaskBatches,
     digest_of,
@@ -118,12 +121,12 @@ class UserTask:
 
     def train_batches(
         self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
-    ) -> TaskBatches | StreamBatches:
+    ) -> TaskBatches:
         """The training batches of this rank from a state on, up to position `end` if it is not None."""
         start, data = state.samples_seen, self.train_data
         if isinstance(data, _Data):
             return self._batches(data, "train", plan.batch, world, start, end)
-        return StreamBatches(
+        return stream_batches(
             data,
             self.task.collate,
             Positions(plan.batch, world.dp_rank, world.layout.dp, end=None),
@@ -142,17 +145,15 @@ class UserTask:
     def _batches(
         self, data: _Data, split: str, batch: Batch, world: World, start: int, end: int | None
     ) -> TaskBatches:
-        return TaskBatches(
-            data.samples,
-            self.task.collate,
-            Positions(batch, world.dp_rank, world.layout.dp, end),
-            seed=self.config.seed,
-            split=split,
-            shuffle=split == "train" and self.config.data.shuffle,
-            start=start,
-            num_workers=self.config.data.num_workers,
+        config, positions = self.config, Positions(batch, world.dp_rank, world.layout.dp, end)
+        shuffle = split == "train" and config.data.shuffle
+        loader = ForkedLoader(
+            SampleReader(data.samples, self.task.collate, config.seed, split, shuffle),
+            config.data.num_workers,
+            sampler=StepRequests(positions, start),  # each for a whole microbatch
             pin_memory=world.device.type == "cuda",
         )
+        return TaskBatches(loader, positions, start)
 
     def describe_data(self) -> str:
         data = self.train_data
