@@ -106,18 +106,8 @@ class UserTask:
             "data.shuffle": config.data.shuffle,
             "seed": config.seed,
         }
-        base = self.base_fingerprint
+        base = self.task.base_fingerprint
         return identity if base is None else {**identity, BASE_FINGERPRINT: base}
-
-    @property
-    def base_fingerprint(self) -> str | None:
-        """The fingerprint of the files with weights on which the run is based; None for other runs."""
-        return self.task.base_fingerprint
-
-    @property
-    def rereads_frozen(self) -> bool:
-        """Whether frozen parameters have the same values at every start, and checkpoints do not need them."""
-        return bool(getattr(self.task, "rereads_frozen", False))
 
     def train_batches(
         self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
@@ -467,14 +457,14 @@ def assemble_task(
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
+    # Whether frozen parameters have the same values at every start, and checkpoints do not need them.
+    is_reread = bool(getattr(task.task, "rereads_frozen", False))
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options = task.task.parameter_options(name, param)
         is_read = name in module.read_names
         weights.append(
-            Weight(
-                name, master, cast=cast_param, options=options, is_read=is_read, is_reread=task.rereads_frozen
-            )
+            Weight(name, master, cast=cast_param, options=options, is_read=is_read, is_reread=is_reread)
         )
     offload = config.parallel.offload
     switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
