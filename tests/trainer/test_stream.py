@@ -29,8 +29,8 @@ from trainkit.plan.launch import Batch
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import StreamState
-from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
-from trainkit.trainer.task_batches import Positions
+from trainkit.trainer.stream import StreamData, is_stream, stream_batches
+from trainkit.trainer.task_batches import Positions, TaskBatches
 from trainkit.trainer.task_errors import TaskError
 
 FILE = Path(tasks.__file__)
@@ -74,9 +74,9 @@ def collate(items: list[str]) -> list[str]:
 
 def batches(
     stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
-) -> StreamBatches:
+) -> TaskBatches:
     """Steps of 4 samples, in microbatches of one."""
-    return StreamBatches(
+    return stream_batches(
         StreamData(stream, config_of()),
         collate,
         Positions(Batch(1, 4 // dp, 4, 4), rank, dp, end=None),
@@ -88,7 +88,7 @@ def batches(
     )
 
 
-def read(found: StreamBatches, count: int) -> list[str]:
+def read(found: TaskBatches, count: int) -> list[str]:
     """The samples of some steps."""
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
 

@@ -240,8 +240,7 @@ class NotifyConfig(Section):
     on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = list_field(
         ("finished", "failed", "requeued", "stalled"),
         "Events to report; failed: the run ended without finishing; requeued: it restarts; stalled: no"
-        " progress, no output, or no checkpoints; slow: a rank holds the others up, or the run is slower than"
-        " before.",
+        " progress, no output, or no checkpoints; slow: a rank holds the others up.",
     )
     webhook: str | None = Field(
         default=WEBHOOK_VARIABLE,

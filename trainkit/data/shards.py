@@ -18,7 +18,6 @@ from trainkit.data.cache import ensure_prepared
 from trainkit.data.dataset_file import (
     VAL,
     Shard,
-    TokenizerIdentity,
     check_shard_size,
     check_shard_sizes,
     read_dataset_file,
@@ -44,16 +43,20 @@ class TokenShards:
         self.folder = Path(folder)
         self.split = split
         self.seq_len = seq_len
-        self._file = read_dataset_file(self.folder)
-        self._shards = self._file.splits.get(split, ())
+        file = read_dataset_file(self.folder)
+        self.fingerprint, self.tokenizer = file.fingerprint, file.tokenizer
+        self.vocab_size, self.eos_id = file.tokenizer.vocab_size, file.tokenizer.eos_id
+        self._shards = file.splits.get(split, ())
         if checks_sizes:
-            check_shard_sizes(self.folder, self._file, split)
+            check_shard_sizes(self.folder, file, split)
         counts = [shard.num_tokens for shard in self._shards]
         self._ends = np.cumsum(np.array(counts, dtype=np.int64))
         self.num_tokens = int(sum(counts))
         if self.num_tokens < seq_len + 1:
             raise _too_short(self.folder, split, self.num_tokens, seq_len)
-        dtype = np.dtype(self._file.dtype).newbyteorder("<")
+        self.num_samples = (self.num_tokens - 1) // seq_len
+        """Complete samples in one epoch; up to seq_len tokens at the end are unused."""
+        dtype = np.dtype(file.dtype).newbyteorder("<")
         self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(_map_shard, self.folder, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,28 +64,6 @@ class TokenShards:
 
     def __len__(self) -> int:
         return self.num_samples
-
-    @property
-    def num_samples(self) -> int:
-        """Number of complete samples in one epoch; up to seq_len tokens at the end are unused."""
-        return (self.num_tokens - 1) // self.seq_len
-
-    @property
-    def fingerprint(self) -> str:
-        return self._file.fingerprint
-
-    @property
-    def tokenizer(self) -> TokenizerIdentity:
-        """The tokenizer that produced the tokens."""
-        return self._file.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self._file.tokenizer.vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        return self._file.tokenizer.eos_id
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
         """The index of the sample at each position of a training, as int64 of the same shape."""

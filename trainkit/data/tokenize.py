@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -133,7 +133,7 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
         _check_unchanged(source)
         reader = job.reader(number)
         try:
-            for batch in _batches(iter(reader)):
+            for batch in _batches(reader):
                 for piece, tokens in zip(
                     batch, tokenizer.encode([piece.text for piece in batch]), strict=True
                 ):
@@ -146,27 +146,15 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
                 hint=f"`trainkit data validate {source.path}` lists all such lines; "
                 "the tokenizer `bytes` accepts any bytes",
             ) from None
-        except _ReadError as error:
-            raise UsageError(f"{source.path} cannot be read: {error}") from None
         _check_unchanged(source)
         digests.append(reader.digest)
     return digests
 
 
-class _ReadError(Exception):
-    """An OSError while reading a source, as opposed to writing a shard."""
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
-    while True:
-        try:
-            piece = next(pieces, None)
-        except OSError as error:
-            raise _ReadError(error.strerror or str(error)) from error
-        if piece is None:
-            break
+    for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
         if size >= _BATCH_BYTES:

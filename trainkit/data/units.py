@@ -167,7 +167,7 @@ class SpanReader:
 
     Of a table, those are the values of the text column, each after its length.
 
-    Raises UsageError for an unusable row, OSError if reading fails.
+    Raises UsageError for an unusable row, and if reading fails.
     """
 
     def __init__(
@@ -185,10 +185,10 @@ class SpanReader:
         return self._hash.hexdigest()
 
     def __iter__(self) -> Iterator[Piece]:
-        if self.source.form in TABLES:
-            yield from self._rows(self._cells())
-            return
         try:
+            if self.source.form in TABLES:
+                yield from self._rows(self._cells())
+                return
             with open_input(self.source) as stream:
                 yield from self._rows(self._lines(stream)) if self.source.form == ROWS else self._text(stream)
         except (EOFError, zlib.error) as error:
@@ -196,6 +196,8 @@ class SpanReader:
                 f"{self.source.path} is not a complete gzip file: {error}",
                 hint="copy or compress the file again",
             ) from None
+        except OSError as error:
+            raise UsageError(f"{self.source.path} cannot be read: {error.strerror or error}") from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
         span = self.span

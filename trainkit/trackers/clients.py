@@ -66,7 +66,7 @@ class MlflowRun:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
-        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._metric, self._tag = Metric, RunTag
         self._facts = facts
         uri = store_uri(settings.tracking_uri, facts.folder, facts.cwd)
         if uri.startswith("sqlite:///"):
@@ -83,7 +83,11 @@ class MlflowRun:
             found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
         self._run_id = str(found[0].info.run_id)
         if self._is_new:
-            self._log_params()
+            # MLflow cannot change a param: later configs are among the artifacts only.
+            values = {name: _text(value) for name, value in facts.config.items() if value is not None}
+            params = [Param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
+            for start in range(0, len(params), MAX_PARAMS):
+                self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
         self._describe_attempt()
 
     def _experiment_id(self, name: str, uri: str) -> str:
@@ -93,13 +97,6 @@ class MlflowRun:
         # By default a SQLite store has its artifacts in the folder of the process.
         folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
         return str(self._client.create_experiment(name, artifact_location=folder))
-
-    def _log_params(self) -> None:
-        """Log the config. MLflow cannot change a param: later configs are among the artifacts only."""
-        values = {name: _text(value) for name, value in self._facts.config.items() if value is not None}
-        params = [self._param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
-        for start in range(0, len(params), MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
 
     def _describe_attempt(self) -> None:
         facts = self._facts

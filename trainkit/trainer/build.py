@@ -146,7 +146,7 @@ def build_model_parts(task: CausalLM, config: RunConfig, plan: LaunchPlan, world
         return [_build_part(task, config, plan, world, None)]
     from trainkit.trainer.parallel.pipeline import stage_specs  # see `_assemble_pipeline`
 
-    stages = stage_specs(world.place.pp, layout.pp, config.parallel.pp_schedule, task.num_layers)
+    stages = stage_specs(world.place.pp, layout.pp, config.parallel.pp_schedule, task.shape.num_layers)
     return [_build_part(task, config, plan, world, stage) for stage in stages]
 
 

@@ -268,7 +268,7 @@ def load_task_model(
     """
     task = UserTask(config, run, opens_data=False)
     before = Checkpoint(Path(reader.path), 0).manifest()["data"].get(BASE_FINGERPRINT)
-    if before is not None and before != task.base_fingerprint:
+    if before is not None and before != task.task.base_fingerprint:
         raise UsageError(
             f"{config.model.hf or 'what read_weight() reads'} has changed since the checkpoint was saved",
             hint="restore its files",

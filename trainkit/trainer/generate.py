@@ -146,12 +146,11 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
     used = read_dataset_file(folder).tokenizer
     if used.kind == BYTES:
         return BYTES
-    if name == BYTES:
+    if name == BYTES or identify(name).sha256 != used.sha256:
         raise UsageError(
-            f"{folder} was prepared with the tokenizer {used.name}", hint="name that file with --tokenizer"
+            f"{folder} was prepared with the tokenizer {used.name}, not with {name}",
+            hint="name that file with --tokenizer",
         )
-    if identify(name).sha256 != used.sha256:
-        raise UsageError(f"{name} is not the tokenizer {used.name} with which {folder} was prepared")
     return name
 
 

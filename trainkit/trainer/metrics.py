@@ -82,19 +82,16 @@ class TensorBoardLog:
 
     def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
         try:
-            self._add_scalars(step, scalars)
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                # purge_step hides steps that an earlier attempt computed after its last checkpoint.
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
+            for name, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
         except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
-
-    def _add_scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step hides steps that an earlier attempt computed after its last checkpoint.
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write pending records and close the log."""

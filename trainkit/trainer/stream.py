@@ -25,8 +25,7 @@ from trainkit.trainer.task_batches import (
     PREFETCH,
     ForkedLoader,
     Positions,
-    TaskBatch,
-    TaskStepBatch,
+    TaskBatches,
     digest_of,
     read_in_worker,
     seed_generators,
@@ -224,8 +223,7 @@ class Cursor:
 class _Reader(IterableDataset[Any]):
     """The microbatches of this rank; used in the process that reads ahead.
 
-    Yields the arguments of a TaskBatch without its weight, and with the last one of a step the StreamState;
-    or, at the end, the problem of the stream.
+    Yields what `TaskBatches` takes; the StreamState with the last microbatch of a step.
     """
 
     def __init__(
@@ -240,7 +238,7 @@ class _Reader(IterableDataset[Any]):
         self._data, self._collate, self._positions = data, collate, positions
         self._start, self._saved, self._takes_state = start, saved, takes_state
 
-    def __iter__(self) -> Iterator[tuple[Any, int, StreamState | None] | Problem]:
+    def __iter__(self) -> Iterator[tuple[Any, int, float, StreamState | None] | Problem]:
         try:
             cursor, position = Cursor(self._data), self._start
             if self._saved is not None:
@@ -252,12 +250,12 @@ class _Reader(IterableDataset[Any]):
             # Not raised: a DataLoader would make another error of it.
             yield error.problem
 
-    def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, StreamState | None]]:
+    def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:
         last = start + self._positions.num_samples(start) - 1
         requests = islice(self._positions.requests(start), self._positions.batch.accumulation_steps)
         request = next(requests, None)
         items: list[Any] = []
-        ready: tuple[Any, int] | None = None
+        ready: tuple[Any, int, float] | None = None
         for position in range(start, last + 1):
             before = cursor.where() if position == last and self._takes_state else None
             item = cursor.next(position)
@@ -273,52 +271,30 @@ class _Reader(IterableDataset[Any]):
         assert ready is not None
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
 
-    def _collated(self, items: list[Any], first: int) -> tuple[Any, int]:
+    def _collated(self, items: list[Any], first: int) -> tuple[Any, int, float]:
         seed = self._data.config.seed
         seed_generators(stable_key(seed, "train", "collate", first))
-        return self._collate(items), stable_key(seed, "train", "pass", first)
+        return self._collate(items), stable_key(seed, "train", "pass", first), 1.0
 
 
-class StreamBatches:
-    """Iterates over the steps of a stream, read ahead by one process; not with `num_workers` 0."""
-
-    def __init__(
-        self,
-        data: StreamData,
-        collate: Callable[[list[Any]], Any],
-        positions: Positions,
-        *,
-        start: int,
-        saved: StreamState | None,
-        takes_state: bool,
-        num_workers: int,
-        pin_memory: bool,
-    ) -> None:
-        self._positions, self._at = positions, start
-        if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
-            log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
-        self._iterator: Iterator[Any] | None = iter(
-            ForkedLoader(
-                _Reader(data, collate, positions, start, saved, takes_state),
-                min(1, num_workers),
-                prefetch=PREFETCH * num_workers,
-                pin_memory=pin_memory,
-            )
-        )
-
-    def __next__(self) -> TaskStepBatch:
-        assert self._iterator is not None
-        microbatches = []
-        for _ in range(self._positions.batch.accumulation_steps):
-            found = next(self._iterator)
-            if isinstance(found, Problem):
-                raise TaskError(found)
-            data, seed, state = found
-            microbatches.append(TaskBatch(data, seed))
-        num_samples = self._positions.num_samples(self._at)
-        self._at += num_samples
-        return TaskStepBatch(microbatches, num_samples, stream=state)
-
-    def close(self) -> None:
-        """Let the process end."""
-        self._iterator = None
+def stream_batches(
+    data: StreamData,
+    collate: Callable[[list[Any]], Any],
+    positions: Positions,
+    *,
+    start: int,
+    saved: StreamState | None,
+    takes_state: bool,
+    num_workers: int,
+    pin_memory: bool,
+) -> TaskBatches:
+    """The batches of a stream, read ahead by one process; not with `num_workers` 0."""
+    if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
+        log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
+    loader = ForkedLoader(
+        _Reader(data, collate, positions, start, saved, takes_state),
+        min(1, num_workers),
+        prefetch=PREFETCH * num_workers,
+        pin_memory=pin_memory,
+    )
+    return TaskBatches(loader, positions, start)

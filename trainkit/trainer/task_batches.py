@@ -24,10 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.order import sample_index
+from trainkit.errors import Problem
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.task_errors import TaskError
 from trainkit.trainer.torch_private import data_workers
 
 log = getLogger(__name__)
@@ -132,7 +134,7 @@ class Positions:
             start += self.batch.global_batch_size
 
 
-class _From:
+class StepRequests:
     """The microbatches from a position on, as the sampler of a `DataLoader`."""
 
     def __init__(self, positions: Positions, start: int) -> None:
@@ -142,8 +144,8 @@ class _From:
         return self._positions.requests(self._start)
 
 
-class _Reader(Dataset[Any]):
-    """Reads a microbatch; used in the worker processes."""
+class SampleReader(Dataset[Any]):
+    """Reads a microbatch of map-style data; used in the worker processes."""
 
     def __init__(
         self, samples: Samples, collate: Callable[[list[Any]], Any], seed: int, split: str, shuffle: bool
@@ -152,14 +154,14 @@ class _Reader(Dataset[Any]):
         self._seed, self._split, self._shuffle = seed, split, shuffle
         self._num_samples = len(samples)
 
-    def __getitem__(self, request: _Request) -> tuple[Any, int, float]:
+    def __getitem__(self, request: _Request) -> tuple[Any, int, float, None]:
         has_samples = request.first < request.stop
         positions = range(request.first, request.stop) if has_samples else request.filler
         index = sample_index(np.asarray(positions), self._num_samples, self._seed, self._shuffle)
         items = [self._item(at, i) for at, i in zip(positions, index.tolist(), strict=True)]
         seed_generators(stable_key(self._seed, self._split, "collate", request.first))
         data = self._collate(items)
-        return data, stable_key(self._seed, self._split, "pass", request.first), float(has_samples)
+        return data, stable_key(self._seed, self._split, "pass", request.first), float(has_samples), None
 
     def _item(self, position: int, index: int) -> Any:
         seed_generators(stable_key(self._seed, self._split, "item", position))
@@ -301,28 +303,15 @@ def add_to_digest(digest: Any, value: Any) -> None:
 
 
 class TaskBatches:
-    """Iterates over the steps of a user's task, read ahead by `num_workers` processes."""
+    """Iterates over the steps of a user's task.
 
-    def __init__(
-        self,
-        samples: Samples,
-        collate: Callable[[list[Any]], Any],
-        positions: Positions,
-        *,
-        seed: int,
-        split: str,
-        shuffle: bool,
-        start: int,
-        num_workers: int,
-        pin_memory: bool,
-    ) -> None:
+    `loader` yields the arguments of the TaskBatch of each microbatch from position `start` on, and the state
+    of a stream after it, if it is known; or the problem of the stream.
+    """
+
+    def __init__(self, loader: ForkedLoader, positions: Positions, start: int) -> None:
         self._positions, self._start, self._at = positions, start, start
-        self._loader: ForkedLoader | None = ForkedLoader(
-            _Reader(samples, collate, seed, split, shuffle),  # a request is for a whole microbatch
-            num_workers,
-            sampler=_From(positions, start),
-            pin_memory=pin_memory,
-        )
+        self._loader: ForkedLoader | None = loader
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[TaskStepBatch]:
@@ -335,11 +324,16 @@ class TaskBatches:
         if self._iterator is None:
             iter(self)
         assert self._iterator is not None
-        number = self._positions.batch.accumulation_steps
-        microbatches = [TaskBatch(*next(self._iterator)) for _ in range(number)]
-        found = TaskStepBatch(microbatches, self._positions.num_samples(self._at))
+        microbatches = []
+        for _ in range(self._positions.batch.accumulation_steps):
+            found = next(self._iterator)
+            if isinstance(found, Problem):
+                raise TaskError(found)
+            *batch, state = found
+            microbatches.append(TaskBatch(*batch))
+        num_samples = self._positions.num_samples(self._at)
         self._at += self._positions.batch.global_batch_size
-        return found
+        return TaskStepBatch(microbatches, num_samples, stream=state)
 
     def close(self) -> None:
         """Let the workers end."""

@@ -23,7 +23,6 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
-from trainkit.trainer.stream import StreamBatches
 from trainkit.trainer.task_batches import TaskBatches
 from trainkit.trainer.user_task import UserTask
 
@@ -40,7 +39,6 @@ class CausalLM:
         evaluates = config.train.eval_every is not None and has_validation(config.data, checks_data)
         self.val_data = open_dataset(config.data, seq_len, "val", checks_data) if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
-        self.num_layers = self.shape.num_layers
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
@@ -122,7 +120,7 @@ class CausalLM:
 
 
 AnyTask = CausalLM | UserTask
-Batches = PrefetchedBatches | TaskBatches | StreamBatches
+Batches = PrefetchedBatches | TaskBatches
 """The batches of consecutive steps."""
 
 

@@ -43,9 +43,12 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import quantized_layers, read_quantized
 from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
+from trainkit.trainer.stream import StreamData, is_stream, stream_batches
 from trainkit.trainer.task_batches import (
+    ForkedLoader,
     Positions,
+    SampleReader,
+    StepRequests,
     TaskBatch,
     TaskBatches,
     digest_of,
@@ -103,27 +106,17 @@ class UserTask:
             "data.shuffle": config.data.shuffle,
             "seed": config.seed,
         }
-        base = self.base_fingerprint
+        base = self.task.base_fingerprint
         return identity if base is None else {**identity, BASE_FINGERPRINT: base}
-
-    @property
-    def base_fingerprint(self) -> str | None:
-        """The fingerprint of the files with weights on which the run is based; None for other runs."""
-        return self.task.base_fingerprint
-
-    @property
-    def rereads_frozen(self) -> bool:
-        """Whether frozen parameters have the same values at every start, and checkpoints do not need them."""
-        return bool(getattr(self.task, "rereads_frozen", False))
 
     def train_batches(
         self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
-    ) -> TaskBatches | StreamBatches:
+    ) -> TaskBatches:
         """The training batches of this rank from a state on, up to position `end` if it is not None."""
         start, data = state.samples_seen, self.train_data
         if isinstance(data, _Data):
             return self._batches(data, "train", plan.batch, world, start, end)
-        return StreamBatches(
+        return stream_batches(
             data,
             self.task.collate,
             Positions(plan.batch, world.dp_rank, world.layout.dp, end=None),
@@ -142,17 +135,15 @@ class UserTask:
     def _batches(
         self, data: _Data, split: str, batch: Batch, world: World, start: int, end: int | None
     ) -> TaskBatches:
-        return TaskBatches(
-            data.samples,
-            self.task.collate,
-            Positions(batch, world.dp_rank, world.layout.dp, end),
-            seed=self.config.seed,
-            split=split,
-            shuffle=split == "train" and self.config.data.shuffle,
-            start=start,
-            num_workers=self.config.data.num_workers,
+        config, positions = self.config, Positions(batch, world.dp_rank, world.layout.dp, end)
+        shuffle = split == "train" and config.data.shuffle
+        loader = ForkedLoader(
+            SampleReader(data.samples, self.task.collate, config.seed, split, shuffle),
+            config.data.num_workers,
+            sampler=StepRequests(positions, start),  # each for a whole microbatch
             pin_memory=world.device.type == "cuda",
         )
+        return TaskBatches(loader, positions, start)
 
     def describe_data(self) -> str:
         data = self.train_data
@@ -466,14 +457,14 @@ def assemble_task(
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
+    # Whether frozen parameters have the same values at every start, and checkpoints do not need them.
+    is_reread = bool(getattr(task.task, "rereads_frozen", False))
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options = task.task.parameter_options(name, param)
         is_read = name in module.read_names
         weights.append(
-            Weight(
-                name, master, cast=cast_param, options=options, is_read=is_read, is_reread=task.rereads_frozen
-            )
+            Weight(name, master, cast=cast_param, options=options, is_read=is_read, is_reread=is_reread)
         )
     offload = config.parallel.offload
     switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
