@@ -264,70 +264,38 @@ UNREACHABLE_HINTS = (
 UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
 
 REFUSAL_HINTS = (
-    (
-        r"[Ii]nvalid partition",
-        "`sinfo -s` lists the partitions: choose one with --partition or resources.partition",
-    ),
-    (
-        r"No partition specified",
-        "this cluster has no default partition: choose one with --partition or resources.partition",
-    ),
+    (r"[Ii]nvalid partition", "`sinfo -s` lists the partitions: choose one with --partition"),
+    (r"No partition specified", "this cluster has no default partition: choose one with --partition"),
     (
         r"Invalid account|[Ii]nvalid qos|QOS usage threshold|unknown association",
-        "choose with --account and --qos what "
-        "`sacctmgr show associations user=$USER format=account,partition,qos` lists",
+        "`sacctmgr show associations user=$USER` lists what you can give as --account and --qos",
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
-        "this exceeds a limit of your account or QOS (jobs, nodes, GPUs or time): "
-        "request less, wait for other jobs, or choose another --qos",
+        "this exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
     ),
-    (
-        r"time limit|Time ?[Ll]imit",
-        "`scontrol show partition` shows MaxTime: request less with --time or resources.time",
-    ),
+    (r"[Tt]ime ?[Ll]imit", "`scontrol show partition` shows MaxTime: request less with --time"),
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node of this partition has that many GPUs or CPUs, that much memory, or the features of the "
-        "constraint: `sinfo -o '%P %D %c %m %G %f'` lists the nodes",
+        "no node has all of that: `sinfo -o '%P %D %c %m %G %f'` lists their CPUs, memory, GPUs and features",
     ),
-    (
-        r"partition configuration not available",
-        "this exceeds a limit of the partition: request fewer nodes, less time or another partition",
-    ),
-    (
-        r"Node count specification",
-        "the partition has fewer nodes than --nodes, or allows fewer per job",
-    ),
-    (
-        r"Invalid (?:generic resource|GRES|Trackable)",
-        "`sinfo -o '%P %G'` lists the GPUs and their names in Slurm",
-    ),
+    (r"partition configuration not available|Node count", "request less --nodes or --time"),
+    (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
     (r"feature", "`sinfo -o '%P %f'` lists the features that a constraint can name"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
     (r"dependency", "a job that this one depends on is unknown to Slurm or has already failed"),
     (r"array spec", "`scontrol show config` shows MaxArraySize: indices must be below it"),
-    (
-        r"too long",
-        "a path or the exported environment is too long for Slurm: "
-        "use a shorter --run-dir, or submit from a shell with fewer variables",
-    ),
+    (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (
         r"(?:unrecognized|invalid|unknown) option|ambiguous",
         "this version of Slurm does not support the option: see `sbatch --help`",
     ),
-    (
-        r"group not permitted|[Pp]ermission denied",
-        "you may not use this partition, or the job belongs to another user",
-    ),
+    (r"group not permitted|[Pp]ermission denied", "you may not use this partition, or the job is not yours"),
     (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
-    (
-        r"presently disabled",
-        "the job was submitted with --no-requeue, or its current state does not allow this",
-    ),
+    (r"presently disabled", "the job has --no-requeue, or its current state does not allow this"),
 )
 
 

@@ -37,7 +37,7 @@ GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
-MOUNTINFO = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mounts")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LOCAL_LOCKS = {
     "lustre": ("localflock",),
@@ -177,29 +177,23 @@ def require_locks(folder: Path) -> None:
         )
 
 
-def local_locks(folder: Path, mountinfo: Path = MOUNTINFO) -> str | None:
+def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
     """Why locks in a folder, which may not exist yet, would be local to each host; None if they are not.
 
     Says nothing where the mounts cannot be read.
     """
     try:
-        lines = mountinfo.read_text(errors="surrogateescape").splitlines()
+        lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
     except OSError:
         return None
-    found = None
     place = Path(os.path.realpath(folder))
-    for line in lines:
-        mount, _, file_system = line.partition(" - ")
-        fields, kind = mount.split(" "), file_system.split(" ")
-        if len(fields) < 6 or len(kind) < 3:
-            continue
-        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        # The last of several mounts at one place is the visible one.
-        if place.is_relative_to(point) and (found is None or len(point.parts) >= len(found[0].parts)):
-            found = point, kind[0], {*fields[5].split(","), *kind[2].split(",")}
-    if found is None:
-        return None
-    point, name, options = found
+    around = [
+        (len(point.parts), number, point, kind, options.split(","))
+        for number, (_, mount, kind, options, *_) in enumerate(lines)
+        if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
+    ]
+    # The last of several mounts at one place is the visible one.
+    _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
     option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
     if option is None:
         return None
