@@ -8,7 +8,6 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
-    Receiver,
     cancel,
     cancel_waiting,
     has_expedited_requeue,
@@ -110,16 +109,16 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal", "receiver", "argv"),
+    ("signal", "argv"),
     [
-        ("USR2", Receiver.STEPS, ["scancel", "--signal=USR2", "12"]),
-        ("SIGTERM", Receiver.BATCH, ["scancel", "--signal=SIGTERM", "--batch", "12"]),
-        ("12", Receiver.ALL, ["scancel", "--signal=12", "--full", "12"]),
+        ("USR2", ["scancel", "--signal=USR2", "12"]),
+        ("SIGTERM", ["scancel", "--signal=SIGTERM", "12"]),
+        ("12", ["scancel", "--signal=12", "12"]),
     ],
 )
-def test_signals(fake: FakeSlurm, signal: str, receiver: Receiver, argv: list[str]) -> None:
+def test_signals(fake: FakeSlurm, signal: str, argv: list[str]) -> None:
     fake.add("scancel")
-    send_signal(["12"], signal, receiver)
+    send_signal(["12"], signal)
     assert fake.calls == [argv]
 
 

@@ -41,7 +41,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
+from trainkit.slurm.control import cancel, cancel_waiting, kill_step, send_signal
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
@@ -103,7 +103,7 @@ class SlurmBackend(Backend):
             return "cancelled"
         # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
         sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
-        send_signal([entry.job_id], sent.name, Receiver.STEPS)
+        send_signal([entry.job_id], sent.name)
         return "signalled"
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
