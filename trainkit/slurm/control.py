@@ -117,7 +117,7 @@ def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = Q
 def move_dependents(job_id: str, new_id: str) -> list[str]:
     """Make your pending jobs that wait for the success of a job wait for another one; returns their ids."""
     old, new = checked_job_id(job_id), checked_job_id(new_id)
-    listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"]).stdout
+    listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"])
     moved = []
     for line in listing.splitlines():
         waiting, _, dependency = line.strip().partition("|")
