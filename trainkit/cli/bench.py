@@ -50,8 +50,7 @@ from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, new_folder
-from trainkit.submit.start import start_run
+from trainkit.submit.create import create_run, new_folder, start_run
 from trainkit.submit.submission import ArraySpec, Submission, start_group
 
 STEPS = 30

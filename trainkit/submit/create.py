@@ -1,4 +1,4 @@
-"""Creates the folder of a new run in a place that is safe: its code, its provenance and its job record."""
+"""Creates the folder of a run in a safe place, with its code and provenance, and starts its attempts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -17,17 +18,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from types import FrameType
 from typing import Any
 
 from trainkit import __version__
-from trainkit.config import RunConfig
+from trainkit.backends import JobScript, NewAttempt, backend_named
+from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
 from trainkit.locks import NEEDS_FLOCK, unsupported
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
-from trainkit.run.record import CodeCopy, create_job
+from trainkit.run.lock import run_lock
+from trainkit.run.record import (
+    AttemptRecord,
+    CodeCopy,
+    JobRecord,
+    create_job,
+    next_attempt_number,
+    read_job,
+)
+from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.submit.interpreters import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
@@ -87,6 +99,80 @@ def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequenc
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code
+
+
+def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> AttemptRecord:
+    """Start the first attempt of a run that was just created and return its job.json entry.
+
+    With the reason ``run`` a local run ends when this process does. The run folder is removed if the attempt
+    cannot be started.
+    """
+    try:
+        with run_lock(run):
+            return start_attempt(run, config, plan, reason, foreground=reason == "run")
+    except BaseException:
+        if not run.attempt_numbers():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def start_attempt(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, foreground: bool = False
+) -> AttemptRecord:
+    """Start a run's next attempt and return its job.json entry; call with the run's lock held.
+
+    `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
+    """
+    config_text, plan_text = dump_effective(config), plan.to_text()
+    for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
+        refuse_leaks(text, str(where), config.secrets, os.environ)
+    job, backend, script = read_job(run), backend_named(plan.backend), None
+    if backend.template is not None:
+        script = _script(run, job, config, plan)
+        refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
+    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground)
+    entry = backend.start(run, new)
+    register(run, job.name)
+    return entry
+
+
+def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) -> JobScript:
+    """The batch script of a run's next attempt."""
+    from trainkit.submit.script import script_for
+
+    if job.cwd is None:
+        raise UsageError(
+            f"{run.job_file} cannot be read, so the working directory and the code of the run are unknown",
+            hint=f"`trainkit resume {quote(str(run.path))} --as DIR` resumes in a new folder",
+        )
+    return script_for(run, next_attempt_number(run), plan, config, Path(job.cwd), job.code)
+
+
+@contextmanager
+def defer_sigint() -> Iterator[None]:
+    """Defer the KeyboardInterrupt of a SIGINT to the end of the block; a second SIGINT raises it immediately.
+
+    Only for the main thread. An ignored SIGINT stays ignored. Child processes in the terminal's foreground
+    group receive Ctrl-C themselves.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -29,12 +29,11 @@ from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.states import array_indices
-from trainkit.submit.create import CreatedRun, create_run, future_run, new_folder, write_origin
+from trainkit.submit.create import CreatedRun, create_run, future_run, new_folder, start_run, write_origin
 from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.script import script_for
 from trainkit.submit.secrets import refuse_leaks
 from trainkit.submit.snapshot import planned_code, wants_copy
-from trainkit.submit.start import start_run
 
 MAX_SHOWN = 10
 """The maximum number of problems of a group that are listed."""
