@@ -271,10 +271,13 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
-        comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
         # A job removed from the queue counts as failed in Slurm, so each depends on all before it.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
-        options = (f"--comment={comment}", f"--dependency={dependency}", "--kill-on-invalid-dep=yes")
+        options = (
+            f"--comment={request.comment(token)}",
+            f"--dependency={dependency}",
+            "--kill-on-invalid-dep=yes",
+        )
         try:
             new_id = submit_script(
                 script,
