@@ -131,7 +131,7 @@ def test_a_group_of_which_a_run_failed_is_refused(login: Login) -> None:
     wait_for(lambda: GroupFiles(group).is_over, "the end of the group")
     refused = login.trainkit("submit", str(login.config), "--after", "first", "--", "true")
     assert refused.returncode == 2
-    named = f"{group.run(1).path} is failed, {group.run(2).path} is failed, of 3 runs"
+    named = f"{group.run(1).path} is failed; 2 of 3 runs will not finish"
     assert refused.stderr.startswith(f"error: --after first: {named}\n")
 
 

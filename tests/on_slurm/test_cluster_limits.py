@@ -234,7 +234,7 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     profile = profile_of(login)
     assert done.stdout.splitlines() == [str(profile), "first-run.yaml"]
-    assert "low (default)  4      4 h100, 8 CPUs, 64000M  1-00:00:00" in done.stderr
+    assert "low (default)  4      4 h100         1-00:00:00" in done.stderr
     assert "accounts: research (default)" in done.stderr
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
     assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr

@@ -10,7 +10,6 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm import client
 from trainkit.slurm.client import (
-    CommandOutput,
     SlurmRefused,
     SlurmUnreachable,
     failure,
@@ -24,7 +23,7 @@ from trainkit.slurm.client import (
 
 def test_out_and_err_are_kept_apart(fake: FakeSlurm) -> None:
     fake.add("squeue", "echo out; echo err >&2")
-    assert slurm_output(["squeue"], 60, environ=fake.environ) == CommandOutput(b"out\n", "err\n")
+    assert slurm_output(["squeue"], 60, environ=fake.environ) == ("out\n", "err\n")
     assert run_slurm(["squeue"], 60, environ=fake.environ) == "out\n"
 
 
@@ -84,22 +83,21 @@ def test_away(fake: FakeSlurm) -> None:
 
 
 def test_failure_without_a_word() -> None:
-    assert failure("squeue", 7, CommandOutput(b"", "")).message == "squeue: exit code 7 without a message"
-    killed = failure("sbatch", -9, CommandOutput(b"", ""))
+    assert failure("squeue", 7, "").message == "squeue: exit code 7 without a message"
+    killed = failure("sbatch", -9, "")
     assert isinstance(killed, SlurmUnreachable)
     assert killed.may_have_arrived
 
 
-def test_words_on_stdout_count_when_there_are_no_others() -> None:
-    assert (
-        failure("scontrol", 1, CommandOutput(b"Invalid job id specified\n", "")).message
-        == "scontrol: Invalid job id specified"
-    )
+def test_words_on_stdout_count_when_there_are_no_others(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "echo Invalid job id specified; exit 1")
+    with pytest.raises(SlurmRefused, match=r"^scontrol: Invalid job id specified"):
+        run_slurm(["scontrol"], 60)
 
 
 def test_a_query_is_repeated_while_slurm_is_away(fake: FakeSlurm) -> None:
     fake.add("squeue", "[ $n -ge 3 ] && { echo there; exit; }; echo '(connect failure)' >&2; exit 1")
-    assert query(["squeue"], environ=fake.environ).stdout == "there\n"
+    assert query(["squeue"], environ=fake.environ) == "there\n"
     assert len(fake.calls) == 3
 
 
@@ -120,7 +118,7 @@ def test_what_the_user_prefers_to_see_does_not_matter(fake: FakeSlurm) -> None:
         "SLURM_TIME_FORMAT": "relative",
         "SLURM_CONF": "/c",
     }
-    assert query(["squeue"], environ={**fake.environ, **preferred}).stdout == ",,%s,0,/c\n"
+    assert query(["squeue"], environ={**fake.environ, **preferred}) == ",,%s,0,/c\n"
 
 
 def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
-    Receiver,
     cancel,
     cancel_waiting,
     has_expedited_requeue,
@@ -18,7 +17,6 @@ from trainkit.slurm.control import (
     parse_version,
     requeue,
     send_signal,
-    show_config,
 )
 
 LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
@@ -110,16 +108,16 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal", "receiver", "argv"),
+    ("signal", "argv"),
     [
-        ("USR2", Receiver.STEPS, ["scancel", "--signal=USR2", "12"]),
-        ("SIGTERM", Receiver.BATCH, ["scancel", "--signal=SIGTERM", "--batch", "12"]),
-        ("12", Receiver.ALL, ["scancel", "--signal=12", "--full", "12"]),
+        ("USR2", ["scancel", "--signal=USR2", "12"]),
+        ("SIGTERM", ["scancel", "--signal=SIGTERM", "12"]),
+        ("12", ["scancel", "--signal=12", "12"]),
     ],
 )
-def test_signals(fake: FakeSlurm, signal: str, receiver: Receiver, argv: list[str]) -> None:
+def test_signals(fake: FakeSlurm, signal: str, argv: list[str]) -> None:
     fake.add("scancel")
-    send_signal(["12"], signal, receiver)
+    send_signal(["12"], signal)
     assert fake.calls == [argv]
 
 
@@ -131,7 +129,7 @@ def test_no_signal(signal: str, fake: FakeSlurm) -> None:
     assert fake.calls == []
 
 
-def test_config(fake: FakeSlurm) -> None:
+def test_config() -> None:
     text = (
         "Configuration data as of 2024-01-01T00:00:00\n"
         "AccountingStorageTRES   = cpu,mem,gres/gpu\n"
@@ -144,10 +142,7 @@ def test_config(fake: FakeSlurm) -> None:
         "\n"
         "Slurmctld(primary) at head is UP\n"
     )
-    (fake.folder / "config").write_text(text)
-    fake.add("scontrol", '/bin/cat "$here/config"')
-    config = show_config()
-    assert config == parse_config(text)
+    config = parse_config(text)
     assert (config["MaxArraySize"], config["SlurmctldHost"]) == ("1001", "head(10.0.0.1)")
     assert (config["PluginDir"], config["SchedulerParameters"]) == ("", "bf_window=10,defer")
 

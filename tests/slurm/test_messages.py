@@ -14,19 +14,10 @@ LOST, AWAY, REFUSED = FailureKind.ANSWER_LOST, FailureKind.NOT_DELIVERED, Failur
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        (
-            f"{SUBMIT}Unable to contact slurm controller (connect failure)",
-            AWAY,
-        ),
+        (f"{SUBMIT}Unable to contact slurm controller (connect failure)", AWAY),
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", AWAY),
-        (
-            f"{SUBMIT}Unable to contact slurm controller (send failure)",
-            LOST,
-        ),
-        (
-            f"{SUBMIT}Unable to contact slurm controller (receive failure)",
-            LOST,
-        ),
+        (f"{SUBMIT}Unable to contact slurm controller (send failure)", LOST),
+        (f"{SUBMIT}Unable to contact slurm controller (receive failure)", LOST),
         (f"{SUBMIT}Socket timed out on send/recv operation", LOST),
         (f"{SUBMIT}Zero Bytes were transmitted or received", LOST),
         (f"{SUBMIT}Connection timed out reading", LOST),
@@ -43,10 +34,7 @@ LOST, AWAY, REFUSED = FailureKind.ANSWER_LOST, FailureKind.NOT_DELIVERED, Failur
         ("sacct: error: Problem talking to the database: Connection refused", AWAY),
         ("sacct: error: Sending PersistInit msg: Connection timed out", LOST),
         (f"{SUBMIT}Invalid partition name specified", REFUSED),
-        (
-            f"{SUBMIT}Requested time limit is invalid (missing or exceeds)",
-            REFUSED,
-        ),
+        (f"{SUBMIT}Requested time limit is invalid (missing or exceeds)", REFUSED),
         ("sbatch: unrecognized option '--foo'", REFUSED),
         ("words that nobody has seen", REFUSED),
         ("", REFUSED),

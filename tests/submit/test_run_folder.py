@@ -13,14 +13,14 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.submit.create import create_run, local_locks
 
 MOUNTS = """\
-22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:40 / {scratch} rw,relatime shared:9 master:1 - {kind} server:/scratch rw,{options}
+/dev/sda1 / ext4 rw,relatime 0 0
+server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
 """
 
 
 def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:
     place = tmp_path / "scratch disk"
-    mounts = tmp_path / "mountinfo"
+    mounts = tmp_path / "mounts"
     mounts.write_text(MOUNTS.format(scratch=str(place).replace(" ", "\\040"), kind=kind, options=options))
     return local_locks(place / folder, mounts)
 

@@ -16,7 +16,7 @@ from trainkit.run.files import write_json
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.start import defer_sigint
+from trainkit.submit.create import defer_sigint
 
 
 def interrupt() -> None:

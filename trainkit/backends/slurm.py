@@ -41,7 +41,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
+from trainkit.slurm.control import cancel, cancel_waiting, kill_step, send_signal
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
@@ -103,7 +103,7 @@ class SlurmBackend(Backend):
             return "cancelled"
         # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
         sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
-        send_signal([entry.job_id], sent.name, Receiver.STEPS)
+        send_signal([entry.job_id], sent.name)
         return "signalled"
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
@@ -271,10 +271,13 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
-        comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
         # A job removed from the queue counts as failed in Slurm, so each depends on all before it.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
-        options = (f"--comment={comment}", f"--dependency={dependency}", "--kill-on-invalid-dep=yes")
+        options = (
+            f"--comment={request.comment(token)}",
+            f"--dependency={dependency}",
+            "--kill-on-invalid-dep=yes",
+        )
         try:
             new_id = submit_script(
                 script,

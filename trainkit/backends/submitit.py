@@ -141,10 +141,10 @@ def _folder(run: RunDir) -> Path:
 
 
 def _submission_error(error: Exception) -> TrainkitError:
-    from trainkit.slurm.client import CommandOutput, failure
+    from trainkit.slurm.client import failure
 
     message = str(error).strip()
-    known = failure("sbatch", 1, CommandOutput(b"", message))
+    known = failure("sbatch", 1, message)
     if isinstance(known, SlurmUnreachable):
         return known
     return UsageError(f"submitit: {known.message}", hint=known.hint)

@@ -34,7 +34,7 @@ from trainkit.run.group import BENCH_FILE, RunGroup
 from trainkit.run.manifest import remove_all
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.start import defer_sigint
+from trainkit.submit.create import defer_sigint
 
 PROFILED_STEPS = 3
 """The last steps are profiled. They are not measured, because the profiler slows them."""

@@ -50,9 +50,8 @@ from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, new_folder
-from trainkit.submit.start import start_run
-from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large, start_group
+from trainkit.submit.create import create_run, new_folder, start_run
+from trainkit.submit.submission import ArraySpec, Submission, start_group
 
 STEPS = 30
 WARMUP = 5
@@ -332,7 +331,6 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
     specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
-    refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
         created = Submission(planned.runs, specs[0]).create(argv, out, OPTION)
         print_copied(created.code)

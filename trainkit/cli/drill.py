@@ -32,9 +32,8 @@ from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.files import write_json
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run
+from trainkit.submit.create import create_run, start_run
 from trainkit.submit.plan_run import gather, plan_run
-from trainkit.submit.start import start_run
 
 
 @click.command(

@@ -87,8 +87,7 @@ def command(
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
     from trainkit.run.registry import find_run
-    from trainkit.submit.create import create_run
-    from trainkit.submit.start import start_run
+    from trainkit.submit.create import create_run, start_run
 
     source, place = find_run(run_name, to_change=True), host.place(nodes)
     refuse_replay(source)

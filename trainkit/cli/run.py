@@ -58,9 +58,8 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.create import create_run
+    from trainkit.submit.create import create_run, start_run
     from trainkit.submit.plan_run import gather, plan_run
-    from trainkit.submit.start import start_run
 
     nodes = request.flags.get("resources.nodes")
     place = host.place(None if nodes is None else int(str(nodes[1])))
@@ -209,9 +208,8 @@ def _exit_code(code: int) -> int:
 def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
     from trainkit.plan.launch import describe_plan
-    from trainkit.submit.create import create_run
+    from trainkit.submit.create import create_run, start_run
     from trainkit.submit.plan_run import gather, plan_run
-    from trainkit.submit.start import start_run
 
     procs = request.flags.get("resources.gpus_per_node")
     sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))

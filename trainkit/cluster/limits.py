@@ -126,7 +126,11 @@ def _permission_problems(
     account = _account_of(request, cluster)
     name = request.account or (account.name if account is not None else None)
     names_are_complete = () < cluster.slurm_version < SUBACCOUNTS_VERSION
-    if name is not None and names_are_complete and not _allows_account(partition, name):
+    if (
+        name is not None
+        and names_are_complete
+        and not _allows(partition.allowed_accounts, partition.denied_accounts, name)
+    ):
         key = "resources.partition" if request.account is None else "resources.account"
         message = f"is {partition.name}, which account {name} may not use"
         if request.account is not None:
@@ -137,22 +141,14 @@ def _permission_problems(
         message = f"is {partition.name}, which account {account.name} may not use"
         hint = f"it may use {listed(account.partitions or ())}"
         yield LimitProblem("resources.partition", message, hint)
-    if request.qos is not None and not _allows_qos(partition, request.qos):
+    if request.qos is not None and not _allows(partition.allowed_qos, partition.denied_qos, request.qos):
         hint = f"it accepts {listed(partition.allowed_qos)}" if partition.allowed_qos else ""
         message = f"is {request.qos}, which partition {partition.name} does not accept"
         yield LimitProblem("resources.qos", message, hint)
 
 
-def _allows_account(partition: Partition, name: str) -> bool:
-    if partition.allowed_accounts is not None:
-        return _is_in(name, partition.allowed_accounts)
-    return not _is_in(name, partition.denied_accounts)
-
-
-def _allows_qos(partition: Partition, name: str) -> bool:
-    if partition.allowed_qos is not None:
-        return _is_in(name, partition.allowed_qos)
-    return not _is_in(name, partition.denied_qos)
+def _allows(allowed: Iterable[str] | None, denied: Iterable[str], name: str) -> bool:
+    return not _is_in(name, denied) if allowed is None else _is_in(name, allowed)
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:

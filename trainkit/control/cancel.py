@@ -23,7 +23,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.lock import run_lock
 from trainkit.run.record import mark_cancelled, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
+from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
 
 WAIT_MARGIN_S = 30.0
@@ -167,7 +167,7 @@ def _cancel_points(
     else:
         cancel_waiting(jobs)
         if running:
-            send_signal(jobs, "TERM", Receiver.STEPS)
+            send_signal(jobs, "TERM")
     for run in created:
         entry = read_job(run).newest
         # These have no supervisor left to write the end of the attempt.

@@ -20,7 +20,7 @@ from trainkit.run.end import read_end
 from trainkit.run.lock import run_lock
 from trainkit.run.record import AttemptRecord, mark_requeue_requested, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.start import start_attempt
+from trainkit.submit.create import start_attempt
 
 
 def start_again(run: RunDir, reason: str) -> AttemptRecord:

@@ -29,9 +29,9 @@ from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import AttemptRecord, is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.environment import cluster_name
+from trainkit.submit.create import start_attempt
 from trainkit.submit.plan_run import gather, plan_run
 from trainkit.submit.snapshot import renewed_code
-from trainkit.submit.start import start_attempt
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""

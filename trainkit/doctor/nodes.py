@@ -301,8 +301,8 @@ MIN_JOB_AGE_S = 120
 def slurm_checks() -> Iterator[Finding]:
     """The checks of Slurm's version and of the settings that decide whether a run survives."""
     try:
-        config = parse_config(query(["scontrol", "show", "config"]).stdout)
-        partitions = query(["scontrol", "show", "partition", "--oneliner"]).stdout
+        config = parse_config(query(["scontrol", "show", "config"]))
+        partitions = query(["scontrol", "show", "partition", "--oneliner"])
     except TrainkitError as error:
         yield Finding("Slurm", "failure", error.message, error.hint)
         return

@@ -21,8 +21,7 @@ from trainkit.run.events import read_events, read_steps
 from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import new_folder
-from trainkit.submit.start import defer_sigint
+from trainkit.submit.create import defer_sigint, new_folder
 
 REFERENCE = "uninterrupted"
 

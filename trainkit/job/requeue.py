@@ -128,8 +128,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     assert plan.slurm is not None
     run, request = following.run, plan.slurm
     token = submission_token(run, following.number)
-    comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
-    options = [f"--comment={comment}", f"--dependency=afterany:{job_id}"]
+    options = [f"--comment={request.comment(token)}", f"--dependency=afterany:{job_id}"]
     try:
         excluded = excludable(exclude, request)
     except TrainkitError as error:

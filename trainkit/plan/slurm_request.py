@@ -81,6 +81,11 @@ class SlurmRequest:
         """The request that `dataclasses.asdict` wrote."""
         return cls(dict(value["sbatch"]), dict(value["srun"]), tuple(value.get("version", ())))
 
+    def comment(self, token: str) -> str:
+        """The comment of a job: the token of its submission, then the config's."""
+        own = self.sbatch.get("comment")
+        return f"{token} {own}" if own else token
+
 
 def make_request(
     config: RunConfig,

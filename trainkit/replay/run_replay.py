@@ -27,9 +27,8 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, create_job, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.submit.create import collect_provenance, new_folder
+from trainkit.submit.create import collect_provenance, new_folder, start_run
 from trainkit.submit.secrets import without_secrets
-from trainkit.submit.start import start_run
 
 SAMPLES_FILE = "sample_losses.jsonl"
 """As in `trainer.replay`, which this process must not import."""

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -64,19 +63,6 @@ class SlurmRefused(UsageError):
         self.sentence = cleaned(stderr)
 
 
-@dataclass(frozen=True)
-class CommandOutput:
-    """The output of a successful command."""
-
-    stdout_bytes: bytes
-    stderr: str
-
-    @property
-    def stdout(self) -> str:
-        """The standard output as text; invalid UTF-8 becomes U+FFFD."""
-        return self.stdout_bytes.decode(errors="replace")
-
-
 def run_slurm(
     argv: Sequence[str],
     timeout_s: float,
@@ -84,7 +70,7 @@ def run_slurm(
     cwd: Path | None = None,
 ) -> str:
     """The stdout of a Slurm command; raises the errors of `slurm_output`."""
-    return slurm_output(argv, timeout_s, environ, cwd).stdout
+    return slurm_output(argv, timeout_s, environ, cwd)[0]
 
 
 def slurm_output(
@@ -92,8 +78,8 @@ def slurm_output(
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-) -> CommandOutput:
-    """Run a Slurm command once, without a shell.
+) -> tuple[str, str]:
+    """(stdout, stderr) of a Slurm command, run once and without a shell; invalid UTF-8 becomes U+FFFD.
 
     Raises UsageError when the program is not installed, SlurmUnreachable when Slurm cannot be reached or does
     not answer within `timeout_s`, SlurmRefused when it refuses the request.
@@ -133,9 +119,9 @@ def slurm_output(
             stderr=message,
             may_have_arrived=True,
         ) from None
-    output = CommandOutput(done.stdout, done.stderr.decode(errors="replace"))
+    stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.returncode != 0:
-        failed = failure(program, done.returncode, output)
+        failed = failure(program, done.returncode, stderr if stderr.strip() else stdout)
         if isinstance(failed, SlurmUnreachable):
             _note_unanswered(program, environ, began_s)
         raise failed
@@ -143,7 +129,7 @@ def slurm_output(
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
         _unanswered.pop(_place(environ), None)
         _answered[_place(environ)] = time.monotonic()
-    return output
+    return stdout, stderr
 
 
 def _note_unanswered(program: str, environ: Mapping[str, str], began_s: float) -> None:
@@ -170,9 +156,8 @@ def require_controller() -> None:
         query(["squeue", "--me", "--noheader", "--format=%A"])
 
 
-def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreachable | SlurmRefused:
-    """The error for a command's exit code and output."""
-    text = output.stderr if output.stderr.strip() else output.stdout
+def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
+    """The error for a command's exit code and what it printed."""
     message = cleaned(text)
     killed = returncode < 0
     kind = FailureKind.ANSWER_LOST if killed else failure_kind(text)
@@ -264,70 +249,38 @@ UNREACHABLE_HINTS = (
 UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
 
 REFUSAL_HINTS = (
-    (
-        r"[Ii]nvalid partition",
-        "`sinfo -s` lists the partitions: choose one with --partition or resources.partition",
-    ),
-    (
-        r"No partition specified",
-        "this cluster has no default partition: choose one with --partition or resources.partition",
-    ),
+    (r"[Ii]nvalid partition", "`sinfo -s` lists the partitions: choose one with --partition"),
+    (r"No partition specified", "this cluster has no default partition: choose one with --partition"),
     (
         r"Invalid account|[Ii]nvalid qos|QOS usage threshold|unknown association",
-        "choose with --account and --qos what "
-        "`sacctmgr show associations user=$USER format=account,partition,qos` lists",
+        "`sacctmgr show associations user=$USER` lists what you can give as --account and --qos",
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
-        "this exceeds a limit of your account or QOS (jobs, nodes, GPUs or time): "
-        "request less, wait for other jobs, or choose another --qos",
+        "this exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
     ),
-    (
-        r"time limit|Time ?[Ll]imit",
-        "`scontrol show partition` shows MaxTime: request less with --time or resources.time",
-    ),
+    (r"[Tt]ime ?[Ll]imit", "`scontrol show partition` shows MaxTime: request less with --time"),
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node of this partition has that many GPUs or CPUs, that much memory, or the features of the "
-        "constraint: `sinfo -o '%P %D %c %m %G %f'` lists the nodes",
+        "no node has all of that: `sinfo -o '%P %D %c %m %G %f'` lists their CPUs, memory, GPUs and features",
     ),
-    (
-        r"partition configuration not available",
-        "this exceeds a limit of the partition: request fewer nodes, less time or another partition",
-    ),
-    (
-        r"Node count specification",
-        "the partition has fewer nodes than --nodes, or allows fewer per job",
-    ),
-    (
-        r"Invalid (?:generic resource|GRES|Trackable)",
-        "`sinfo -o '%P %G'` lists the GPUs and their names in Slurm",
-    ),
+    (r"partition configuration not available|Node count", "request less --nodes or --time"),
+    (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
     (r"feature", "`sinfo -o '%P %f'` lists the features that a constraint can name"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
     (r"dependency", "a job that this one depends on is unknown to Slurm or has already failed"),
     (r"array spec", "`scontrol show config` shows MaxArraySize: indices must be below it"),
-    (
-        r"too long",
-        "a path or the exported environment is too long for Slurm: "
-        "use a shorter --run-dir, or submit from a shell with fewer variables",
-    ),
+    (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (
         r"(?:unrecognized|invalid|unknown) option|ambiguous",
         "this version of Slurm does not support the option: see `sbatch --help`",
     ),
-    (
-        r"group not permitted|[Pp]ermission denied",
-        "you may not use this partition, or the job belongs to another user",
-    ),
+    (r"group not permitted|[Pp]ermission denied", "you may not use this partition, or the job is not yours"),
     (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
-    (
-        r"presently disabled",
-        "the job was submitted with --no-requeue, or its current state does not allow this",
-    ),
+    (r"presently disabled", "the job has --no-requeue, or its current state does not allow this"),
 )
 
 
@@ -363,15 +316,15 @@ def query(
     timeout_s: float = QUERY_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
     patience_s: float = QUERY_PATIENCE_S,
-) -> CommandOutput:
-    """The output of a query, retried while Slurm cannot be reached; its times are Unix seconds.
+) -> str:
+    """The stdout of a query, retried while Slurm cannot be reached; its times are Unix seconds.
 
     Raises the errors of `slurm_output`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
     if patience_s <= QUERY_PATIENCE_S and _is_unanswered(plain):
         patience_s = 0.0
-    return retrying(lambda: slurm_output(argv, timeout_s, environ=plain), patience_s)
+    return retrying(lambda: run_slurm(argv, timeout_s, environ=plain), patience_s)
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:

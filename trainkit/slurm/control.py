@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 
 from trainkit.errors import UsageError
 from trainkit.slurm.client import (
@@ -32,14 +31,6 @@ _VERSION = re.compile(r"(?P<major>\d+)\.(?P<minor>\d+)(?:\.(?P<patch>\d+))?")
 _SETTING = re.compile(r"^(?P<name>[\w/]+)(?:\[\d+\])?\s*=[ \t]?(?P<value>.*)$", re.MULTILINE)
 
 Version = tuple[int, int, int]
-
-
-class Receiver(Enum):
-    """Which processes of a job receive a signal."""
-
-    STEPS = ""
-    BATCH = "--batch"
-    ALL = "--full"
 
 
 def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
@@ -82,12 +73,11 @@ def cancel_waiting(job_ids: Sequence[str]) -> None:
     _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
-def send_signal(job_ids: Sequence[str], signal: str, receiver: Receiver = Receiver.STEPS) -> None:
-    """Send a signal (`USR2`, `SIGTERM`, `12`) to the steps, the batch shell or both of running jobs."""
+def send_signal(job_ids: Sequence[str], signal: str) -> None:
+    """Send a signal (`USR2`, `SIGTERM`, `12`) to the steps of running jobs."""
     if _SIGNAL.fullmatch(signal) is None:
         raise UsageError(f"{signal!r} is not a signal", hint="for example USR2 or TERM")
-    options = [f"--signal={signal}", *([receiver.value] if receiver.value else [])]
-    _scancel(options, map(checked_job_id, job_ids))
+    _scancel([f"--signal={signal}"], map(checked_job_id, job_ids))
 
 
 def kill_step(
@@ -127,7 +117,7 @@ def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = Q
 def move_dependents(job_id: str, new_id: str) -> list[str]:
     """Make your pending jobs that wait for the success of a job wait for another one; returns their ids."""
     old, new = checked_job_id(job_id), checked_job_id(new_id)
-    listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"]).stdout
+    listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"])
     moved = []
     for line in listing.splitlines():
         waiting, _, dependency = line.strip().partition("|")
@@ -138,11 +128,6 @@ def move_dependents(job_id: str, new_id: str) -> list[str]:
             query(argv)
             moved.append(waiting)
     return moved
-
-
-def show_config() -> dict[str, str]:
-    """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge and others."""
-    return parse_config(query(["scontrol", "show", "config"]).stdout)
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -121,7 +121,7 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
         *("sinfo", "--all", "--Node", "--noheader", f"--nodes={','.join(hosts)}"),
         f"--format=%N{FIELD}%T{RECORD}",
     ]
-    return parse_node_states(query(argv, timeout_s=HOSTS_TIMEOUT_S).stdout)
+    return parse_node_states(query(argv, timeout_s=HOSTS_TIMEOUT_S))
 
 
 def parse_node_states(text: str) -> dict[str, str]:
@@ -145,7 +145,7 @@ def hosts_of_job(job_id: str) -> list[str]:
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["squeue", "--noheader", "--states=all", "--format=%N", f"--jobs={checked_job_id(job_id)}"]
-    answer = query(argv, timeout_s=HOSTS_TIMEOUT_S).stdout.strip()
+    answer = query(argv, timeout_s=HOSTS_TIMEOUT_S).strip()
     return expand_hosts(answer) if answer else []
 
 
@@ -165,6 +165,6 @@ def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
         if alias["name"] == name:
             return alias["ipv6"] or alias["addr"]
     argv = ["scontrol", "--oneliner", "show", "node", safe_value(name, "a node name")]
-    answer = query(argv, timeout_s=HOSTS_TIMEOUT_S, patience_s=patience_s).stdout
+    answer = query(argv, timeout_s=HOSTS_TIMEOUT_S, patience_s=patience_s)
     found = _NODE_ADDR.search(answer)
     return name if found is None else found["addr"]

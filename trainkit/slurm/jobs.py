@@ -146,7 +146,7 @@ def _query_queue(wanted: Sequence[str]) -> str:
     layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
     argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", selection]
     try:
-        return query(argv).stdout
+        return query(argv)
     except SlurmRefused as error:
         # squeue reports this for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
@@ -299,7 +299,7 @@ def job_details(
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["scontrol", "--oneliner", "show", "job", checked_job_id(job_id)]
-    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s).stdout)
+    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s))
 
 
 def parse_job(text: str) -> JobDetails:

@@ -193,7 +193,7 @@ def find_by_token(token: str, *, since: float = 0.0) -> str | None:
 def _find(submission: _Submission, patience_s: float) -> str | None:
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
-    found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s).stdout
+    found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s)
     for job_id, submitted, comment, command in records(found, 4):
         if submission.matches(comment, command, submitted):
             return base_id(job_id)
@@ -209,9 +209,9 @@ def query_start(
     """
     environ = plain_environ(scrubbed(os.environ))
     argv = ["sbatch", "--test-only", *extra_argv, str(path.absolute())]
-    output = slurm_output(argv, timeout_s, environ=environ, cwd=cwd)
+    stdout, stderr = slurm_output(argv, timeout_s, environ=environ, cwd=cwd)
     # sbatch prints the estimate to stderr.
-    return parse_start_estimate(output.stderr + output.stdout)
+    return parse_start_estimate(stderr + stdout)
 
 
 def parse_start_estimate(text: str) -> StartEstimate:

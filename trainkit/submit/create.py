@@ -1,4 +1,4 @@
-"""Creates the folder of a new run in a place that is safe: its code, its provenance and its job record."""
+"""Creates the folder of a run in a safe place, with its code and provenance, and starts its attempts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -17,17 +18,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from types import FrameType
 from typing import Any
 
 from trainkit import __version__
-from trainkit.config import RunConfig
+from trainkit.backends import JobScript, NewAttempt, backend_named
+from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
 from trainkit.locks import NEEDS_FLOCK, unsupported
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
-from trainkit.run.record import CodeCopy, create_job
+from trainkit.run.lock import run_lock
+from trainkit.run.record import (
+    AttemptRecord,
+    CodeCopy,
+    JobRecord,
+    create_job,
+    next_attempt_number,
+    read_job,
+)
+from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.submit.interpreters import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
@@ -37,7 +49,7 @@ GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
-MOUNTINFO = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mounts")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LOCAL_LOCKS = {
     "lustre": ("localflock",),
@@ -87,6 +99,80 @@ def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequenc
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code
+
+
+def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> AttemptRecord:
+    """Start the first attempt of a run that was just created and return its job.json entry.
+
+    With the reason ``run`` a local run ends when this process does. The run folder is removed if the attempt
+    cannot be started.
+    """
+    try:
+        with run_lock(run):
+            return start_attempt(run, config, plan, reason, foreground=reason == "run")
+    except BaseException:
+        if not run.attempt_numbers():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def start_attempt(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, foreground: bool = False
+) -> AttemptRecord:
+    """Start a run's next attempt and return its job.json entry; call with the run's lock held.
+
+    `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
+    """
+    config_text, plan_text = dump_effective(config), plan.to_text()
+    for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
+        refuse_leaks(text, str(where), config.secrets, os.environ)
+    job, backend, script = read_job(run), backend_named(plan.backend), None
+    if backend.template is not None:
+        script = _script(run, job, config, plan)
+        refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
+    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground)
+    entry = backend.start(run, new)
+    register(run, job.name)
+    return entry
+
+
+def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) -> JobScript:
+    """The batch script of a run's next attempt."""
+    from trainkit.submit.script import script_for
+
+    if job.cwd is None:
+        raise UsageError(
+            f"{run.job_file} cannot be read, so the working directory and the code of the run are unknown",
+            hint=f"`trainkit resume {quote(str(run.path))} --as DIR` resumes in a new folder",
+        )
+    return script_for(run, next_attempt_number(run), plan, config, Path(job.cwd), job.code)
+
+
+@contextmanager
+def defer_sigint() -> Iterator[None]:
+    """Defer the KeyboardInterrupt of a SIGINT to the end of the block; a second SIGINT raises it immediately.
+
+    Only for the main thread. An ignored SIGINT stays ignored. Child processes in the terminal's foreground
+    group receive Ctrl-C themselves.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -177,29 +263,23 @@ def require_locks(folder: Path) -> None:
         )
 
 
-def local_locks(folder: Path, mountinfo: Path = MOUNTINFO) -> str | None:
+def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
     """Why locks in a folder, which may not exist yet, would be local to each host; None if they are not.
 
     Says nothing where the mounts cannot be read.
     """
     try:
-        lines = mountinfo.read_text(errors="surrogateescape").splitlines()
+        lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
     except OSError:
         return None
-    found = None
     place = Path(os.path.realpath(folder))
-    for line in lines:
-        mount, _, file_system = line.partition(" - ")
-        fields, kind = mount.split(" "), file_system.split(" ")
-        if len(fields) < 6 or len(kind) < 3:
-            continue
-        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        # The last of several mounts at one place is the visible one.
-        if place.is_relative_to(point) and (found is None or len(point.parts) >= len(found[0].parts)):
-            found = point, kind[0], {*fields[5].split(","), *kind[2].split(",")}
-    if found is None:
-        return None
-    point, name, options = found
+    around = [
+        (len(point.parts), number, point, kind, options.split(","))
+        for number, (_, mount, kind, options, *_) in enumerate(lines)
+        if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
+    ]
+    # The last of several mounts at one place is the visible one.
+    _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
     option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
     if option is None:
         return None

@@ -17,9 +17,6 @@ from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
 
-MAX_NAMED = 3
-
-
 Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
 
@@ -33,7 +30,14 @@ def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = No
     open_runs = [run for run in runs if run.state != "finished"]
     wrong = [run for run in open_runs if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
-        raise UsageError(_unfinishable(text, wrong, len(runs)), hint=_hint(wrong[0]))
+        first = wrong[0]
+        more = f" ({first.reason})" if first.reason else ""
+        if len(runs) > 1:
+            more = f"; {len(wrong):,} of {len(runs):,} runs will not finish"
+        hint = f"resume it first: `trainkit resume {quote(first.run_dir)}`"
+        if first.state == "unknown":
+            hint = f"`trainkit status {quote(first.run_dir)}` says why; without --after the run starts now"
+        raise UsageError(f"--after {text}: {first.run_dir} is {first.state}{more}", hint=hint)
     local = next((run for run in open_runs if str(run.job_id).startswith("local-")), None)
     if local is not None:
         raise UsageError(
@@ -44,24 +48,6 @@ def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = No
     if array is not None and open_runs and all(str(run.job_id).startswith(own) for run in runs):
         return [array]
     return [str(run.job_id) for run in open_runs]
-
-
-def _unfinishable(text: str, wrong: Sequence[Dependency], count: int) -> str:
-    first = wrong[0]
-    reason = f" ({first.reason})" if first.reason else ""
-    if count == 1:
-        return f"--after {text}: {first.run_dir} is {first.state}{reason}"
-    named = ", ".join(f"{run.run_dir} is {run.state}" for run in wrong[:MAX_NAMED])
-    more = f" and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
-    return f"--after {text}: {named}{more}, of {count:,} runs"
-
-
-def _hint(wrong: Dependency) -> str:
-    if wrong.state == "unknown":
-        return (
-            f"`trainkit status {quote(wrong.run_dir)}` says why; without --after the run starts immediately"
-        )
-    return f"resume it first: `trainkit resume {quote(wrong.run_dir)}`"
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:

@@ -137,9 +137,7 @@ def _data_paths(config: RunConfig) -> list[str]:
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
     """The options of the `#SBATCH` lines by name; True for an option without a value."""
-    comment = " ".join(
-        filter(None, (submission_token(run, attempt), str(request.sbatch.get("comment") or "")))
-    )
+    comment = request.comment(submission_token(run, attempt))
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
     if array is not None:

@@ -57,11 +57,6 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
     try:
         cwd = Path(before.cwd or Path.cwd())
         code = copy_code(cwd, run, plan.command) if wants_copy(config, plan) else None
-    except BaseException:
-        if had_one:
-            kept.rename(run.code_dir)
-        raise
-    try:
         with changed_job(run) as job:
             job.code = code
         yield

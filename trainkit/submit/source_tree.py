@@ -94,7 +94,13 @@ class SourceTree:
     @property
     def folders(self) -> set[str]:
         """The folders of the files and the root, which is the empty path."""
-        return {"", *(parent for path in self.files for parent in parents(path))}
+        found = {""}
+        for path in self.files:
+            for parent in parents(path):
+                if parent in found:
+                    break
+                found.add(parent)
+        return found
 
 
 def printable(path: str) -> str:
@@ -225,30 +231,31 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
     very large files, are left out. Both paths are real paths.
     Raises UsageError when the folder is too large to be a project.
     """
-    tree, num_searched = SourceTree(cwd, "pattern"), 0
-
-    def closed(error: OSError) -> None:
-        if isinstance(error, PermissionError):
-            tree.left_out.append((below(cwd, error.filename), "cannot be read"))
-
-    for folder, folders, names in os.walk(cwd, onerror=closed):
-        names += [name for name in folders if Path(folder, name).is_symlink()]
-        folders[:] = sorted(
-            name for name in set(folders) - set(names) if _has_sources(tree, folder, name, run_dir)
-        )
-        num_searched += len(names)
-        if num_searched > MAX_SEARCHED:
-            raise UsageError(
-                f"{cwd} has more than {MAX_SEARCHED:,} files, too many for a project",
-                hint="submit from the folder of your project, or use --no-snapshot",
-            )
-        for name in sorted(names):
-            file = f"{folder}/{name}"
-            path = below(cwd, file)
-            if looks_secret(name):
+    tree, waiting, num_searched = SourceTree(cwd, "pattern"), [cwd], 0
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            continue  # deleted since it was listed
+        except PermissionError:
+            tree.left_out.append((below(cwd, folder), "cannot be read"))
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting += [entry.path] if _has_sources(tree, entry, run_dir) else []
+                continue
+            num_searched += 1
+            if num_searched > MAX_SEARCHED:
+                raise UsageError(
+                    f"{cwd} has more than {MAX_SEARCHED:,} files, too many for a project",
+                    hint="submit from the folder of your project, or use --no-snapshot",
+                )
+            path = below(cwd, entry.path)
+            if looks_secret(entry.name):
                 tree.left_out.append((path, IS_SECRET))
-            elif not name.startswith(".") and (looks_like_source(name) or Path(file).is_symlink()):
-                found = os.lstat(file)
+            elif not entry.name.startswith(".") and (entry.is_symlink() or looks_like_source(entry.name)):
+                found = entry.stat(follow_symlinks=False)
                 if found.st_size > MAX_FILE_BYTES:
                     tree.left_out.append((path, f"is larger than {MAX_FILE_BYTES / 1e6:.0f} MB"))
                 else:
@@ -256,13 +263,13 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
     return tree
 
 
-def _has_sources(tree: SourceTree, parent: str, name: str, run_dir: str) -> bool:
-    folder = Path(parent, name)
-    if _NO_SOURCES.match(name) or str(folder) == run_dir:
+def _has_sources(tree: SourceTree, entry: os.DirEntry[str], run_dir: str) -> bool:
+    folder = Path(entry.path)
+    if _NO_SOURCES.match(entry.name) or entry.path == run_dir:
         return False
     try:
         is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
-        return not is_environment and not tree.is_run(str(folder))
+        return not is_environment and not tree.is_run(entry.path)
     except PermissionError:
         return True  # reported as left out when it is opened
 
