@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from functools import cached_property
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, islice, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import SAVE_EVENTS, Event, events_of
-from trainkit.run.files import numbers, parse_records, parse_time
-from trainkit.run.history import Attempt, read_plan
+from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
+from trainkit.run.history import Attempt, HealthSample, read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
+MAX_SAMPLES = 1000
+"""How many of the last health samples may belong to later attempts."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
@@ -104,6 +106,18 @@ class AttemptFiles:
         """What Slurm, the supervisor and the agents wrote: no program of the user can."""
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
+
+    def memory_in_use(self, host: str | None) -> str | None:
+        """The memory of a host in the last health sample of this attempt, as ``61.2 of 64.0 GiB``."""
+        if host is None:
+            return None
+        try:
+            samples = map(HealthSample, islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES))
+            sample = next((one for one in samples if one.attempt == self.attempt.number), HealthSample({}))
+        except OSError:
+            return None
+        used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
+        return None if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
 
     @property
     def world_size(self) -> int:

@@ -339,6 +339,8 @@ class _Case:
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
         values |= self.events.values()
+        memory = self.files.memory_in_use(host)
+        values |= {} if memory is None else {"memory_in_use": memory}
         values |= collective_values(self.files, match, self._rank_logs(), self.signatures)
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
