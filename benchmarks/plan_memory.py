@@ -122,7 +122,7 @@ def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: StepWork) -> Iterator[i
     """The peak bytes of each simulated rank, as measured by MemTracker."""
     layout = plan.layout
     for pp_rank in extreme_ranks(work):
-        yield simulate(loaded, plan, pp_rank * layout.world_size // layout.pp)["peak_bytes"]["total"]
+        yield simulate(loaded, plan, pp_rank * layout.world_size // layout.pp).peak_bytes["total"]
 
 
 def _layout(work: StepWork) -> str:

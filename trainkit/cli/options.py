@@ -418,7 +418,7 @@ class GroupRequest:
         A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
         they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
         """
-        from trainkit.plan.sweep import combinations, parse_axes
+        from trainkit.plan.sweep import sweep_points
         from trainkit.submit.submission import ArraySpec, LoadedPoint, parse_array
 
         spec = None if self.array is None else parse_array(self.array)
@@ -428,7 +428,7 @@ class GroupRequest:
                     f"--array {self.array}: --sweep numbers its points itself",
                     hint="with --sweep, --array only sets a limit, as in --array %4",
                 )
-            found = combinations(parse_axes(self.sweeps, workload.argv))
+            found = sweep_points(self.sweeps, workload.argv)
             limit = None if spec is None else spec.limit
             return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
         loaded = request.load_to_plan(workload)

@@ -125,11 +125,14 @@ class LaunchDraft:
         if requested != "auto":
             self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {requested} was requested"
             return requested
+        threads, self.reasons["threads_per_worker"] = self.derived_threads(world_size)
+        return threads
+
+    def derived_threads(self, world_size: int) -> tuple[int | None, str]:
+        """The threads per worker if the config does not set them, and why."""
         num_cpus, here = self.machine.num_cpus, self._workers_here(world_size)
         threads = max(1, num_cpus // here)
-        workers = plural(here, "worker")
-        self.reasons["threads_per_worker"] = f"{threads}: {num_cpus} CPU cores for {workers}"
-        return threads
+        return threads, f"{threads}: {num_cpus} CPU cores for {plural(here, 'worker')}"
 
     def lead_s(self) -> int:
         """How many seconds before its end the run gets the notice; here, as many as it asks for."""
@@ -176,14 +179,8 @@ class StepDraft(LaunchDraft):
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Do nothing: Slurm has started the tasks already."""
 
-    def threads_per_worker(self, world_size: int) -> int | None:
-        requested = self.loaded.config.resources.cpus_per_gpu
-        self.reasons["threads_per_worker"] = (
-            "the cores that Slurm allocated to each task"
-            if requested == "auto"
-            else f"resources.cpus_per_gpu: {requested} was requested"
-        )
-        return None if requested == "auto" else requested
+    def derived_threads(self, world_size: int) -> tuple[int | None, str]:
+        return None, "the cores that Slurm allocated to each task"
 
 
 BOUND_GPU_WARNING = (

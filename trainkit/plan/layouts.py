@@ -53,7 +53,7 @@ class Flow:
 
 def traffic(work: StepWork) -> list[Flow]:
     """All data that a GPU sends in one step."""
-    flows = [*_parameters(work), *_gradients(work), *_activations(work)]
+    flows = [*_weights(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
@@ -65,48 +65,38 @@ def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
     return sums
 
 
-def _parameters(work: StepWork) -> Iterator[Flow]:
-    """All-gathers of parameters: ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once.
+def _weights(work: StepWork) -> Iterator[Flow]:
+    """All-gathers of parameters and reduce-scatters of gradients over shards, all-reduce over replicas.
 
-    The head stays gathered in between.
+    Per pass, in a pipeline once. ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once; the head
+    stays gathered in between.
     """
-    params, shards = _params(work, 0), work.shards
-    passes = 1 if work.layout.pp > 1 else work.passes_per_step
-    times = passes * (1 if work.keeps_gathered else 2)
-    sent = work.itemsize * ((params.whole - params.head) * times + params.head * passes) * (shards - 1)
-    calls = (params.num_units + (params.embedding > 0)) * times + (params.head > 0) * passes
-    yield Flow("gather", sent // shards, calls, shards, work.layout.tp)
-
-
-def _gradients(work: StepWork) -> Iterator[Flow]:
-    """Reduce-scatter of gradients over shards per pass (once in a pipeline), all-reduce over replicas."""
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
-    whole = FLOAT32 * params.whole
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    calls = params.num_units + (params.embedding > 0) + (params.head > 0)
+    again, heads = params.whole - params.head, int(params.head > 0)
+    units = params.num_units + (params.embedding > 0)
+    times = 1 if work.keeps_gathered else 2
+    sent = work.itemsize * passes * (again * times + params.head) * (shards - 1)
+    yield Flow("gather", sent // shards, passes * (units * times + heads), shards, layout.tp)
+    whole, calls = FLOAT32 * params.whole, units + heads
     yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
     sent = 2 * (whole // shards) * (copies - 1) // copies
     yield Flow("reduce", sent, calls, copies, layout.tp * layout.cp * layout.dp_shard)
 
 
 def _activations(work: StepWork) -> Iterator[Flow]:
-    layout, shape = work.layout, work.shape
-    params = _params(work, 0)
-    block_passes = params.num_layers * work.passes_per_step
-    mode = work.parallel.activation_checkpointing
+    layout, shape, params = work.layout, work.shape, _params(work, 0)
+    mode, block_passes = work.parallel.activation_checkpointing, params.num_layers * work.passes_per_step
     stream = work.tokens_per_pass * work.itemsize * shape.dim
     # Attention and feed-forward each gather their input and reduce their output, forward and backward.
     # Recomputation gathers again; reduced outputs are kept, or for `full` that of attention is reduced again.
-    exchanges = {"none": 8, "selective": 10, "full": 11}[mode]
-    sent = exchanges * block_passes * stream * (layout.tp - 1) // layout.tp
-    yield Flow("tp", sent, exchanges * block_passes, layout.tp, 1)
+    calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
+    yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
-    exchanges = 2 if mode == "none" else 3
-    sent = exchanges * block_passes * keys * (layout.cp - 1)
-    yield Flow("cp", sent, exchanges * block_passes, layout.cp, layout.tp)
-    stages = len(params.layers)
-    sent = 2 * stages * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
-    calls = 2 * stages * work.passes_per_step
+    calls = (2 if mode == "none" else 3) * block_passes
+    yield Flow("cp", calls * keys * (layout.cp - 1), calls, layout.cp, layout.tp)
+    calls = 2 * len(params.layers) * work.passes_per_step
+    sent = calls * work.tokens_per_pass * stream_bytes(work)
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
 
 

@@ -111,22 +111,15 @@ class SlurmDraft(LaunchDraft):
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Do nothing: `limit_problems` checks the limits of the cluster."""
 
-    def threads_per_worker(self, world_size: int) -> int | None:
-        requested = self.loaded.config.resources.cpus_per_gpu
-        if requested != "auto":
-            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {requested} was requested"
-            return requested
-        workers = world_size // self.loaded.config.resources.nodes
-        partition, kinds = self.partition, self._gpu_nodes(workers)
+    def derived_threads(self, world_size: int) -> tuple[int | None, str]:
+        kinds = self._gpu_nodes(world_size // self.loaded.config.resources.nodes)
+        partition = self.partition
         if partition is not None and self.uses_gpus and kinds:
             sizes = [(partition.usable_cpus(kind) or 0, kind.num_gpus()) for kind in kinds]
             num_cpus, num_gpus = min(sizes, key=lambda size: size[0] // size[1])
             if threads := num_cpus // num_gpus:
-                reason = f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs per node"
-                self.reasons["threads_per_worker"] = reason
-                return threads
-        self.reasons["threads_per_worker"] = "Slurm's default per task; resources.cpus_per_gpu requests more"
-        return None
+                return threads, f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs per node"
+        return None, "Slurm's default per task; resources.cpus_per_gpu requests more"
 
     def _gpu_nodes(self, workers: int) -> list[NodeKind]:
         """The nodes with a GPU for every worker; if there are none, all nodes with GPUs."""

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainkit.config.names import is_known, meant
@@ -22,17 +21,8 @@ NOT_SWEPT = {
 }
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A key and the values to try for it."""
-
-    key: str
-    """Dotted, for example ``optimizer.lr``."""
-    values: tuple[Any, ...]
-
-
-def parse_axis(text: str, command: Sequence[str] = ()) -> Axis:
-    """Parse the axis of ``--sweep a.b=1,2,3``, or of ``--sweep lr=1,2`` for a `command` with ``{lr}``.
+def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[Any]]:
+    """Key and values of ``--sweep a.b=1,2,3``, or of ``--sweep lr=1,2`` for a `command` with ``{lr}``.
 
     The values are parsed as a YAML list without brackets: ``"a,b"`` is text with a comma, ``[1,2],[3,4]`` are
     lists. Raises UsageError if the text is not a valid axis.
@@ -70,7 +60,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> Axis:
     twice = _first_twice([json.dumps(value) for value in values])
     if twice is not None:
         raise UsageError(f"{origin}: {twice} appears twice", hint="give each value once")
-    return Axis(key, tuple(values))
+    return key, values
 
 
 def names_key(command: Sequence[str], key: str) -> bool:
@@ -88,27 +78,21 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
     return tuple(words)
 
 
-def parse_axes(texts: Sequence[str], command: Sequence[str] = ()) -> tuple[Axis, ...]:
-    """Parse the axes of all ``--sweep``, in order.
+def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[JsonObject]:
+    """The values by key of every combination of all ``--sweep``; the last key varies fastest.
 
     Raises UsageError, also for a key that appears twice and for more than `MAX_POINTS` combinations.
     """
-    axes = tuple(parse_axis(text, command) for text in texts)
-    twice = _first_twice([axis.key for axis in axes])
+    axes = [parse_axis(text, command) for text in texts]
+    keys = [key for key, _ in axes]
+    twice = _first_twice(keys)
     if twice is not None:
         raise UsageError(f"--sweep {twice} appears twice", hint="list all of its values in one --sweep")
-    count = math.prod(len(axis.values) for axis in axes)
+    count = math.prod(len(values) for _, values in axes)
     if count > MAX_POINTS:
         raise UsageError(f"{count:,} combinations; the maximum is {MAX_POINTS:,}", hint="sweep fewer values")
-    return axes
-
-
-def combinations(axes: Sequence[Axis]) -> list[JsonObject]:
-    """The values of every point by key; the last key varies fastest."""
-    keys = [axis.key for axis in axes]
-    return [
-        dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))
-    ]
+    combinations = itertools.product(*(values for _, values in axes))
+    return [dict(zip(keys, values, strict=True)) for values in combinations]
 
 
 def key_without_seed(values: Mapping[str, object]) -> str:
