@@ -209,23 +209,6 @@ def test_a_running_attempt_has_no_failure(tmp_path: Path) -> None:
     assert diagnose(run.attempt(1), load_signatures(), alive=False).name is None
 
 
-def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
-    run = failed(tmp_path, b"", "killed by SIGKILL")
-    file = run.health_file(HOST)
-    file.parent.mkdir()
-    samples = ((1, 12.0), (1, 63.04), (2, 1.0))
-    file.write_text(
-        "".join(
-            json.dumps({"attempt": attempt, "mem_used_gib": used, "mem_total_gib": 64}) + "\n"
-            for attempt, used in samples
-        )
-    )
-    shown = "the last health sample of node01 shows 63.0 of 64.0 GiB of its memory in use"
-    assert newest(run).advice[0] == shown
-    file.write_text('{"attempt": 1, "mem_used_gib": null}\n{"attempt')
-    assert "health" not in newest(run).advice[0]
-
-
 def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()
