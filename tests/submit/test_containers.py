@@ -8,7 +8,6 @@ from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
 from trainkit.submit.environment import (
     absolute_image,
-    container_argv,
     container_problems,
     container_program,
     make_job_environment,
@@ -37,45 +36,37 @@ def test_runtime_that_was_asked_for() -> None:
     assert container_program(LaunchConfig()) is None
 
 
+PYTHON = Interpreter(("p",), ("p",), options=())
+
+
 def test_apptainer() -> None:
-    launch = LaunchConfig(container="/x y.sif", container_mounts=["/data", "/a:/b:ro"])
-    options, prefix = container_argv(
-        launch,
-        "apptainer",
-        folders=["/p/runs/r", "/p", "/p"],
-        workdir="/p",
-        cwd="/p",
-        gpus=True,
-        variables=["A"],
+    launch = LaunchConfig(container="/x y.sif", container_mounts=["/data", "/a:/b:ro"], env={"A": "1"})
+    found = make_job_environment(
+        launch, PYTHON, run_dir="/p/runs/r", workdir="/p", folders=["/p"], program="apptainer", gpus=True
     )
-    assert options == ()
-    assert prefix == (
+    assert found.srun_options == ()
+    assert found.rank_python == (
         *("apptainer", "exec", "--nv"),
         *("--bind", "/p:/p", "--bind", "/data:/data", "--bind", "/a:/b:ro"),
-        *("--pwd", "/p", "/x y.sif"),
+        *("--pwd", "/p", "/x y.sif", "p"),
     )
 
 
 def test_singularity_without_gpus() -> None:
     launch = LaunchConfig(container="/x.sif")
-    _, prefix = container_argv(launch, "singularity", folders=["/r"], workdir="/r", cwd="/p", gpus=False)
-    assert prefix == ("singularity", "exec", "--bind", "/r:/r", "--pwd", "/r", "/x.sif")
+    found = make_job_environment(launch, PYTHON, run_dir="/r", workdir="/r", cwd="/p", program="singularity")
+    assert found.rank_python == ("singularity", "exec", "--bind", "/r:/r", "--pwd", "/r", "/x.sif", "p")
 
 
 def test_pyxis() -> None:
-    launch = LaunchConfig(container="nvcr.io#nvidia/pytorch:26.01-py3", container_mounts=["/data"])
-    options, prefix = container_argv(
-        launch,
-        "pyxis",
-        folders=["/r", "/w x"],
-        workdir="/w x",
-        cwd="/p",
-        gpus=True,
-        variables=["A", "PYTHONPATH", "A"],
+    image = "nvcr.io#nvidia/pytorch:26.01-py3"
+    launch = LaunchConfig(container=image, container_mounts=["/data"], env={"A": "1", "PYTHONPATH": "/x"})
+    found = make_job_environment(
+        launch, PYTHON, run_dir="/r", workdir="/w x", python_path=["/c"], program="pyxis", gpus=True
     )
-    assert prefix == ()
-    assert options == (
-        "--container-image=nvcr.io#nvidia/pytorch:26.01-py3",
+    assert found.rank_python == ("p",)
+    assert found.srun_options == (
+        f"--container-image={image}",
         "--container-mounts=/r:/r,/w x:/w x,/data:/data",
         "--container-workdir=/w x",
         "--container-env=A,PYTHONPATH",
@@ -125,10 +116,6 @@ def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
         *("apptainer", "exec", "--bind", "/r:/r", "--bind", "/data:/data", "--pwd", "/r/code", "/x.sif"),
         *("python3", "-u"),
     )
-    options = make_job_environment(
-        launch, Interpreter(("p",), ("p",)), run_dir="/r", workdir="/r", program="pyxis", python_path=["/c"]
-    ).srun_options
-    assert options[-1] == "--container-env=A,PYTHONPATH"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -55,23 +55,36 @@ def make_job_environment(
 ) -> JobEnvironment:
     """The environment for a launch section and its interpreter.
 
-    `env` are its variables, by default those of `launch`. A container mounts `folders`
-    in addition to the run folder and `workdir`; `program` is the result of `container_program`. The path of
+    `env` are its variables, by default those of `launch`. A container mounts `folders` in addition to the run
+    folder and `workdir`, all at the same paths; `program` is the result of `container_program`. The path of
     an image is relative to `cwd`, by default `workdir`.
     """
     variables = launch.env if env is None else env
     options: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     if launch.container is not None:
-        options, prefix = container_argv(
-            launch,
-            program or "apptainer",
-            folders=[run_dir, workdir, *folders],
-            workdir=workdir,
-            cwd=cwd or workdir,
-            gpus=gpus,
-            variables=[*variables, *(["PYTHONPATH"] if python_path else [])],
-        )
+        program = program or "apptainer"
+        image = absolute_image(launch.container, program, cwd or workdir)
+        places = dict.fromkeys((run_dir, workdir, *folders))
+        # Without folders inside another one, and with an explicit target, which pyxis requires.
+        outer = [
+            place
+            for place in places
+            if not any(other != place and Path(place).is_relative_to(other) for other in places)
+        ]
+        mounts = [item if ":" in item else f"{item}:{item}" for item in (*outer, *launch.container_mounts)]
+        if program == "pyxis":
+            # These keep the job's values even if the image sets them, as all do with Apptainer.
+            names = ",".join(dict.fromkeys((*variables, *(["PYTHONPATH"] if python_path else []))))
+            options = (
+                f"--container-image={image}",
+                f"--container-mounts={','.join(mounts)}",
+                f"--container-workdir={workdir}",
+                *((f"--container-env={names}",) if names else ()),
+            )
+        else:
+            binds = [word for mount in mounts for word in ("--bind", mount)]
+            prefix = (program, "exec", *(("--nv",) if gpus else ()), *binds, "--pwd", workdir, image)
     first, after = SRUN_DROPS_CPUS_PER_TASK
     return JobEnvironment(
         workdir=workdir,
@@ -124,44 +137,6 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
     if program == "pyxis" and not image.startswith(("/", ".", "~")) and not image.endswith(_SQUASHED):
         return image
     return os.path.normpath(Path(cwd, Path(image).expanduser()))
-
-
-def container_argv(
-    launch: LaunchConfig,
-    program: str,
-    *,
-    folders: Sequence[str],
-    workdir: str,
-    cwd: str,
-    gpus: bool,
-    variables: Iterable[str] = (),
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(srun options, command prefix) that run the ranks in the container with the `container_program`.
-
-    `folders` (the run folder and what the job reads) are mounted at the same paths. The step runs in
-    `workdir`; the path of an image is relative to `cwd`. `variables` keep the job's values even if the image
-    sets them, as they always do with Apptainer.
-    """
-    assert launch.container is not None
-    image = absolute_image(launch.container, program, cwd)
-    # Without folders inside another one, and with an explicit target, which pyxis requires.
-    outer = [
-        folder
-        for folder in dict.fromkeys(folders)
-        if not any(other != folder and Path(folder).is_relative_to(other) for other in folders)
-    ]
-    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (*outer, *launch.container_mounts)]
-    if program == "pyxis":
-        names = tuple(dict.fromkeys(variables))
-        return (
-            f"--container-image={image}",
-            f"--container-mounts={','.join(mounts)}",
-            f"--container-workdir={workdir}",
-            *((f"--container-env={','.join(names)}",) if names else ()),
-        ), ()
-    options = [option for mount in mounts for option in ("--bind", mount)]
-    prefix = (program, "exec", *(("--nv",) if gpus else ()), *options, "--pwd", workdir, image)
-    return (), prefix
 
 
 def container_problems(
