@@ -49,18 +49,13 @@ def wait_for(is_true: Callable[[], Any]) -> None:
 def test_slurm_is_asked_once_for_many_readings() -> None:
     slurm = Slurm()
     poller = SlurmPoller(60.0, slurm.query)
+    assert poller.jobs([]) == {}
     for _ in range(100):
         jobs = poller.jobs(["1", "2"])
         assert jobs is not None
         assert list(jobs) == ["1", "2"]
     assert slurm.asked == [("1", "2")]
     assert poller.problem is None
-
-
-def test_without_slurm_jobs_nothing_is_asked() -> None:
-    slurm = Slurm()
-    assert SlurmPoller(60.0, slurm.query).jobs([]) == {}
-    assert slurm.asked == []
 
 
 def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:

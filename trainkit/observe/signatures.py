@@ -6,7 +6,6 @@ import os
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,24 +31,53 @@ Confidence = Literal["certain", "likely"]
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
-@dataclass(frozen=True)
-class Signature:
-    """How one cause shows in the files of a run, and what to do about it."""
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
-    name: str
-    title: str
-    patterns: tuple[re.Pattern[str], ...]
-    role: Role
-    where: tuple[Where, ...]
-    confidence: Confidence
-    causes: tuple[str, ...]
+
+def _expression(text: object) -> object:
+    if not isinstance(text, str):
+        return text
+    try:
+        pattern = re.compile(text, re.MULTILINE)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    if pattern.search(""):
+        raise ValueError(f"{text!r} matches an empty line: it would match every run")
+    return pattern
+
+
+def _sentence(template: str) -> str:
+    try:
+        placeholders(template)
+    except ValueError as error:
+        raise ValueError(f"{template!r}: {error}; write {{ as {{{{ and }} as }}}}") from None
+    return template
+
+
+Text = Annotated[str, Field(min_length=1)]
+Sentences = Annotated[tuple[Annotated[Text, AfterValidator(_sentence)], ...], BeforeValidator(_as_tuple)]
+Pattern = Annotated[re.Pattern[str], BeforeValidator(_expression)]
+
+
+class Signature(Section):
+    """How one cause shows in the files of a run, and what to do about it, as it is written in a file."""
+
+    name: str = ""
+    """Its key in the file."""
+    title: Text
+    patterns: Annotated[tuple[Pattern, ...], BeforeValidator(_as_tuple), Field(alias="pattern", min_length=1)]
+    role: Role = "cause"
+    where: Annotated[tuple[Where, ...], BeforeValidator(_as_tuple)] = ("record", "log")
+    confidence: Confidence = "certain"
+    causes: Annotated[Sentences, Field(alias="cause")] = ()
     """Sentences, of which the first whose placeholders all have a value in a run is used.
 
     Placeholders are named groups of the pattern and the values of `observe.advice`.
     """
-    advice: tuple[str, ...]
+    advice: Sentences = ()
     """Sentences; one whose placeholders have no value in a run is left out."""
-    doc: str
+    doc: str = ""
     """A paragraph for the docs."""
     is_shipped: bool = False
 
@@ -90,72 +118,22 @@ def load_signatures(files: Sequence[tuple[Path, str]] = ()) -> list[Signature]:
     return list(found.values())
 
 
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-def _expression(text: str) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(text, re.MULTILINE)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
-    if pattern.search(""):
-        raise ValueError(f"{text!r} matches an empty line: it would match every run")
-    return pattern
-
-
-def _sentence(template: str) -> str:
-    try:
-        placeholders(template)
-    except ValueError as error:
-        raise ValueError(f"{template!r}: {error}; write {{ as {{{{ and }} as }}}}") from None
-    return template
-
-
-Text = Annotated[str, Field(min_length=1)]
-Sentences = Annotated[tuple[Annotated[Text, AfterValidator(_sentence)], ...], BeforeValidator(_as_tuple)]
-Pattern = Annotated[Text, AfterValidator(_expression)]
-
-
-class _Written(Section):
-    """A signature as it is in a file."""
-
-    title: Text
-    pattern: Annotated[tuple[Pattern, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
-    role: Role = "cause"
-    where: Annotated[tuple[Where, ...], BeforeValidator(_as_tuple)] = ("record", "log")
-    confidence: Confidence = "certain"
-    cause: Sentences = ()
-    advice: Sentences = ()
-    doc: str = ""
-
-
 def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -> Signature | None:
     if not _NAME.fullmatch(name):
         problems.append(Problem(name, "a name consists of a-z, 0-9 and -", entry.origin))
     try:
-        written = _Written.model_validate(entry.plain())
+        found = Signature.model_validate(entry.plain())
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = str(item["loc"][0]) if item["loc"] else ""
-            found = entry.value[key] if entry.is_mapping and key in entry.value else entry
+            place = entry.value[key] if entry.is_mapping and key in entry.value else entry
             message = item["msg"].removeprefix("Value error, ")
             if item["type"] not in ("value_error", "missing"):
                 message = f"is {item['input']!r}: {message}"
-            problems.append(Problem(f"{name}.{key}".rstrip("."), message, found.origin))
+            problems.append(Problem(f"{name}.{key}".rstrip("."), message, place.origin))
         return None
-    return Signature(
-        name=name,
-        title=written.title,
-        patterns=written.pattern,  # type: ignore[arg-type]
-        role=written.role,
-        where=written.where,
-        confidence=written.confidence,
-        causes=written.cause or (written.title,),
-        advice=written.advice,
-        doc=written.doc,
-        is_shipped=is_shipped,
-    )
+    own = {"name": name, "is_shipped": is_shipped, "causes": found.causes or (found.title,)}
+    return found.model_copy(update=own)
 
 
 def placeholders(template: str) -> list[str]:
