@@ -10,7 +10,7 @@ from math import prod
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
+from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, FINISHED, Bench, BenchRun, profiled_ranks
 from trainkit.formats import JsonObject
 from trainkit.run.events import StepRecord, training_curve
 from trainkit.run.files import numbers, parse_time
@@ -76,7 +76,6 @@ MEASURED = (
     *("samples_per_s", *MEDIANS, "step_s_p10", "step_s_p90", "mem_gib_peak", "exposed_comm_s", "loss"),
 )
 """The columns of a run of which the row of a point has the median over its repeats."""
-FINISHED = "finished"
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:

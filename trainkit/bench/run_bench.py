@@ -238,7 +238,8 @@ def _from_version_1(record: Mapping[str, Any]) -> dict[str, Any]:
 POLL_S = 0.1
 ASK_EVERY_S = 10.0
 """Seconds between queries: Slurm's controller serves the whole cluster."""
-ENDED = ("finished", "failed", "stopped", "cancelled", "died")
+FINISHED = "finished"
+ENDED = (FINISHED, "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
 
 
@@ -292,13 +293,11 @@ def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
         run = bench.run_dir(item)
         values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
         point = known.get(str(run.path))
-        if point is not None:
-            state, reason = _with_failure(run, point.state, point.reason)
-            points.append(replace(point, index=index, values=values, state=state, reason=reason or None))
-            continue
-        # On this machine, or in an array that was not submitted and has no folder.
-        state, reason = run_state(bench, item)
-        points.append(PointStatus(index, values, state, reason or None, None, None, str(run.path)))
+        # Else on this machine, or in an array that was not submitted and has no folder.
+        state, reason = run_state(bench, item) if point is None else (point.state, point.reason)
+        reason = "" if state == FINISHED else failure_of(run) or reason
+        point = point or PointStatus(index, values, state, None, None, None, str(run.path))
+        points.append(replace(point, index=index, values=values, reason=reason or None))
     return GroupStatus(
         name=bench.folder.name,
         run_dir=str(bench.folder),
@@ -312,20 +311,16 @@ def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
     )
 
 
-def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
-    """The state of a run on this machine and, unless it finished, the reason."""
+def run_state(bench: Bench, item: BenchRun) -> tuple[str, str | None]:
+    """The state of a run on this machine and its reason."""
     run = bench.run_dir(item)
     if not run.exists():
-        return NOT_STARTED, ""
+        return NOT_STARTED, None
     status = read_status(run, query_job_status([run], lambda text: None)[0].alive, _now())
-    return _with_failure(run, status.state, status.reason)
+    return status.state, status.reason
 
 
-def _with_failure(run: RunDir, state: str, reason: str | None) -> tuple[str, str]:
-    return state, "" if state == "finished" else _failure(run) or reason or ""
-
-
-def _failure(run: RunDir) -> str:
+def failure_of(run: RunDir) -> str:
     """The first failure of a run; empty if none is recorded."""
     end = read_newest_end(run)
     return end.verdict.line if end is not None and end.verdict else ""

@@ -11,11 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
+from trainkit.bench.measure import Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import (
+    FINISHED,
     LAYOUT,
     Bench,
     BenchRun,
+    failure_of,
     have_ended,
     point_name,
     query_bench_status,
@@ -74,7 +76,8 @@ class Summary:
 
 def end_line(bench: Bench, item: BenchRun) -> str:
     """One line about a run on this machine that has just ended."""
-    state, failure = run_state(bench, item)
+    state, reason = run_state(bench, item)
+    failure = failure_of(bench.run_dir(item)) or reason
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
     start = f"{bench.runs.index(item) + 1}/{len(bench.runs)}  {which}:"
