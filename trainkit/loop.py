@@ -356,7 +356,7 @@ class Attached:
         checkpoint, manifest = chosen
         found = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
         saved = cast(Mapping[str, TensorStorageMetadata], found)  # the rest is in the manifest
-        values = manifest["state"]
+        values = manifest.state
         tensors: dict[str, Tensor] = {}
         for name, item in self._tracked.items():
             if name not in values:
@@ -369,7 +369,7 @@ class Attached:
         load_tensors(checkpoint, tensors, self._world)
         for name, item in self._tracked.items():
             self._load(item, name, decode(values[name], tensors))
-        step: int = manifest["progress"]["step"]
+        step: int = manifest.progress["step"]
         self._saver.last_step = step
         if self.is_main:
             log.info(f"resumed from {checkpoint.path.name}: step={step}")

@@ -52,13 +52,13 @@ def write(checkpoint: Checkpoint, value: Any) -> None:
 
 def change(checkpoint: Checkpoint, **values: Any) -> None:
     """Write the manifest with other values, as if they had been those of the save."""
-    value = {**checkpoint.manifest(), **values}
+    value = {**checkpoint.content(), **values}
     write(checkpoint, {**value, "sha256": seal(value)})
 
 
 def tamper(checkpoint: Checkpoint, **values: Any) -> None:
     """Write the manifest with other values that were not those of the save."""
-    write(checkpoint, {**checkpoint.manifest(), **values})
+    write(checkpoint, {**checkpoint.content(), **values})
 
 
 def flip(path: Path, position: int = 100) -> None:
@@ -121,7 +121,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
         "manifest.json was changed after it was written (its own SHA-256 differs)",
     ),
     "no seal": (
-        lambda c: write(c, {"version": 1, "step": 7, "files": c.manifest()["files"]}),
+        lambda c: write(c, {"version": 1, "step": 7, "files": c.manifest().files}),
         "manifest.json has no SHA-256 of its own",
     ),
 }

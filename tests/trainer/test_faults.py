@@ -236,5 +236,5 @@ def test_the_best_link_names_the_state_that_was_best(tmp_path: Path) -> None:
     train(tmp_path / "run", [*options, "train.eval_every=4", "train.stop_at_step=6"], expect=75)
     assert best_step(checkpoints(tmp_path / "run")) == 4
     newest = published(checkpoints(tmp_path / "run"))[-1]
-    assert newest.manifest()["progress"]["best_step"] == 4
+    assert newest.manifest().progress["best_step"] == 4
     assert [c.step for c in published(checkpoints(tmp_path / "run"))] == [4, 6]

@@ -53,7 +53,7 @@ def chosen_step(run: RunDir) -> int | None:
     chosen = choose_checkpoint(run, 2, ALONE)
     if chosen is None:
         return None
-    assert chosen[1]["progress"] == {"samples_seen": 16 * chosen[0].step}
+    assert chosen[1].progress == {"samples_seen": 16 * chosen[0].step}
     return chosen[0].step
 
 
@@ -263,7 +263,7 @@ def test_the_one_that_a_person_removed_is_not_waited_for_for_ever(run: RunDir) -
 
 def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
     newest = Checkpoint(run.checkpoint_dir(3), 3)
-    manifest = {**newest.manifest(), "progress": {"best_step": 2}}
+    manifest = {**newest.content(), "progress": {"best_step": 2}}
     write_json(newest.manifest_file, {**manifest, SEAL: seal(manifest)})
     point_best_at(Checkpoint(run.checkpoint_dir(1), 1))
     chosen = choose_checkpoint(run, 2, ALONE)

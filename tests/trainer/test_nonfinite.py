@@ -143,7 +143,7 @@ def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None
     options += ["checkpoint.every_steps=2", "train.steps=6"]
     attempt = train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=EXIT_STOPPED)
     [*_, newest] = published(attempt.run.checkpoints_dir)
-    assert newest.manifest()["progress"]["has_updated_weights"] is False
+    assert newest.manifest().progress["has_updated_weights"] is False
     attempt = train(tmp_path / "run", options, num_procs=2, expect=EXIT_NO_RESTART)
     for rank in range(2):
         error = json.loads(attempt.rank_error(rank).read_text())
@@ -157,16 +157,14 @@ def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None
     # More steps are enough: the scale halves with each of them.
     attempt = train(tmp_path / "run", [*options, "train.steps=120"])
     assert "finished after step 120" in log_text(attempt)
-    assert published(attempt.run.checkpoints_dir)[-1].manifest()["progress"]["has_updated_weights"] is True
+    assert published(attempt.run.checkpoints_dir)[-1].manifest().progress["has_updated_weights"] is True
 
 
 def shard_hashes(attempt: AttemptDir) -> dict[int, list[str]]:
     """The hashes of the tensors' files of each checkpoint, by step."""
     return {
         checkpoint.step: [
-            value["sha256"]
-            for name, value in checkpoint.manifest()["files"].items()
-            if name.endswith(".distcp")
+            value["sha256"] for name, value in checkpoint.manifest().files.items() if name.endswith(".distcp")
         ]
         for checkpoint in published(attempt.run.checkpoints_dir)
     }
@@ -231,6 +229,6 @@ def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path, num_procs
     hashes = shard_hashes(attempt)
     assert all(hashes[step] == hashes[1] for step in range(1, num_skipped + 1))
     assert hashes[num_skipped + 1] != hashes[1]
-    state = published(attempt.run.checkpoints_dir)[-1].manifest()["progress"]
+    state = published(attempt.run.checkpoints_dir)[-1].manifest().progress
     assert state["loss_scale"]["value"] == 2**28 / 2 ** finite.count(False)
     assert state["nonfinite_in_a_row"] == 0

@@ -86,8 +86,8 @@ def test_validation_and_best_checkpoint_survive_a_cut(tmp_path: Path) -> None:
     manifests = [
         published(RunDir(tmp_path / name).checkpoints_dir)[-1].manifest() for name in ("whole", "cut")
     ]
-    assert manifests[0]["progress"] == manifests[1]["progress"]
-    assert manifests[0]["progress"]["best_step"] == 6
+    assert manifests[0].progress == manifests[1].progress
+    assert manifests[0].progress["best_step"] == 6
 
 
 def test_other_data_is_refused(tmp_path: Path, corpus: str) -> None:

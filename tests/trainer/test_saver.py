@@ -94,7 +94,7 @@ def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any,
     assert_equal(loaded(tmp_path, 5, tensors), tensors)
     chosen = choose_checkpoint(RunDir(tmp_path), 1, ALONE)
     assert chosen is not None
-    assert chosen[1]["progress"] == {"step": 5}
+    assert chosen[1].progress == {"step": 5}
     assert events(tmp_path, "checkpoint_begin")[0]["step"] == 5
     assert events(tmp_path, "checkpoint_commit")[0]["step"] == 5
 

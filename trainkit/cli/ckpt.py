@@ -212,7 +212,7 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     chosen = newest_intact(best) or newest_intact(there)
     if chosen is None:
         raise UsageError(f"{there[-1].path} is damaged: {find_damage(there[-1])}", hint="name another --step")
-    if "model" not in chosen.manifest():
+    if chosen.manifest().model is None:
         hint = "export the model in your own code"
         raise UsageError(f"{chosen.path} is of a training loop of your own", hint=hint)
     return chosen

@@ -25,7 +25,7 @@ from trainkit.plan.workload import Workload
 from trainkit.run.end import read_end
 from trainkit.run.files import read_json
 from trainkit.run.lock import run_lock
-from trainkit.run.manifest import newest_intact, published
+from trainkit.run.manifest import Manifest, newest_intact, published
 from trainkit.run.record import AttemptRecord, is_exiting, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
 from trainkit.slurm.environment import cluster_name
@@ -109,37 +109,36 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | Non
 
 
 def _problems(
-    manifest: Mapping[str, Any], loaded: LoadedConfig, data: DataFacts | None, name: str
+    manifest: Manifest, loaded: LoadedConfig, data: DataFacts | None, name: str
 ) -> Iterator[Problem]:
     config = loaded.config
     hint = "use the old value, or start a new run"
-    before, now = manifest.get("task", config.task), config.task
+    before, now = manifest.task or config.task, config.task
     # Only the class of a task counts: its path may have changed.
     if before.rpartition(":")[2] != now.rpartition(":")[2]:
         yield loaded.problem("task", f"is {now}, but {name} was trained with {before}", hint)
         return
     for key in FIXED_KEYS:
-        before, now = manifest.get("data", {}).get(key), _value(config, key)
-        if before is not None and before != now:
-            yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
-    # Manifests of older versions do not say it.
-    before, now = manifest.get("optimizer", "adamw"), config.optimizer.name
+        old, new = manifest.data.get(key), _value(config, key)
+        if old is not None and old != new:
+            yield loaded.problem(key, f"is {new}, but {name} was trained with {old}", hint)
+    before, now = manifest.optimizer, config.optimizer.name
     if before != now:
         yield loaded.problem("optimizer.name", f"is {now}, but {name} was trained with {before}", hint)
-    if config.train.steps is not None and config.train.steps < manifest["step"]:
+    if config.train.steps is not None and config.train.steps < manifest.step:
         message = f"is {config.train.steps}, but the run is already at {name}"
         yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
     if data is None:
         return  # the trainer compares its parameters
     # Only the class of a custom architecture counts: its path may have changed.
-    before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
+    before = str((manifest.model or {}).get("architecture", "")).rpartition(":")[2]
     now = config.model.architecture.rpartition(":")[2]
     if before not in ("", now):
         yield loaded.problem("model.architecture", f"is {now}, but {name} was trained with {before}", hint)
     if config.uses_transformers:
         return  # the trainer compares its parameters
-    if "model" in manifest:
-        before_shape = _shape(ModelConfig(**manifest["model"]), data.vocab_size)
+    if manifest.model is not None:
+        before_shape = _shape(ModelConfig(**manifest.model), data.vocab_size)
         if before_shape != _shape(config.model, data.vocab_size):
             yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
 

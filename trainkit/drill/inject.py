@@ -194,7 +194,7 @@ def flip_bytes(run: RunDir, rng: random.Random) -> Checkpoint:
     if not checkpoints:
         raise UsageError(f"{run.checkpoints_dir} has no checkpoint to damage")
     newest = checkpoints[-1]
-    files = newest.manifest()["files"]
+    files = newest.manifest().files
     name = max(files, key=lambda name: files[name]["bytes"])
     with (newest.path / name).open("r+b") as stream:
         stream.seek(rng.randrange(max(1, files[name]["bytes"] - FLIPPED_BYTES)))

@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from trainkit.run.files import read_json
+from trainkit.formats import JsonObject
+from trainkit.run.files import read_json, read_record
 from trainkit.run.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX
 
 MANIFEST_NAME = "manifest.json"
@@ -40,6 +40,28 @@ class FileSum:
 
 
 @dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself besides its tensors."""
+
+    version: int = 0
+    step: int = -1
+    files: JsonObject = field(default_factory=dict)
+    """For each file, its ``bytes`` and ``sha256``."""
+    task: str | None = None
+    optimizer: str = "adamw"
+    """Manifests of older versions do not say it."""
+    data: JsonObject = field(default_factory=dict)
+    """What determines which samples a position in the data stands for."""
+    val_fingerprint: str | None = None
+    model: JsonObject | None = None
+    """Of the built-in decoder."""
+    progress: JsonObject = field(default_factory=dict)
+    """The state of the training."""
+    state: JsonObject = field(default_factory=dict)
+    """What a loop of the user's own tracks, without its tensors."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint folder."""
 
@@ -50,12 +72,16 @@ class Checkpoint:
     def manifest_file(self) -> Path:
         return self.path / MANIFEST_NAME
 
-    def manifest(self) -> dict[str, Any]:
-        """The manifest; OSError or ValueError when it cannot be read as one."""
+    def content(self) -> JsonObject:
+        """The JSON of the manifest; OSError or ValueError when it cannot be read as one."""
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")
         return value
+
+    def manifest(self) -> Manifest:
+        """The manifest; raises as `content` does."""
+        return read_record(Manifest, self.content())
 
 
 def published(checkpoints_dir: Path) -> list[Checkpoint]:
@@ -121,7 +147,7 @@ def plain_damage(checkpoint: Checkpoint) -> str:
     a file that the folder lists: an NFS client may remember for a minute that it was missing.
     """
     try:
-        manifest = checkpoint.manifest()
+        manifest = checkpoint.content()
         return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, manifest["files"])
     except FileNotFoundError as error:
         file = Path(error.filename)
@@ -137,14 +163,14 @@ def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> st
 
     Raises OSError for a file that cannot be read.
     """
-    files = checkpoint.manifest()["files"]
+    files = checkpoint.manifest().files
     for name in sorted(files)[part::num_parts]:
         if file_hash(checkpoint.path / name) != files[name].get("sha256"):
             return f"{name} was changed after it was written (its SHA-256 differs)"
     return ""
 
 
-def _manifest_damage(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> str:
+def _manifest_damage(checkpoint: Checkpoint, manifest: JsonObject) -> str:
     version = manifest.get("version")
     if not isinstance(version, int):
         return f"{MANIFEST_NAME} has no version"
@@ -161,7 +187,7 @@ def _manifest_damage(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> str
     return ""
 
 
-def _size_damage(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]]) -> str:
+def _size_damage(checkpoint: Checkpoint, files: Mapping[str, JsonObject]) -> str:
     for name, expected in files.items():
         size, wanted = (checkpoint.path / name).stat().st_size, expected.get("bytes")
         if size != wanted:
@@ -170,7 +196,7 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]])
     return ""
 
 
-def seal(manifest: Mapping[str, Any]) -> str:
+def seal(manifest: JsonObject) -> str:
     """The SHA-256 of everything else in a manifest, stored in it as `SEAL`.
 
     It protects the numbers that training resumes from, as the hashes of the files protect the tensors.
@@ -182,7 +208,7 @@ def seal(manifest: Mapping[str, Any]) -> str:
 def is_newer(checkpoint: Checkpoint) -> bool:
     """Whether a newer trainkit wrote it: this version cannot tell whether it is damaged."""
     try:
-        version = checkpoint.manifest().get("version")
+        version = checkpoint.content().get("version")
     except (OSError, ValueError):
         return False
     return isinstance(version, int) and version > MANIFEST_VERSION

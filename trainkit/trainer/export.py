@@ -267,7 +267,7 @@ def load_task_model(
     the checkpoint is not of this model, or what it is based on has changed.
     """
     task = UserTask(config, run, opens_data=False)
-    before = Checkpoint(Path(reader.path), 0).manifest()["data"].get(BASE_FINGERPRINT)
+    before = Checkpoint(Path(reader.path), 0).manifest().data.get(BASE_FINGERPRINT)
     if before is not None and before != task.task.base_fingerprint:
         raise UsageError(
             f"{config.model.hf or 'what read_weight() reads'} has changed since the checkpoint was saved",

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import compiles
-from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
+from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import BuiltModel, build, set_determinism
@@ -246,10 +246,10 @@ def val_fingerprint(task: AnyTask) -> str:
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
-def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity: dict[str, object]) -> None:
+def refuse_other_data(checkpoint: Checkpoint, manifest: Manifest, identity: dict[str, object]) -> None:
     """Raise TrainkitError (exit code 78) if positions in the data no longer refer to the same samples."""
     for key, value in identity.items():
-        before = manifest["data"].get(key)
+        before = manifest.data.get(key)
         if before == value or (before is None and key == BASE_FINGERPRINT):
             continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
         changed = (
@@ -262,9 +262,9 @@ def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity
         )
 
 
-def refuse_other_optimizer(checkpoint: Checkpoint, manifest: dict[str, Any], name: str) -> None:
+def refuse_other_optimizer(checkpoint: Checkpoint, manifest: Manifest, name: str) -> None:
     """Raise TrainkitError (exit code 78) if another optimizer wrote the checkpoint."""
-    before = manifest.get("optimizer", "adamw")  # manifests of older versions do not say it
+    before = manifest.optimizer
     if before != name:
         raise TrainkitError(
             f"optimizer.name is {name}, was {before}: checkpoint {checkpoint.path.name} cannot be resumed",
@@ -274,7 +274,7 @@ def refuse_other_optimizer(checkpoint: Checkpoint, manifest: dict[str, Any], nam
 
 
 def resume(
-    chosen: tuple[Checkpoint, dict[str, Any]] | None,
+    chosen: tuple[Checkpoint, Manifest] | None,
     config: RunConfig,
     attempt: AttemptDir,
     world: World,
@@ -299,8 +299,8 @@ def resume(
     checkpoint, manifest = chosen
     load_tensors(checkpoint, tensors.tensors, world)
     tensors.copy_duplicates()
-    state = TrainingState.from_json(manifest["progress"])
-    if manifest["val_fingerprint"] != val_fingerprint(task):
+    state = TrainingState.from_json(manifest.progress)
+    if manifest.val_fingerprint != val_fingerprint(task):
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
     if state.best_metric not in (None, best_metric):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from logging import getLogger
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,13 @@ from torch.distributed.checkpoint import state_dict_loader
 from trainkit.config.training import ModelConfig
 from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
 from trainkit.run.events import read_events
-from trainkit.run.files import refresh_listing
+from trainkit.run.files import read_record, refresh_listing
 from trainkit.run.manifest import (
     BASE_FINGERPRINT,
     BEST_LINK,
     MANIFEST_NAME,
     Checkpoint,
+    Manifest,
     best_step,
     find_plain_damage,
     hash_damage,
@@ -46,7 +46,7 @@ SETTLE_S = 65.0
 RETRY_S = 1.0
 
 
-def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, dict[str, Any]] | None:
+def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, Manifest] | None:
     """The newest intact published checkpoint and its manifest; None in a run that never had a checkpoint.
 
     Rank 0 proposes a candidate, the ranks share the verification, and damage found by one rank counts for
@@ -73,7 +73,8 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
         if not damage:
             if world.is_main:
                 _restore_best_link(candidate)
-            return candidate, broadcast_from_main(candidate.manifest() if world.is_main else {}, world)
+            content = broadcast_from_main(candidate.content() if world.is_main else {}, world)
+            return candidate, read_record(Manifest, content)
         if world.is_main:
             aside = set_aside(candidate)
             log.warning(f"checkpoint {candidate.path.name} rejected: {damage}; set aside as {aside.name}")
@@ -148,7 +149,7 @@ def _describe_lost(run: RunDir) -> str:
 
 def _restore_best_link(checkpoint: Checkpoint) -> None:
     """Point `best` at the best step of the manifest, in case of a crash between a save and its update."""
-    step = checkpoint.manifest().get("progress", {}).get("best_step")
+    step = checkpoint.manifest().progress.get("best_step")
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
         try:
@@ -270,7 +271,7 @@ def load_initial_weights(
     shapes = {name: shape for name, shape in _saved_shapes(reader).items() if _matches(name, config)}
     own = {name: tensor for name, tensor in tensors.items() if _matches(name, config)}
     everywhere = _shapes_on_all_ranks(own, world)
-    if base is not None and checkpoint.manifest()["data"].get(BASE_FINGERPRINT) == base:
+    if base is not None and checkpoint.manifest().data.get(BASE_FINGERPRINT) == base:
         everywhere = {name: shape for name, shape in everywhere.items() if name in shapes}
         own = {name: tensor for name, tensor in own.items() if name in shapes}
     problem = _problem(everywhere, shapes, is_part=bool(config.init_include))
@@ -293,7 +294,7 @@ def _find(path: Path) -> tuple[str, int] | None:
     """The checkpoint that a path names: itself, or of a run folder the best one, else the newest."""
     if (path / MANIFEST_NAME).is_file():
         try:
-            return str(path.resolve()), int(Checkpoint(path, 0).manifest()["step"])
+            return str(path.resolve()), Checkpoint(path, 0).manifest().step
         except (OSError, ValueError, KeyError, TypeError):
             return None
     folder = RunDir(path).checkpoints_dir
