@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainkit.errors import UsageError
 from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published
+from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import kill_step, requeue, run_step
@@ -78,6 +80,7 @@ def kill_all(pids: Iterable[int]) -> int:
 
 
 GONE_WITHIN_S = 120.0
+POLL_S = 1.0
 FLIPPED_BYTES = 8
 
 # Kills every process whose environment contains all given assignments; ignores processes that have ended.
@@ -181,7 +184,9 @@ def kill_job(run: RunDir) -> bool:
     if entry is None or cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
         return False
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
-    backend_of(entry).wait_until_gone(run, entry, GONE_WITHIN_S)
+    deadline_s = time.monotonic() + GONE_WITHIN_S
+    while backend_of(entry).liveness(run, entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
     return True
 
 
