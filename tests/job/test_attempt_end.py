@@ -14,9 +14,8 @@ from trainkit.job.attempt_end import last_step, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.observe.status import read_status
 from trainkit.run import files as jsonl
-from trainkit.run.end import Best, read_end
+from trainkit.run.end import Best, RankFailure, read_end
 from trainkit.run.events import best_result
-from trainkit.run.failure import RankFailure
 from trainkit.run.files import read_jsonl, read_jsonl_reversed, write_json
 from trainkit.run.rundir import RunDir
 

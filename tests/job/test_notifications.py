@@ -29,9 +29,8 @@ from trainkit.job.notifications import (
 )
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import AttemptEnd
+from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.events import Event, log_event
-from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     append_jsonl,
     as_utc,

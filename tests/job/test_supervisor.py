@@ -24,7 +24,7 @@ from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, AttemptRecord, add_slurm_attempt, mark_cancelled
 from trainkit.run.rundir import AttemptDir, RunDir

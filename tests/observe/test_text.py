@@ -1,7 +1,7 @@
 from pathlib import Path
 
+from trainkit.run.end import RankFailure
 from trainkit.run.events import Event, read_events
-from trainkit.run.failure import RankFailure
 from trainkit.run.files import append_jsonl
 from trainkit.run.history import attempts_of
 from trainkit.run.rundir import RunDir

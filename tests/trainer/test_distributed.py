@@ -19,7 +19,7 @@ from trainkit.job.failure.records import suspect_host
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json
 from trainkit.trainer import distributed, worker
 from trainkit.trainer.distributed import join_world, select_device

@@ -53,8 +53,8 @@ from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
 from trainkit.job.progress_watch import slow_hosts
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
-from trainkit.run.failure import RankFailure
 from trainkit.run.group import create_task_run
 from trainkit.run.lock import RunLocked, run_lock
 from trainkit.run.record import (

@@ -26,9 +26,8 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.run.end import KILLED, AttemptEnd, Best, read_end
+from trainkit.run.end import KILLED, AttemptEnd, Best, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event, read_events
-from trainkit.run.failure import RankFailure
 from trainkit.run.files import (
     parse_time,
     read_jsonl_reversed,

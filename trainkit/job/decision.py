@@ -16,8 +16,7 @@ from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, Cause
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, Cause, RankFailure
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, refresh_listing
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir

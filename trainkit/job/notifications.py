@@ -22,9 +22,8 @@ from trainkit import __version__
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
-from trainkit.run.end import AttemptEnd
+from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.events import Event
-from trainkit.run.failure import RankFailure
 from trainkit.run.files import parse_time, read_object, read_record, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir

@@ -27,8 +27,7 @@ from trainkit.observe.run_text import (
     record_text,
 )
 from trainkit.observe.signatures import Role, Signature, fill
-from trainkit.run.end import read_end
-from trainkit.run.failure import SIGNALLED, RankFailure, signal_name
+from trainkit.run.end import SIGNALLED, RankFailure, read_end, signal_name
 from trainkit.run.files import read_json, read_record
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir

@@ -17,9 +17,8 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.run_text import read_log
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.run.end import RESUME_ACTIONS, AttemptEnd, read_end
+from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
-from trainkit.run.failure import SIGNALLED, RankFailure, signal_name
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
 from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
 from trainkit.run.manifest import published

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainkit.run.end import Best
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import Best, RankFailure
 from trainkit.run.files import (
     Record,
     append_jsonl,

@@ -10,7 +10,7 @@ from trainkit.job.failure.records import (
     suspect_host,
 )
 from trainkit.job.hangs import HangRecord
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
 

@@ -19,7 +19,7 @@ from trainkit.job.preflight import PreflightFailed
 from trainkit.job.processes import PEER_EXIT_S
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.failure import RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.files import (
     as_utc,
     parse_time,
