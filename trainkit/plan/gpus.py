@@ -104,7 +104,6 @@ _ROWS: tuple[tuple[str, dict[int, int], _Links, float | None], ...] = (
 )
 FP16_ONLY = ("V100", "T4")
 """GPUs whose tensor cores do not compute in bf16."""
-_GIGABYTES = re.compile(r"(\d+)GB?")
 _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
@@ -118,7 +117,9 @@ def find_gpu(name: str) -> Gpu | None:
         return None
     for row, sizes, links, peak in _ROWS:
         if _is_called(words, row):
-            return _gpu(row, sizes, links, peak, _gigabytes(words))
+            # Numbers that may be memory sizes in GB.
+            named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
+            return _gpu(row, sizes, links, peak, named)
     return None
 
 
@@ -131,12 +132,6 @@ def _is_called(words: list[str], row: str) -> bool:
     """Whether a name contains all words of a row, also without spaces: ``rtx4090`` is ``RTX 4090``."""
     parts = row.upper().split()
     return all(part in words for part in parts) or "".join(parts) in words
-
-
-def _gigabytes(words: list[str]) -> list[int]:
-    """The numbers in a name that may be memory sizes in GB."""
-    found = [_GIGABYTES.fullmatch(word) or re.fullmatch(r"(\d+)", word) for word in words]
-    return [int(match[1]) for match in found if match]
 
 
 def _gpu(row: str, sizes: dict[int, int], links: _Links, peak: float | None, named: list[int]) -> Gpu:

@@ -324,13 +324,12 @@ class _LineCounter:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._is_compressed = file.endswith(".gz")
         self._counts = [0]
         """Line ends before each block that was counted, and after the last one."""
 
     def count(self, end: int) -> int:
         """The number of line ends in the first `end` bytes, decompressed."""
-        with gzip.open(self._file, "rb") if self._is_compressed else open(self._file, "rb") as stream:
+        with gzip.open(self._file) if self._file.endswith(".gz") else open(self._file, "rb") as stream:
             block = min(end // _BLOCK, len(self._counts) - 1)
             stream.seek(block * _BLOCK)
             while (block + 1) * _BLOCK <= end:
