@@ -24,9 +24,9 @@ from trainkit.job.failure.records import first_rank_failure, record_refusal
 from trainkit.job.preflight import (
     SUPERVISOR_VIEW_VARIABLE,
     PreflightFailed,
-    check_node,
     check_space,
     clock_offset_s,
+    require_node,
     supervisor_view,
 )
 from trainkit.plan.launch import LaunchPlan
@@ -44,7 +44,7 @@ def plan_of(attempt: AttemptDir, **changes: Any) -> LaunchPlan:
 
 
 def check(attempt: AttemptDir, **environ: str) -> None:
-    check_node(attempt, plan_of(attempt), (0,), environ)
+    require_node(attempt, plan_of(attempt), (0,), environ)
 
 
 @contextmanager
@@ -304,10 +304,10 @@ def test_the_plan_decides_whether_a_rank_is_a_task(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL))
     plan = plan_of(attempt, device="cuda", per=per, workers_per_node=4)
     if per == "gpu":
-        check_node(attempt, plan, (3,), {"CUDA_VISIBLE_DEVICES": "0"})
+        require_node(attempt, plan, (3,), {"CUDA_VISIBLE_DEVICES": "0"})
         return
     with failing("local rank 1 has no GPU", is_node=False):
-        check_node(attempt, plan, range(4), {"CUDA_VISIBLE_DEVICES": "0"})
+        require_node(attempt, plan, range(4), {"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_gpus_by_other_names_are_left_to_the_ranks() -> None:

@@ -34,7 +34,7 @@ class Target:
     """Whether that step has one task per GPU or one per node."""
 
     @property
-    def is_slurm(self) -> bool:
+    def submits_job(self) -> bool:
         """Whether a job is submitted to Slurm."""
         return self.backend in ("sbatch", "submitit")
 

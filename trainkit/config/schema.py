@@ -1,4 +1,4 @@
-"""The whole config of a run."""
+"""The whole config of a run; the keys of its sections are in `training.py` and `running.py`."""
 
 from typing import Literal
 

@@ -144,7 +144,7 @@ class Allocation:
         port = choose_port(str(entry and entry.job_id), attempt.number)
         return LocalAttemptWatch(attempt, plan, port)
 
-    def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
+    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Complete the outcome of an attempt from the state of the job and its hosts."""
 
     def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
@@ -251,7 +251,7 @@ class SlurmAllocation(Allocation):
                 argv, environ=os.environ, output=output, keeps_mask=False
             )
 
-    def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
+    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         was_stopped = outcome.stop_signal is not None
         is_finished = plan.workload.is_finished(was_stopped=was_stopped, is_done=False)
         if is_finished and all(code == EXIT_OK for code in outcome.exit_codes):
@@ -360,7 +360,7 @@ class SlurmAllocation(Allocation):
         # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
         outcome.had_failed = outcome.first_failed_node is not None
         outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
-        self.inspect(attempt, plan, outcome)
+        self.complete_outcome(attempt, plan, outcome)
         return judge(attempt, plan, outcome, self.restart_options(plan))
 
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:

@@ -1,4 +1,6 @@
-"""Decides what follows an ended attempt: a pure function of its result, earlier attempts and the options.
+"""Decides what follows an attempt whose workers ran, or that died or could not begin. Pure.
+
+What a person asked for (a cancellation, another attempt that took the run over) needs no decision.
 
 Why a job received a stop signal is inferred from its state in Slurm, else from the processes that got it.
 """

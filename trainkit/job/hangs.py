@@ -1,4 +1,4 @@
-"""Hangs of ranks: reads the reports of their watchdogs and determines the rank that blocks the others."""
+"""Hangs of ranks: reads what `trainer/watchdog.py` and `progress_watch.py` report, and names who blocks."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _require(subject: str, finding: Finding) -> None:
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
 
-def check_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+def require_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
     """Raise PreflightFailed when a GPU of these ranks is missing, lost or needs a reset.
 
     Passes where NVML is not available: a broken GPU then fails the ranks.
@@ -180,7 +180,7 @@ def supervisor_view(attempt: AttemptDir) -> str:
     return f"{plan_digest(attempt)} {_clock_offset_s(attempt):.3f}"
 
 
-def check_node(
+def require_node(
     attempt: AttemptDir,
     plan: LaunchPlan,
     local_ranks: Sequence[int],
@@ -207,7 +207,7 @@ def check_node(
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
-        check_gpus(plan, local_ranks, environ)
+        require_gpus(plan, local_ranks, environ)
 
 
 def plan_digest(attempt: AttemptDir) -> str:

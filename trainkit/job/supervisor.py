@@ -199,7 +199,7 @@ class Supervisor:
         """Decide what follows an ended attempt; can be called again after a disk error."""
         watch.collect_outcome()
         outcome = watch.outcome
-        self.allocation.inspect(attempt, plan, outcome)
+        self.allocation.complete_outcome(attempt, plan, outcome)
         outcome.failure = find_first_failure(attempt, plan, outcome)
         if not is_cancelled_now(attempt):
             self.allocation.record_suspect(attempt, plan, outcome.failure)

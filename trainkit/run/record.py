@@ -20,7 +20,10 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import cluster_name
 
 AUTO_RESTART = "comeback"
-"""The reason, in job.json, of an attempt that the supervisor starts without a command."""
+"""The reason, in job.json, of an attempt that the supervisor starts without a command.
+
+The word is kept for the folders of earlier versions.
+"""
 
 
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:

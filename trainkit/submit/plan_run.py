@@ -59,7 +59,7 @@ class Gatherer:
             self._target = self._find_target(loaded, workload)
         if self._machine is None:
             self._machine = detect_machine()
-        environment = self._environment_of(loaded.config, self._target.is_slurm, workload)
+        environment = self._environment_of(loaded.config, self._target.submits_job, workload)
         launch, cluster = loaded.config.launch, self._target.cluster
         if cluster is not None:
             cwd = str(Path.cwd())

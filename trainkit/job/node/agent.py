@@ -46,7 +46,7 @@ from trainkit.job.node.rendezvous import (
 from trainkit.job.node.slurm_step import SlurmTask, StepListener, find_slurm_task, reason_not_a_task
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
-from trainkit.job.preflight import check_node
+from trainkit.job.preflight import require_node
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, redirect_output
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
@@ -337,7 +337,7 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask | HostPlace)
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
-        check_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
+        require_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
         if isinstance(task, SlurmTask):
             return run_agent(attempt, plan, slurm_rendezvous(attempt, plan, task))
         os.chdir(read_job(attempt.run).cwd or ".")
