@@ -59,11 +59,15 @@ sys.argv[1:] = ["model.hf=llama", "data.source=texts.parquet"]
     "vision": """
 from pathlib import Path
 from PIL import Image
-from trainkit.data.questions import _image_problem
+from trainkit.trainer.multimodal_lm import MediumFormat
+medium = MediumFormat("image", 4, 2)
 Image.new("RGB", (2, 2)).save("image.png")
-assert _image_problem(Path("image.png")) == ""
+assert medium.read_image(Path("image.png")).shape == (4, 12)
 Path("image.png").write_bytes(b"no image")
-assert "cannot be opened" in _image_problem(Path("image.png"))
+try:
+    medium.read_image(Path("image.png"))
+except ValueError as error:
+    assert "cannot be opened" in str(error)
 """,
     "peft": f"""import sys
 sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}]

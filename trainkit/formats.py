@@ -60,15 +60,20 @@ def plural(count: int | None, noun: str) -> str:
     return f"{cell(count, ',')} {noun}{ending}"
 
 
+MAX_SPANS = 8
+
+
 def rank_list(ranks: Sequence[int]) -> str:
-    """Sorted ranks as compact text: ``rank 3``, ``ranks 0-2,4``."""
+    """Ranks as compact text: ``rank 3``, ``ranks 0-2,4``, after `MAX_SPANS` ``and 504 more``."""
     spans: list[list[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
             spans[-1].append(rank)
         else:
             spans.append([rank])
-    shown = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+    first, num_more = spans[:MAX_SPANS], sum(map(len, spans[MAX_SPANS:]))
+    shown = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in first)
+    shown += f" and {num_more:,} more" if num_more else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

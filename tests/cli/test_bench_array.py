@@ -34,6 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainkit.slurm.control.show_config", dict)
     monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
     monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
@@ -79,6 +80,12 @@ def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[st
 def test_so_many_run_at_once_as_was_asked_for(place: Path) -> None:
     assert main([*TYPED, *LENGTH, "--at-once", "3", "--layout", "tp=2", "--layout", "pp=2"]) == 0
     assert "#SBATCH --array=0-1%3\n" in RunGroup(place / "out").script_file.read_text()
+
+
+def test_what_slurm_does_not_take_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.slurm.control.show_config", lambda: {"MaxArraySize": "3"})
+    assert main([*TYPED, *LENGTH]) == 2
+    assert not (place / "out").exists()
 
 
 def test_a_folder_that_is_taken_is_named_by_its_option(

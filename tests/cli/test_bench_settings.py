@@ -144,6 +144,7 @@ class Sbatch:
         """The options of each."""
         self.refused: int | None = None
         self.unreachable: int | None = None
+        monkeypatch.setattr("trainkit.slurm.control.show_config", dict)
         monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:

@@ -94,7 +94,7 @@ def test_what_fits() -> None:
             {"gpus_per_node": 16, "workers_per_node": 16},
             (
                 *("resources.gpus_per_node", "is 16, but the nodes of partition gpu have at most 8 GPUs"),
-                "--gpus-per-node 8 fits; more --nodes give as many GPUs",
+                "request at most --gpus-per-node 8; more --nodes give as many GPUs",
             ),
         ),
         (

@@ -58,6 +58,7 @@ def test_epochs_and_steps(tmp_path: Path) -> None:
             "20 steps: --set train.steps=20 replaces train.epochs",
         ),
         ("epochs: 2", "seed=1", (None, 2), ""),
+        ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
     ],
 )
 def test_a_later_length_replaces_an_earlier_one(

@@ -95,7 +95,7 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
             ("--gpus-per-node", "8"),
             "--gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 "
             "GPUs",
-            "--gpus-per-node 4 fits; more --nodes give as many GPUs",
+            "request at most --gpus-per-node 4; more --nodes give as many GPUs",
         ),
         (
             ("--set", "resources.gpu_type=h10"),
@@ -172,7 +172,7 @@ def test_when_it_would_start(knowing: Login) -> None:
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("\n\n")[2].splitlines()
     assert [line.split("  ")[0] for line in table] == ["partition", "low (requested)", "high", "debug"]
-    assert re.search(r"  in (1 h|59 min|58 min).* \(\d{4}-", table[1])
+    assert re.search(r"  in (1h|59m|58m).* \(\d{4}-", table[1])
     assert "no " in table[3]
     assert "resources.time: is 20, but partition debug allows at most 00:05:00" in table[3]
     args = ["--set", "device=cpu", "--time", "5", "--json"]

@@ -17,6 +17,7 @@ from trainkit.slurm.control import (
     parse_version,
     requeue,
     send_signal,
+    show_config,
 )
 
 LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
@@ -129,7 +130,7 @@ def test_no_signal(signal: str, fake: FakeSlurm) -> None:
     assert fake.calls == []
 
 
-def test_config() -> None:
+def test_config(fake: FakeSlurm) -> None:
     text = (
         "Configuration data as of 2024-01-01T00:00:00\n"
         "AccountingStorageTRES   = cpu,mem,gres/gpu\n"
@@ -142,7 +143,10 @@ def test_config() -> None:
         "\n"
         "Slurmctld(primary) at head is UP\n"
     )
-    config = parse_config(text)
+    (fake.folder / "config").write_text(text)
+    fake.add("scontrol", '/bin/cat "$here/config"')
+    config = show_config()
+    assert config == parse_config(text)
     assert (config["MaxArraySize"], config["SlurmctldHost"]) == ("1001", "head(10.0.0.1)")
     assert (config["PluginDir"], config["SchedulerParameters"]) == ("", "bf_window=10,defer")
 

@@ -21,6 +21,7 @@ from trainkit.slurm.control import (
     cancel_waiting,
     requeue,
     send_signal,
+    show_config,
 )
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import query_jobs
@@ -135,6 +136,7 @@ def test_discover_cluster(cluster: Cluster) -> None:
     assert [kind.in_service for kind in low.nodes] == [2, 2]
     assert (debug.max_nodes, debug.max_time_s, debug.is_default) == (1, 300, False)
     assert found.name == cluster.name
+    assert show_config()["ClusterName"] == cluster.name
     assert found.accounts is not None
     assert Account("research", True, None, ("normal", "short")) in found.accounts
     assert Account("teaching", False, None, ("normal",)) in found.accounts

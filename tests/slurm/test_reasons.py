@@ -15,7 +15,7 @@ SENTENCES = {
     "QOSMaxJobsPerUserLimit": "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit",
     "AssocGrpGRESMinutes": "would exceed a limit of its account: AssocGrpGRESMinutes",
     "MaxGRESPerAccount": "would exceed a limit of its account: MaxGRESPerAccount",
-    "QOSMinCpuNotSatisfied": "would exceed a limit of its QOS: QOSMinCpuNotSatisfied",
+    "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),

@@ -176,6 +176,12 @@ def no_commits_and_an_empty_folder(root: Path) -> None:
     write(root, "train.py")
 
 
+def folders_of_a_key_of_runs_and_of_nothing(root: Path) -> None:
+    git(root, "init")
+    write(root, "train.py", "keys/id_rsa", "my/deep/r1/job.json", "my/deep/r1/attempts/001/end.json")
+    (root / "exp").mkdir()
+
+
 SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
     # shape: (folder to submit from, copied besides train.py and .gitignore, linked)
     ignored_weights_next_to_text: ("", ["out/note.txt"], []),
@@ -199,6 +205,7 @@ SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
     no_repository: ("", ["pkg/m.py"], ["data"]),
     untracked_code_named_like_outputs: ("", ["logs/__init__.py", "results/plot.py"], []),
     no_commits_and_an_empty_folder: ("", [], ["data"]),
+    folders_of_a_key_of_runs_and_of_nothing: ("", [], []),
 }
 
 

@@ -77,7 +77,7 @@ class Summary:
 def end_line(bench: Bench, item: BenchRun) -> str:
     """One line about a run on this machine that has just ended."""
     state, reason = run_state(bench, item)
-    failure = failure_of(bench.run_dir(item)) or reason
+    failure = failure_of(bench.run_dir(item)) or ("" if state == "finished" else reason)
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
     start = f"{bench.runs.index(item) + 1}/{len(bench.runs)}  {which}:"

@@ -51,7 +51,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
 from trainkit.submit.create import create_run, new_folder, start_run
-from trainkit.submit.submission import ArraySpec, Submission, start_group
+from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large, start_group
 
 STEPS = 30
 WARMUP = 5
@@ -206,6 +206,8 @@ def _bench(
 ) -> int:
     if collect is not None:
         refuse_other_options("collect")
+        if not collect.strip():
+            raise UsageError("--collect is empty", hint="name the folder of a bench")
         return summarize(read_bench(Path(collect)), as_json)
     assert config is not None
     folder = named_folder(out, OPTION)
@@ -331,6 +333,7 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
     specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
+    refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
         created = Submission(planned.runs, specs[0]).create(argv, out, OPTION)
         print_copied(created.code)
@@ -363,13 +366,13 @@ def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
 def _undo(folder: Path, not_started: Sequence[RunGroup]) -> None:
     """Cancel the arrays of a bench of which the next one could not be submitted."""
     for group in not_started:
-        shutil.rmtree(group.path)
+        shutil.rmtree(group.path, ignore_errors=True)  # the arrays that run matter more
     if not any(folder.glob("array-*")):  # the first one was refused
         shutil.rmtree(folder)
         return
-    click.echo(f"not all arrays were submitted: the others are cancelled, and {folder} is kept", err=True)
     try:
         cancel_bench(folder, now=True, wait=False)
+        click.echo(f"not all arrays were submitted: the others are cancelled, and {folder} is kept", err=True)
     except TrainkitError as error:
         click.echo(f"warning: {folder} may still run: {error.message}", err=True)
 

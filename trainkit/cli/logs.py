@@ -110,6 +110,8 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
             return sorted(attempt.logs_dir.glob("*.log"))
         if node is not None:
             nodes = AttemptFiles(attempt, None).nodes
+            if not nodes:
+                return [attempt.node_log(node)]  # without a plan nothing is known of its ranks
             if node >= len(nodes):
                 raise UsageError(f"the run has no node {node}", hint=f"its nodes are 0 to {len(nodes) - 1}")
             return [attempt.node_log(node), *map(attempt.rank_log, nodes[node])]

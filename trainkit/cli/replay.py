@@ -134,6 +134,11 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
         folder = Path(tempfile.mkdtemp(prefix="trainkit-replay-"))
         try:
             return _report(what, run_replay(what, folder), as_json)
+        except OSError as error:
+            if not str(error.filename or "").startswith(str(folder)):
+                raise
+            hint = "free disk space, or name another folder with the variable TMPDIR"
+            raise UsageError(f"cannot write {folder}: {error.strerror or error}", hint) from error
         finally:
             if keep:
                 click.echo(f"kept {folder}", err=True)

@@ -88,6 +88,7 @@ def command(
         workload,
         config_path=request.path,
         after=after,
+        will_start=not dry_run,
         warn=warn,
     )
     plan = submission.plan

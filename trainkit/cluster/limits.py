@@ -286,8 +286,10 @@ def _node_size_problems(
     if too_many_gpus:
         available = f"at most {plural(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
         message = f"is {request.gpus_per_node}, but {nodes_have} {available}"
-        hint = f"--gpus-per-node {max_gpus} fits; more --nodes give as many GPUs" if max_gpus else ""
-        yield LimitProblem("resources.gpus_per_node", message, hint)
+        hint = (
+            f"request at most --gpus-per-node {max_gpus}; more --nodes give as many GPUs" if max_gpus else ""
+        )
+        yield LimitProblem("resources.gpus_per_node", message, hint if max_gpus else "")
     cpus = [partition.usable_cpus(kind) for kind in kinds]
     max_cpus = None if None in cpus else max(number for number in cpus if number is not None)
     if not too_many_gpus and max_cpus is not None and (request.cpus_per_node or 0) > max_cpus:

@@ -25,7 +25,7 @@ from trainkit.config.validation import (
     validation_problems,
     without,
 )
-from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, read_yaml_file
+from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import config_folder
 from trainkit.resources import shipped_configs
@@ -118,7 +118,7 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, Inval
     origins = _origins(config, merged)
     shipped = reader.shown(shipped_configs())
     adjustable = frozenset(key for key, origin in origins.items() if origin.startswith(f"{shipped}/"))
-    loaded = LoadedConfig(config, origins, adjustable, _length_note(config, origins))
+    loaded = LoadedConfig(config, origins, adjustable, _length_note(merged))
     conflicts = independent_problems(contradictions(loaded), causes)
     problems += conflicts
     causes |= {problem.key for problem in conflicts}
@@ -159,13 +159,12 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
     return merge(tree, entry_at(("train", "steps"), None, DEFAULT))
 
 
-def _length_note(config: RunConfig, origins: Mapping[str, str]) -> str:
-    origin = origins["train.steps"]
-    if origin == DEFAULT or origin != origins["train.epochs"]:
-        return ""  # as of `overlay`, which nulls the one with the origin of the other
-    steps, epochs = config.train.steps, config.train.epochs
-    length, other = (f"{steps} steps", "epochs") if epochs is None else (f"{epochs:g} epochs", "steps")
-    return f"{length}: {origin} replaces train.{other}"
+def _length_note(tree: Entry) -> str:
+    for (section, key), other in (LENGTHS, LENGTHS[::-1]):
+        found, null = tree.find((section, key)), tree.find(other)
+        if found is not None and null is not None and null.is_replaced:
+            return f"{found.value:g} {key}: {null.origin} replaces {'.'.join(other)}"
+    return ""
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:

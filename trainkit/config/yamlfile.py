@@ -81,6 +81,8 @@ class Entry:
     origin: str
     typed: str = ""
     """A single value as it was typed: 007 is the number 7."""
+    is_replaced: bool = False
+    """Whether `overlay` put it in place of an earlier value."""
 
     @property
     def is_mapping(self) -> bool:
@@ -137,7 +139,8 @@ def overlay(low: Entry, high: Entry) -> Entry:
         found, before = high.find(own), low.find(other)
         replaces = found is not None and found.value is not None and high.find(other) is None
         if found is not None and replaces and before is not None and before.value is not None:
-            high = merge(high, entry_at(other, None, found.origin))
+            null = Entry(None, found.origin, is_replaced=True)
+            high = merge(high, Entry({other[0]: Entry({other[1]: null}, found.origin)}, found.origin))
     return merge(low, high)
 
 

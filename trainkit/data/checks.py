@@ -27,6 +27,7 @@ from trainkit.data.dataset_file import (
 )
 from trainkit.data.mixture import components, describe_weights, is_mixture
 from trainkit.data.sources import (
+    BOTH,
     TABLES,
     TEXT,
     DatasetSpec,
@@ -159,16 +160,25 @@ def _checked_shards(folder: Path) -> DatasetFile:
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Upper bound of the number of tokens in each split, infinite for large texts, of which rows are read.
+    """Upper bound of the number of tokens in each split; exact for small texts and the byte tokenizer.
 
-    Exact for the byte tokenizer. Raises UsageError if a row that is read is unusable.
+    Infinite for large rows and compressed texts. Raises UsageError if a row that is read is unusable.
     """
     compressed = any(source.compressed for source in inputs)
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         return _count_bytes(spec, inputs)
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
         _check_first_rows(source, spec.text_key)
-    return {TRAIN: math.inf, VAL: math.inf}
+    if compressed or any(source.form != TEXT for source in inputs):
+        return {TRAIN: math.inf, VAL: math.inf}
+    counts: dict[str, float] = {TRAIN: 0, VAL: 0}
+    for source in inputs:
+        if source.role != BOTH:
+            counts[source.role] += source.size + 1
+        else:
+            counts[TRAIN] += source.size + 1
+            counts[VAL] += round(source.size * spec.split_fraction) + 1
+    return counts
 
 
 def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:

@@ -130,6 +130,11 @@ def move_dependents(job_id: str, new_id: str) -> list[str]:
     return moved
 
 
+def show_config() -> dict[str, str]:
+    """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge and others."""
+    return parse_config(query(["scontrol", "show", "config"]))
+
+
 def parse_config(text: str) -> dict[str, str]:
     """Parse `scontrol show config`, whose lines are `Name = value`."""
     return {match["name"]: match["value"].strip() for match in _SETTING.finditer(text)}

@@ -175,7 +175,8 @@ def reason_sentence(reason: str) -> str:
     known = _SENTENCES.get(name)
     if known is None and _LIMIT.fullmatch(name):
         whose = "account" if name.startswith("Assoc") or "PerAccount" in name else "QOS"
-        known = f"would exceed a limit of its {whose}: {name}"
+        is_minimum = "Min" in name and "Minutes" not in name
+        known = f"{'is below' if is_minimum else 'would exceed'} a limit of its {whose}: {name}"
     if known is None:
         return reason
     return f"{known} ({rest})" if rest else known

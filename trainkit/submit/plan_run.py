@@ -191,6 +191,8 @@ def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
             yield "launch.modules", f"has {name!r}, which is not a module name", hint
     if launch.conda is not None and launch.conda.startswith("-"):
         yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
+    if any("\0" in line for line in launch.setup):
+        yield "launch.setup", "has a NUL character, which a script cannot contain", ""
     for name, value in launch.env.items():
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):

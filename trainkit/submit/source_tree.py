@@ -77,6 +77,8 @@ class SourceTree:
     """What is linked."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(path, reason)"""
+    apart: set[str] = field(default_factory=set)
+    """The folders around files that belong to runs."""
     is_run: Callable[[str], bool] = field(default_factory=lambda: cache(_is_run))
     """Whether a folder is that of a run or of a group of runs, whose files are not code."""
 
@@ -216,7 +218,9 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
                 tree.left_out.append((path, IS_SECRET))
             elif looks_like_output(path):
                 tree.left_out.append((path, IS_OUTPUT))
-            elif not tree.is_in_run(path):
+            elif tree.is_in_run(path):
+                tree.apart.update(parents(path))
+            else:
                 tree.add(path, found)
 
 
@@ -284,7 +288,9 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
     # A link to a folder of outputs would let one run read and replace those of another.
     unlinked = {*runs, *parents(below(tree.root, f"{cwd}/{RUNS_FOLDER}")), *parents(runs[0])}
-    unlinked |= {parent for path, reason in tree.left_out if reason == IS_OUTPUT for parent in parents(path)}
+    unlinked |= tree.apart
+    kept = [path for path, reason in tree.left_out if reason in (IS_OUTPUT, IS_SECRET)]
+    unlinked |= {parent for path in kept for parent in parents(path)}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
     for path in sorted(entries):
         if path in tree.files or path in folders or path in left_out or path in unlinked:
@@ -309,6 +315,9 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
         return False
     if tree.is_run(folder) or tree.is_in_run(path):
         return False
+    if tree.kind == "git" and Path(folder).is_dir() and not any(files for *_, files in os.walk(folder)):
+        # What is written there belongs to the run, unless git ignores it, as it does data.
+        return _git(tree.root, "check-ignore", "--quiet", path).returncode == 0
     try:
         with os.scandir(folder) as entries:
             return not any(

@@ -37,7 +37,9 @@ from trainkit.submit.snapshot import planned_code, wants_copy
 
 MAX_SHOWN = 10
 """The maximum number of problems of a group that are listed."""
+DEFAULT_MAX_ARRAY_SIZE = 1001
 _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
+_MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,27 @@ def parse_array(text: str) -> ArraySpec:
     if spec and not indices:
         raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
     return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
+
+
+def refuse_too_large(spec: ArraySpec) -> None:
+    """Raise UsageError when the array exceeds the limits of the cluster; asks Slurm once."""
+    from trainkit.slurm.control import show_config
+
+    config = show_config()
+    size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
+    if spec.indices[-1] >= size:
+        raise UsageError(
+            f"the array ends with index {spec.indices[-1]:,}; the maximum of this cluster is {size - 1:,} "
+            f"(MaxArraySize is {size})",
+            hint="split it into several arrays",
+        )
+    limit = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
+    if limit is not None and len(spec.indices) > int(limit["count"]):
+        raise UsageError(
+            f"the array has {len(spec.indices):,} tasks; the maximum of this cluster is "
+            f"{int(limit['count']):,} (max_array_tasks)",
+            hint="split it into several arrays",
+        )
 
 
 @dataclass(frozen=True)
@@ -221,11 +244,13 @@ def plan_submission(
     *,
     config_path: str,
     after: Sequence[str],
+    will_start: bool,
     warn: Callable[[str], None],
 ) -> Submission:
     """Plan a run or every point of a group, which starts when the runs that `after` names have finished.
 
-    Raises ConfigError with the problems of all points, UsageError when one array cannot run them.
+    An array that exceeds the limits of the cluster, if it `will_start`, is refused before any point is
+    planned. Raises ConfigError with the problems of all points, UsageError when one array cannot run them.
     """
     gatherer = Gatherer()
     planned: list[PlannedPoint] = []
@@ -246,6 +271,8 @@ def plan_submission(
                     target = facts.target
                     if problem := backend_named(target.backend).array_problem(target.reason, config_path):
                         raise UsageError(*problem)
+                    if will_start:
+                        refuse_too_large(array)
                 plans[key] = plan_run(loaded, facts, own)
             except ConfigError as error:
                 plans[key] = error

@@ -1,4 +1,4 @@
-"""What a tracker gets of a run: the settled records, the facts of the newest attempt, and the manifests."""
+"""What a tracker gets of a run: the settled records, and the facts of the newest attempt."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME
@@ -30,6 +31,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import GENERATION_NAME, is_prepared, load_task_model, load_tensors, saved_tensors
 from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
 
@@ -173,6 +175,8 @@ def _load(
         decoder = _load_model(config, run, reader, device, dtype, vocab_size)
         # Nothing but dropout uses the keys of samples.
         keys = torch.zeros(1, dtype=torch.int32, device=device)
+        if type(decoder) is Decoder:  # whose head can leave out all positions but the last
+            return lambda tokens: decoder(tokens, keys, lambda x, weight: F.linear(x[0, -1], weight))
         return lambda tokens: decoder(tokens, keys)[0, -1]
     model: Any = load_task_model(config, run, reader)[1].to(device=device, dtype=dtype)
     cache: Any = None

@@ -325,10 +325,11 @@ def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
             found.append((path.stat().st_mtime, path))
     waits = any(WAITS_FOR_LOCK in frame for frame in stack[:3])
     locks = []
-    for index, (time_s, path) in enumerate(sorted(found, reverse=True)):
-        is_certain = waits and index == 0
+    for time_s, path in sorted(found, reverse=True):
+        is_certain = waits and len(found) == 1  # of several, any could be the one
+        may_be = waits or not stack
         holder = _holder(path, other_than=pid if is_certain else None)
-        if is_certain or holder or not stack:
+        if may_be or holder:
             time = as_utc(datetime.fromtimestamp(time_s, timezone.utc), "seconds")
             locks.append(LockFile(str(path), time, is_certain, holder))
     return locks

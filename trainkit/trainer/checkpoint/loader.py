@@ -294,9 +294,10 @@ def _find(path: Path) -> tuple[str, int] | None:
     """The checkpoint that a path names: itself, or of a run folder the best one, else the newest."""
     if (path / MANIFEST_NAME).is_file():
         try:
-            return str(path.resolve()), Checkpoint(path, 0).manifest().step
-        except (OSError, ValueError, KeyError, TypeError):
+            step = Checkpoint(path, 0).manifest().step
+        except (OSError, ValueError):
             return None
+        return None if step < 0 else (str(path.resolve()), step)
     folder = RunDir(path).checkpoints_dir
     if (folder / BEST_LINK / MANIFEST_NAME).is_file():
         return _find(folder / BEST_LINK)
