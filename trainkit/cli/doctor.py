@@ -143,14 +143,17 @@ def _line(check: Finding) -> str:
 
 
 def _echo_nodes(checks: Sequence[Finding]) -> None:
-    """Print what is well once for all nodes, and what is not well for each; the checks in their order."""
+    """Print what is well once for all nodes, and what is not well for those of which it is said alike."""
     num_nodes = len({check.host for check in checks})
     for name in dict.fromkeys(check.name for check in checks):
         same = [check for check in checks if check.name == name]
         well = [check for check in same if check.state == "ok"]
+        alike: dict[Finding, list[str]] = {}
         for check in same:
             if check.state != "ok":
-                click.echo(_line(check))
+                alike.setdefault(replace(check, host=None), []).extend([check.host] if check.host else [])
+        for check, hosts in alike.items():
+            click.echo(_line(replace(check, host=",".join(hosts) or None)))
         if len({check.value for check in well}) == 1 and len(well) > 1:
             nodes = f"all {num_nodes}" if len(well) == num_nodes else f"{len(well)} of {num_nodes}"
             click.echo(_line(replace(well[0], host=None, value=f"{well[0].value} on {nodes} nodes")))

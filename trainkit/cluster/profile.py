@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, PlainValidator, ValidationError
 
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
@@ -190,13 +190,13 @@ def _exceeds_a_partition(resources: ResourcesConfig, cluster: Cluster) -> bool:
     )
 
 
-def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> AfterValidator:
-    def validate(text: str) -> object:
-        if not re.fullmatch(pattern, text):
+def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> PlainValidator:
+    def validate(value: object) -> object:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
             raise ValueError(f"should be text such as {example}")
-        return parse(text)
+        return parse(value)
 
-    return AfterValidator(validate)
+    return PlainValidator(validate)
 
 
 Time = Annotated[str, _parsed(SLURM_TIME, '"01:00:00" or "2-12:00:00"', time_limit_s)]
@@ -320,6 +320,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
             place = entry.find(tuple(path))
             origin = origin if place is None else place.origin
         text = re.sub(r"^(Value error, |Input )| or instance of \w+", "", item["msg"])
+        text = text.replace("valid tuple", "list").replace("valid dictionary", "mapping")
         key, message, hint = ".".join(path), f"{text}, not {show_value(value)}", ""
         if item["type"] == "missing":
             key, message, hint = "name", "is missing", "ClusterName in slurm.conf"

@@ -77,7 +77,7 @@ class Signature(Section):
     """
     advice: Sentences = ()
     """Sentences; one whose placeholders have no value in a run is left out."""
-    doc: str = ""
+    doc: Annotated[str, BeforeValidator(lambda text: " ".join(text) if isinstance(text, list) else text)] = ""
     """A paragraph for the docs."""
     is_shipped: bool = False
 
@@ -86,6 +86,11 @@ class Signature(Section):
         """Whether a rank has failed, and not the job as a whole."""
         names = {name for cause in self.causes for name in placeholders(cause)}
         return not names.isdisjoint({"subject", "rank"})
+
+
+_OWN = ("name", "is_shipped")
+_KEYS = ", ".join(info.alias or name for name, info in Signature.model_fields.items() if name not in _OWN)
+KEYS_HINT = f"the keys are {_KEYS}"
 
 
 def user_files(cwd: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[Path, str]]:
@@ -121,6 +126,9 @@ def load_signatures(files: Sequence[tuple[Path, str]] = ()) -> list[Signature]:
 def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -> Signature | None:
     if not _NAME.fullmatch(name):
         problems.append(Problem(name, "a name consists of a-z, 0-9 and -", entry.origin))
+    for key in _OWN:
+        if entry.is_mapping and key in entry.value:
+            problems.append(Problem(f"{name}.{key}", "unknown key", entry.value[key].origin, KEYS_HINT))
     try:
         found = Signature.model_validate(entry.plain())
     except ValidationError as error:
@@ -128,6 +136,9 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
             key = str(item["loc"][0]) if item["loc"] else ""
             place = entry.value[key] if entry.is_mapping and key in entry.value else entry
             message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                problems.append(Problem(f"{name}.{key}", "unknown key", place.origin, KEYS_HINT))
+                continue
             if item["type"] not in ("value_error", "missing"):
                 message = f"is {item['input']!r}: {message}"
             problems.append(Problem(f"{name}.{key}".rstrip("."), message, place.origin))

@@ -175,7 +175,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     `verbatim` for lines that must not change. Raises UsageError with file and line for a template that cannot
     be rendered.
     """
-    from jinja2 import TemplateNotFound, TemplateSyntaxError
+    from jinja2 import TemplateNotFound, TemplateSyntaxError, UndefinedError
 
     folders = _folders(project)
     environment = _environment(folders)
@@ -194,7 +194,9 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     except Exception as error:
         # Raised by an expression of the template, such as an undefined name or a division by zero.
         place = _place(error, folders) or f"{name}: "
-        hint = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""
+        names = f"a template gets {', '.join(sorted(context))}" if isinstance(error, UndefinedError) else ""
+        own = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""
+        hint = "; ".join(filter(None, (names, own)))
         raise UsageError(f"{place}{type(error).__name__}: {error}", hint) from error
     return _with_verbatim(_tidy(text))
 
