@@ -122,7 +122,7 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
             "nowhere is not the folder of a bench",
             "`trainkit bench layouts` and `trainkit bench settings` create",
         ),
-        (["--collect", ""], ". is not the folder of a bench", "create one"),
+        (["--collect", ""], "--collect is empty", "name the folder of a bench"),
         (["small.yaml", "--collect", "x", "--steps", "9"], "CONFIG, --steps would have no effect", "remove"),
     ],
 )

@@ -95,6 +95,7 @@ def test_what_slurm_never_took_is_submitted_again(login: Login, sbatch: FakeSbat
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_refusal_leaves_the_run_as_it_was(login: Login, sbatch: FakeSbatch, backend: str) -> None:
     run = login.finish(login.submit("--backend", backend, "--", "true"))
+    login.wait_until_idle()  # submitit writes a last line into the log
     sbatch.does(f'echo "{REFUSED}" >&2; exit 1')
     changing = {"events.jsonl", ".lock", "step.json"}
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}

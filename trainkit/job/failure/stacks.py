@@ -325,13 +325,13 @@ def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
             found.append((path.stat().st_mtime, path))
     waits = any(WAITS_FOR_LOCK in frame for frame in stack[:3])
     locks = []
-    for time_s, path in sorted(found, reverse=True):
-        is_certain = waits and len(found) == 1  # of several, any could be the one
-        may_be = waits or not stack
-        holder = _holder(path, other_than=pid if is_certain else None)
-        if may_be or holder:
+    for index, (time_s, path) in enumerate(sorted(found, reverse=True)):
+        is_awaited = waits and index == 0
+        holder = _holder(path, other_than=pid if is_awaited else None)
+        if is_awaited or holder or not stack:
             time = as_utc(datetime.fromtimestamp(time_s, timezone.utc), "seconds")
-            locks.append(LockFile(str(path), time, is_certain, holder))
+            # Of several, an older one may be the one.
+            locks.append(LockFile(str(path), time, is_awaited and len(found) == 1, holder))
     return locks
 
 
