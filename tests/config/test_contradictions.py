@@ -58,6 +58,12 @@ def test_epochs_and_steps(tmp_path: Path) -> None:
             "20 steps: --set train.steps=20 replaces train.epochs",
         ),
         ("epochs: 2", "seed=1", (None, 2), ""),
+        (
+            "epochs: 2",
+            "train.steps=2000000",
+            (2000000, None),
+            "2000000 steps: --set train.steps=2000000 replaces train.epochs",
+        ),
         ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
     ],
 )

@@ -98,10 +98,6 @@ def test_slow_ranks_are_reported_with_their_host() -> None:
     assert event_notification(Event(event)).text == (
         "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
     )
-    of_run = event_notification(
-        Event({"event": "slow_run", "since_step": 90, "phase": "network", "ratio": 2.0})
-    )
-    assert of_run.text == "all ranks are slow since step 90 (network), 2.0 times as long as before"
 
 
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:

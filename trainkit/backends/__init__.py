@@ -90,6 +90,10 @@ class Backend(ABC):
         """(message, hint) if it cannot run an array of jobs; `reason` is why it was chosen."""
         return None
 
+    def stays_here(self, entry: AttemptRecord) -> str | None:
+        """Why a run whose newest attempt this is resumes on this machine; None if nothing keeps it here."""
+        return None
+
     def queue_id(self, entry: AttemptRecord) -> str | None:
         """The job of an attempt for a query of Slurm; None if Slurm cannot be asked about it from here."""
         return None

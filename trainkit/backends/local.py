@@ -66,6 +66,11 @@ class LocalBackend(Backend):
         message = f"--sweep and --array need Slurm, but this would run on this machine ({reason})"
         return message, f"run them in a shell loop: {loop}"
 
+    def stays_here(self, entry: AttemptRecord) -> str | None:
+        if os.uname().nodename != entry.host and boot_id() != entry.boot_id:
+            return None
+        return "local: it ran on this machine; --backend sbatch submits it to Slurm"
+
     def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
         raise UsageError(
             f"{run.path} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"

@@ -234,20 +234,19 @@ NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid (?P<type>integer|floa
 
 PROGRAM = re.compile(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)|.*\.py")
 OTHER_NAMES = {
-    **dict.fromkeys(["-N", "--nnodes", "--num_machines", "--num-machines"], "--nodes"),
-    **dict.fromkeys(["-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"], "--gpus-per-node"),
-    **dict.fromkeys(
-        ["--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes"], "--gpus-per-node"
+    "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
+    "--gpus-per-node": (
+        *("-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"),
+        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes"),
     ),
-    **{"-p": "--partition", "-A": "--account", "-q": "--qos", "-C": "--constraint", "-t": "--time"},
-    **{
-        "-J": "--name",
-        "--job-name": "--name",
-        "--walltime": "--time",
-        "--config": "CONFIG, without an option",
-    },
+    "--name": ("-J", "--job-name"),
+    "--time": ("-t", "--walltime"),
+    "--partition": ("-p",),
+    "--account": ("-A",),
+    "--qos": ("-q",),
+    "--constraint": ("-C",),
 }
-"""Options of Slurm's commands and of launchers -> the option that means the same here."""
+"""Option -> those of Slurm's commands and of launchers that mean the same."""
 
 
 def _command_of(args: Sequence[str]) -> str:
@@ -266,9 +265,10 @@ def _from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErr
     message = error.format_message().rstrip(".")
     hint = ""
     if isinstance(error, click.NoSuchOption):
-        message, same = f"unknown option {error.option_name}", OTHER_NAMES.get(error.option_name, "")
+        message = f"unknown option {error.option_name}"
         known = [] if error.ctx is None else [name for item in error.ctx.command.params for name in item.opts]
-        names = [same] if same in known else error.possibilities or ()
+        same = [name for name in known if error.option_name in OTHER_NAMES.get(name, ())]
+        names = same or error.possibilities or ()
         hint = f"did you mean {' or '.join(sorted(names))}?" if names else ""
     elif (
         isinstance(error, click.BadParameter) and (found := NOT_A_NUMBER.match(error.message)) and error.param

@@ -81,6 +81,7 @@ def command(
         refuse_finished,
         refuse_replay,
         resume_run,
+        same_place,
         submission_folder,
     )
     from trainkit.plan.launch import describe_plan
@@ -103,26 +104,29 @@ def command(
         note_dead_job(source, warn)
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm) | backend_flag(backend)
     loaded, workload = load_again(source, overrides, flags)
+    job, before = read_job(source), read_effective(source.config_file)
     if workload.knows_run:
-        refuse_finished(source, loaded)
+        refuse_finished(source, before, loaded)
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
         target = None if place is None else hosts_target(place)
+        if place is None and backend is None:
+            target = same_place(job.newest, loaded)
         plan = plan_again(source, loaded, workload, target, code_dir)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)
-            for change in changes(read_effective(source.config_file), loaded.config):
+            for change in changes(before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
             if fork is None and workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
-            name, plan = str(read_job(source).name), replace(plan, requeue=replace(plan.requeue, on=()))
+            name, plan = job.name, replace(plan, requeue=replace(plan.requeue, on=()))
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
                 lambda: (source, name, resume_run(source, loaded.config, plan, new_code)),
             )
         if fork is None:
-            run, name = source, str(read_job(source).name)
+            run, name = source, job.name
             entry = resume_run(run, loaded.config, plan, new_code)
         else:
             checkpoint = newest_checkpoint_of(source)

@@ -163,7 +163,7 @@ def _length_note(tree: Entry) -> str:
     for (section, key), other in (LENGTHS, LENGTHS[::-1]):
         found, null = tree.find((section, key)), tree.find(other)
         if found is not None and null is not None and null.is_replaced:
-            return f"{found.value:g} {key}: {null.origin} replaces {'.'.join(other)}"
+            return f"{_shown(found.value)} {key}: {null.origin} replaces {'.'.join(other)}"
     return ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import recover_job_id, require_not_running
 from trainkit.cluster.target import Target, make_target
-from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
+from trainkit.config import LoadedConfig, RunConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
@@ -53,9 +53,9 @@ def load_again(
     return loaded.adjusting(*adjustable, origin=origin), before.workload
 
 
-def refuse_finished(run: RunDir, loaded: LoadedConfig) -> None:
-    """Raise UsageError if the run has computed all steps and the config asks for no others."""
-    before, now = read_effective(run.config_file).train, loaded.config.train
+def refuse_finished(run: RunDir, config: RunConfig, loaded: LoadedConfig) -> None:
+    """Raise UsageError if the run has computed all steps of its `config` and `loaded` asks for no others."""
+    before, now = config.train, loaded.config.train
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     is_over = end is not None and end.state == "finished" and bool(published(run.checkpoints_dir))
     if not is_over or (before.steps, before.epochs) != (now.steps, now.epochs):
@@ -67,6 +67,12 @@ def refuse_finished(run: RunDir, loaded: LoadedConfig) -> None:
     )
 
 
+def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:
+    """This machine, if that attempt ran here and the config leaves the backend open; else None."""
+    reason = None if entry is None else backend_of(entry).stays_here(entry)
+    return Target("local", reason) if reason and loaded.config.launch.backend == "auto" else None
+
+
 def plan_again(
     run: RunDir, loaded: LoadedConfig, workload: Workload, target: Target | None, code_dir: Path
 ) -> LaunchPlan:
@@ -74,15 +80,6 @@ def plan_again(
 
     Raises ConfigError, also for values that are incompatible with the newest checkpoint.
     """
-    newest, is_auto = read_job(run).newest, loaded.config.launch.backend == "auto"
-    if (
-        target is None
-        and is_auto
-        and newest is not None
-        and newest.backend is None
-        and newest.is_of_this_host
-    ):
-        target = Target("local", "local: it ran on this machine; --backend sbatch submits it to Slurm")
     target = target or make_target(loaded, run=run.path)
     facts = gather(loaded, workload, target=target, resumes=bool(published(run.checkpoints_dir)))
     plan = plan_run(loaded, facts, workload, code_dir=code_dir)

@@ -448,7 +448,7 @@ def step_argv(
     Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
-        good = f"{len(hosts)} of the job's are good: {','.join(hosts)}"
+        good = f"{len(hosts)} of the job's are good: {','.join(hosts) or 'none'}"
         raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
     options = ["--overlap", "--mem=0"] if overlap else []
     if plan.spare_nodes:

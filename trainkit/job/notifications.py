@@ -88,13 +88,13 @@ def _first_failure(failure: RankFailure) -> str:
 
 
 def event_notification(event: Event) -> Notification:
-    """The notification of an event ``slow_rank`` or ``slow_run``, or ``silent``: a COMMAND without output."""
+    """The notification of an event ``slow_rank``, or ``silent``: a COMMAND without output."""
     rank, host, step = event.rank, event.host, event.step
     if event.name == "silent":
         return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
-    who, than = ("all ranks are", "before") if rank is None else (f"rank {rank} on {host} is", "the others")
-    times = f"{event.number('ratio') or 0.0:.1f} times as long as {than}"
-    text = f"{who} slow since step {event.count('since_step')} ({event.text('phase')}), {times}"
+    times = f"{event.number('ratio') or 0.0:.1f} times as long as the others"
+    since = f"is slow since step {event.count('since_step')} ({event.text('phase')})"
+    text = f"rank {rank} on {host} {since}, {times}"
     return Notification("slow", text, "status", step=step, rank=rank, host=host)
 
 

@@ -295,7 +295,7 @@ class ProgressWatch:
                 self._report(event)
 
     def _report(self, event: Event) -> None:
-        if event.name in ("slow_rank", "slow_run", "silent"):
+        if event.name in ("slow_rank", "silent"):
             self._notifier.send(self._attempt, event_notification(event))
         elif event.name in SAVE_EVENTS:
             self._seen.add(event)

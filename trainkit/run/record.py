@@ -94,11 +94,6 @@ class AttemptRecord:
         return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
 
     @property
-    def is_of_this_host(self) -> bool:
-        """Whether its supervisor ran on this host, under the name that it has now."""
-        return self.host == os.uname().nodename
-
-    @property
     def is_cancelled(self) -> bool:
         return self.cancelled_at is not None
 
