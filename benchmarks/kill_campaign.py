@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainkit.drill.inject import find_processes, kill_all
-from trainkit.drill.result import Point, compare, points_of
+from trainkit.contrib.drill.inject import find_processes, kill_all
+from trainkit.contrib.drill.result import Point, compare, points_of
 from trainkit.run.events import read_steps
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.rundir import RunDir

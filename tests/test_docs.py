@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tools import reference
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.config import load_config
-from trainkit.drill.inject import find_processes
-from trainkit.drill.result import HEADING
+from trainkit.contrib.drill.inject import find_processes
+from trainkit.contrib.drill.result import HEADING
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 

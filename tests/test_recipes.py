@@ -15,7 +15,7 @@ import torch
 
 from tests.support.hf_models import need
 from tests.test_docs import ROOT, commands, environ_of
-from trainkit.drill.inject import find_processes, kill_all
+from trainkit.contrib.drill.inject import find_processes, kill_all
 from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir

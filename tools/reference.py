@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import json
 import re
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 import click
 
-from trainkit.cli.main import COMMANDS, cli
+from trainkit.cli.main import COMMANDS, cli, load_command
 from trainkit.config import RunConfig
 from trainkit.observe.signatures import load_signatures
 
@@ -128,7 +127,7 @@ def commands_text() -> str:
     top = click.Context(cli, info_name="trainkit", terminal_width=HELP_WIDTH, **cli.context_settings)
     parts = [_GENERATED, COMMANDS_INTRO, _section("trainkit", cli, top)]
     for name in COMMANDS:
-        command = importlib.import_module(f"trainkit.cli.{name}").command
+        command = load_command(name)
         parts.extend(_pages(name, command, top))
     return "\n".join(parts)
 

@@ -79,7 +79,8 @@ def all_examples() -> list[list[str]]:
     context = click.Context(cli)
     commands = [command for name in COMMANDS if (command := cli.get_command(context, name)) is not None]
     groups = [command for command in commands if isinstance(command, click.Group)]
-    commands += [inner for group in groups for inner in group.commands.values()]
+    below = [group.get_command(context, name) for group in groups for name in group.list_commands(context)]
+    commands += filter(None, below)
     lines = {line.strip() for command in commands for line in (command.epilog or "").splitlines()}
     words = [shlex.split(line) for line in sorted(lines) if "trainkit " in line and "$(" not in line]
     found = [items[items.index("trainkit") + 1 :] for items in words if "trainkit" in items]

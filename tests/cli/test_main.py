@@ -1,4 +1,3 @@
-import importlib
 import json
 import os
 import statistics
@@ -14,7 +13,7 @@ from click.shell_completion import ShellComplete
 import trainkit
 from trainkit.cli import main as main_module
 from trainkit.cli.help import Command
-from trainkit.cli.main import COMMANDS, cli, main
+from trainkit.cli.main import COMMANDS, cli, load_command, main
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
@@ -124,9 +123,12 @@ def test_wrong_usage(args, message, hint, capsys):
 def commands():
     """Every command and command of a group, by what is typed."""
     for name in COMMANDS:
-        command = importlib.import_module(f"trainkit.cli.{name}").command
-        below = command.commands.items() if isinstance(command, click.Group) else ()
-        yield from [(f"{name} {inner}", found) for inner, found in below] or [(name, command)]
+        command = load_command(name)
+        context = click.Context(command)
+        below = command.list_commands(context) if isinstance(command, click.Group) else ()
+        yield from [(f"{name} {each}", command.get_command(context, each)) for each in below] or [
+            (name, command)
+        ]
 
 
 @pytest.mark.parametrize(("name", "command"), list(commands()))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from trainkit.config.training import DataConfig
+from trainkit.contrib.replay.steps import Document, SampleSources
 from trainkit.data.dataset_file import places_file
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
 from trainkit.data.sources import DatasetSpec
-from trainkit.replay.steps import Document, SampleSources
 
 SEQ_LEN = 50
 

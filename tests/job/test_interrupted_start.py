@@ -8,7 +8,7 @@ import pytest
 from job_tree import wait_for
 
 from trainkit.bench.run_bench import run_here
-from trainkit.drill.run_drill import Drill
+from trainkit.contrib.drill.run_drill import Drill
 from trainkit.run.end import read_end
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contrib.test_multimodal import ARGS, config_of, options
 from tests.support.hf_models import export_run, need, save_model
 from tests.support.parity import Case, run_cases, worst_difference
-from tests.trainer.test_multimodal import ARGS, config_of, options
 from trainkit.errors import TrainkitError
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir

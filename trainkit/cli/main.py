@@ -67,7 +67,23 @@ SECTIONS = {
 }
 """Heading -> its commands, each with its line in ``trainkit --help``."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
-"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``."""
+"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `CONTRIB`."""
+CONTRIB = {
+    "doctor": "trainkit.contrib.doctor.command",
+    "drill": "trainkit.contrib.drill.command",
+    "generate": "trainkit.contrib.generate.command",
+    "replay": "trainkit.contrib.replay.command",
+    "sync": "trainkit.contrib.trackers.command",
+    "ui": "trainkit.contrib.trackers.ui",
+}
+"""Commands that no run needs: no module of the core imports them."""
+
+
+def load_command(name: str) -> click.Command:
+    """Import one of `COMMANDS`."""
+    command = importlib.import_module(CONTRIB.get(name, f"trainkit.cli.{name}")).command
+    assert isinstance(command, click.Command)
+    return command
 
 
 class ReaderGone(Exception):
@@ -81,11 +97,7 @@ class CommandTable(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command = importlib.import_module(f"trainkit.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
-        return command
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -18,6 +19,8 @@ from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo
 from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
+
+REPLAY_WORKER = "trainkit.contrib.replay.worker"
 
 
 def main() -> None:
@@ -40,10 +43,8 @@ def main() -> None:
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
         refuse_old_torch()
-        if plan.replay is None:
-            from trainkit.trainer.worker import run_worker as work
-        else:
-            from trainkit.trainer.replay import run_replay as work
+        worker = "trainkit.trainer.worker" if plan.replay is None else REPLAY_WORKER
+        work = importlib.import_module(worker).run_worker
         gc.freeze()
         gc.enable()
         code = work(attempt, plan, stop, progress)

@@ -16,6 +16,8 @@ from trainkit.run.rundir import RunDir
 from trainkit.task import Task
 from trainkit.trainer.task_errors import TaskError, errors_of_user, refusal
 
+SHIPPED_TASKS = {MULTIMODAL: "trainkit.contrib.multimodal.task:MultimodalLM"}
+
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
     """Create the task of a config; raises TaskError if it cannot be imported or created."""
@@ -34,12 +36,7 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     A run imports it from its code snapshot, so later edits have no effect. Raises TaskError if it cannot be
     imported, is not a complete Task, or does not take ``task_args``.
     """
-    if config.task == MULTIMODAL:
-        from trainkit.trainer.multimodal_lm import MultimodalLM
-
-        _check(config, MultimodalLM)
-        return MultimodalLM
-    module_name, _, class_name = config.task.rpartition(":")
+    module_name, _, class_name = SHIPPED_TASKS.get(config.task, config.task).rpartition(":")
     with errors_of_user(config, "cannot be imported"):
         module = _import(config, module_name, run)
     found = getattr(module, class_name, None)

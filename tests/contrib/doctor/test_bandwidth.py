@@ -1,0 +1,128 @@
+"""The measurement of the bandwidth, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.contrib.doctor import Request, bandwidth, nodes
+from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
+from trainkit.contrib.doctor.nodes import can_measure
+from trainkit.job.preflight import Finding
+
+TWO = Layout(("a", "b"), (1, 1), "a", 1)
+
+
+THREE = Layout(("a", "b", "c"), (1, 1, 1), "a", 1)
+
+
+@pytest.mark.parametrize("num", range(2, 9))
+def test_rounds_of_a_ring_use_no_point_twice(num: int) -> None:
+    rounds = list(ring_rounds(num))
+    assert sorted(link for links in rounds for link in links) == [(i, (i + 1) % num) for i in range(num)]
+    for links in rounds:
+        if num > 2:
+            points = [point for link in links for point in link]
+            assert len(points) == len(set(points))
+
+
+def test_speed_of_links_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, speed in (("eth0", "25000"), ("veth0", "-1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(f"{speed}\n")
+    for port, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
+        folder = tmp_path / "ib/mlx5_0/ports" / port
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(f"{state}\n")
+        (folder / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    monkeypatch.setattr(bandwidth, "NET", tmp_path)
+    monkeypatch.setattr(bandwidth, "INFINIBAND", tmp_path / "ib")
+    assert link_gbit_s("eth0") == {"ethernet": 25.0, "infiniband": 200.0}
+    assert link_gbit_s("veth0") == {"infiniband": 200.0}
+    assert link_gbit_s(None) == {"infiniband": 200.0}
+
+
+def measured(reduced: float, *speeds: float, backend: str = "gloo") -> Bandwidth:
+    hosts = "abc"[: len(speeds)]
+    links = [(host, hosts[(index + 1) % len(hosts)], speeds[index]) for index, host in enumerate(hosts)]
+    return Bandwidth("", backend, 32, reduced, links)
+
+
+def test_bandwidth_near_what_the_link_gives_is_ok() -> None:
+    found = list(bandwidth_checks(TWO, measured(8.0, 9.0, 9.5), [{"ethernet": 10.0}, {"ethernet": 25.0}]))
+    assert [check.state for check in found] == ["ok", "ok"]
+    assert found[1].value == (
+        "9.0 Gbit/s from a to b, the slowest of 2; median 9.2; the network interface should give 10"
+    )
+
+
+def test_bandwidth_far_below_the_link_is_a_warning() -> None:
+    found = bandwidth_checks(TWO, measured(0.9, 0.9, 0.9), [{"ethernet": 10.0}] * 2)
+    assert [check.state for check in found] == ["warning", "warning"]
+
+
+def test_gloo_is_not_expected_to_fill_a_fast_link() -> None:
+    links = [{"ethernet": 100.0, "infiniband": 400.0}] * 2
+    assert [check.state for check in bandwidth_checks(TWO, measured(6.0, 8.0, 8.0), links)] == ["ok", "ok"]
+    found = bandwidth_checks(TWO, measured(6.0, 8.0, 8.0, backend="nccl"), links)
+    assert [check.state for check in found] == ["warning", "warning"]
+
+
+def test_one_slow_link_is_named() -> None:
+    *_, found = bandwidth_checks(THREE, measured(5.0, 9.0, 2.0, 9.0), [{}, {}, {}])
+    assert (found.state, found.hint) == ("warning", "check the links of b to c")
+
+
+def test_failed_measurement_is_a_failure() -> None:
+    (found,) = bandwidth_checks(TWO, Bandwidth("rank 1 on b: Connection refused"), [{}, {}])
+    assert (found.state, found.value) == ("failure", "not measured: rank 1 on b: Connection refused")
+
+
+def test_broken_gpu_stops_the_measurement() -> None:
+    assert can_measure([Finding("GPU 3", "ok", ""), Finding("disk", "failure", "")])
+    assert not can_measure([Finding("GPU 3", "failure", "")])
+
+
+FAKE_RANK = """
+import os, sys
+sys.stdout.write("node1:1:1 NCCL INFO cudaDriverVersion 12040 " * 4000)
+sys.stderr.write("a warning\\n" * 20000)
+if os.environ["RANK"] == "0":
+    print('\\ntrainkit-bandwidth: {"backend": "nccl"}')
+    print("node1:1:1 NCCL INFO comm destroyed")
+elif "fails" in sys.argv:
+    sys.exit("RuntimeError: address already in use")
+"""
+
+
+@pytest.fixture
+def fake_rank(tmp_path: Path) -> tuple[str, str]:
+    """An interpreter whose ranks print as much as with NCCL_DEBUG=INFO."""
+    (tmp_path / "rank.py").write_text(FAKE_RANK)
+    return sys.executable, str(tmp_path / "rank.py")
+
+
+def test_result_of_ranks_that_print_much_is_found(fake_rank: tuple[str, str]) -> None:
+    layout = Layout(("here",), (3,), "127.0.0.1", 1)
+    assert bandwidth.run_ranks(layout, "here", os.environ, fake_rank) == Bandwidth(backend="nccl")
+
+
+def test_first_rank_that_fails_is_named(fake_rank: tuple[str, str]) -> None:
+    layout = Layout(("there", "here"), (1, 1), "127.0.0.1", 1)
+    found = bandwidth.run_ranks(layout, "here", os.environ, (*fake_rank, "fails"))
+    assert found == Bandwidth("rank 1 on here: RuntimeError: address already in use")
+
+
+@pytest.mark.slow
+def test_gpus_of_this_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = replace(nodes.node_report(Request(tmp_path)), num_gpus=2)
+    monkeypatch.setattr(nodes, "node_report", lambda _: report)
+    found = list(nodes.local_bandwidth(Request(tmp_path)))
+    assert [check.state for check in found] == ["ok", "ok"]
+    assert "over 2 ranks (gloo, 32 MiB)" in found[0].value
+    assert re.search(r"Gbit/s from GPU [01] to GPU [01], the slowest of 2", found[1].value)

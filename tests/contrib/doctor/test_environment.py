@@ -1,0 +1,97 @@
+"""The checks of the interpreter, the packages and the code of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit import __version__
+from trainkit.cli.main import main
+from trainkit.contrib.doctor import Request, environment
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine alone, whatever it has."""
+    monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[str, tuple[str, str]]:
+    """Name of each check -> its state and value."""
+    assert main(["doctor", "--quick", "--json", *args]) == code
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return {check["name"]: (check["state"], check["value"]) for check in checks}
+
+
+def test_environment_of_the_config_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "python3"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    other.chmod(0o755)
+    found = report(capsys, "--set", f"launch.python={other}", code=1)
+    assert found["Python"][0] == "failure"
+    assert found["Python"][1].endswith("has no trainkit")
+    found = report(capsys, "--set", "launch.venv=/nonexistent", code=1)
+    assert found["environment"] == (
+        "failure",
+        "launch.venv is '/nonexistent', and there is no /nonexistent/bin/python",
+    )
+    assert found["Python"][1] == "/nonexistent/bin/python does not run: No such file or directory"
+
+
+def test_environment_that_only_the_job_knows_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: True)
+    monkeypatch.setattr("trainkit.contrib.doctor.nodes.slurm_checks", lambda: iter(()))
+    found = report(capsys, "--set", "launch.container=torch.sif", code=0)
+    text = "checked the environment of this command; the job uses that of launch.container"
+    assert found["environment"] == ("warning", text)
+    found = report(capsys, "--set", "launch.modules=[cuda]", code=0)
+    text = f"checked {sys.executable} without launch.modules, which the job runs first"
+    assert found["environment"] == ("warning", text)
+
+
+def test_code_of_a_folder_is_compared_without_environments_and_runs(tmp_path: Path) -> None:
+    for name in ("a.py", "sub/b.py", "env/lib/c.py", "runs/r/d.py", ".hidden/e.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    files = environment.code_files(tmp_path)
+    assert files == [tmp_path / "a.py", tmp_path / "sub/b.py"]
+    before = environment.digest(files)
+    (tmp_path / "sub/b.py").write_text("x = 1\n")
+    assert environment.digest(files) != before
+
+
+@pytest.mark.slow
+def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    (check,) = environment.check_torch(Request(tmp_path))
+    assert check.state == "failure"
+    assert "libcudnn.so.9" in check.value
+
+
+def test_code_is_compared_only_without_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    found = environment.versions(Request(tmp_path, quick=True, code=tmp_path))
+    assert found["your code"].endswith(f" in {tmp_path}")
+    assert found["Python"] == platform.python_version()
+    assert "your code" not in environment.versions(Request(tmp_path, quick=True))
+
+
+def test_other_trainkit_of_an_interpreter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "__version__", "99.0")
+    check = environment.check_python(Request(tmp_path))
+    assert check.state == "failure"
+    assert check.value.endswith(f" has trainkit {__version__}, and this is trainkit 99.0")

@@ -1,0 +1,168 @@
+"""The checks of one node: its GPUs, with a driver that is made up, names, interfaces, ports and folders."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.disks import fill, small_disk
+from trainkit.contrib.doctor import Request, node
+from trainkit.job.preflight import Finding
+
+
+class FakeNvml:
+    """A driver with one GPU."""
+
+    NVML_TEMPERATURE_GPU = 0
+    NVMLError = RuntimeError
+    used_gib, temperature, pids = 1.0, 40, ()
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, _: int) -> Any:
+        used = int(self.used_gib * 2**30)
+        return type("Memory", (), {"used": used, "total": 80 * 2**30, "free": 80 * 2**30 - used})
+
+    def nvmlDeviceGetTemperature(self, *_: int) -> int:
+        return self.temperature
+
+    def nvmlDeviceGetName(self, _: int) -> str:
+        return "H100"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _: int) -> list[Any]:
+        return [type("Process", (), {"pid": pid}) for pid in self.pids]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "hint"),
+    [
+        ({}, "ok", ""),
+        ({"temperature": 91}, "warning", "it is hot"),
+        ({"pids": (77,)}, "warning", "process 77 uses it: `ps -o user,args -p 77`"),
+        ({"pids": (7, 8)}, "warning", "processes 7, 8 use it: `ps -o user,args -p 7,8`"),
+        ({"used_gib": 30.0}, "warning", "another process uses its memory"),
+    ],
+)
+def test_gpu(changes: dict[str, Any], state: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
+    nvml = FakeNvml()
+    vars(nvml).update(changes)
+    check = node.gpu_finding(nvml, 0)
+    assert check.state == state
+    assert check.hint.startswith(hint)
+    assert check.value.startswith("H100, ")
+
+
+def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise FakeNvml.NVMLError("Not Supported")
+
+    monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
+    nvml: Any = FakeNvml()
+    nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetComputeRunningProcesses = refuse
+    assert node.gpu_finding(nvml, 0) == Finding(
+        "GPU 0", "ok", "H100, 79.0 of 80.0 GiB free, unknown temperature"
+    )
+
+
+def test_gpu_with_a_problem_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Finding("GPU 3", "failure", "does not respond: Unknown Error", "a hint")
+    monkeypatch.setattr(node, "check_gpu", lambda *_: failed)
+    assert node.gpu_finding(FakeNvml(), 3) == failed
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        check = node.check_ports(Request(Path("/tmp"), port=port))
+        assert (check.state, check.value) == ("failure", f"{port} is in use")
+        assert f"sport = :{port}" in check.hint
+    assert node.check_ports(Request(Path("/tmp"), port=port)).state == "ok"
+
+
+def test_unresolvable_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "node_addr", lambda name, **_: name)
+    check = node.check_name(Request(Path("/tmp"), peers=("no-such-host.invalid",)))
+    assert check.state == "failure"
+    assert check.value == "no-such-host.invalid cannot be resolved, and neither can its NodeAddr"
+
+
+def test_peer_that_resolves_to_loopback() -> None:
+    check = node.check_name(Request(Path("/tmp"), peers=("localhost",)))
+    assert (check.state, check.value) == ("failure", "localhost is 127.0.0.1")
+
+
+def test_interface_that_does_not_exist() -> None:
+    check = node.check_interface(Request(Path("/tmp"), network="none0"))
+    assert check.state == "failure"
+    assert "launch.network is none0" in check.value
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "2m") as full:
+        fill(full)
+        *_, check = node.check_folder(Request(full))
+    assert (check.name, check.state) == ("disk", "failure")
+    assert "No space left on device" in check.value
+    assert "ckpt prune" in check.hint
+
+
+def test_disk_with_little_space_fails_before_it_is_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64m") as small:
+        first = next(iter(node.check_folder(Request(small, quick=True))))
+    assert (first.name, first.state) == ("disk", "failure")
+    assert first.value.startswith("0.1 GiB free in ")
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(node.tempfile, "TemporaryDirectory", refuse)
+    (check,) = node.check_folder(Request(tmp_path / "runs"))
+    assert (check.state, check.value) == ("failure", f"{tmp_path} cannot be written: Permission denied")
+
+
+@pytest.mark.parametrize("name", ["file/runs", "file", "link/runs"])
+def test_folder_below_what_is_no_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (check,) = node.check_folder(Request(tmp_path / name, quick=True))
+    parent = tmp_path / name.partition("/")[0]
+    expected = f"{parent} cannot be written: Not a directory"
+    if name.startswith("link"):
+        expected = f"no files can be created in {parent}"
+    assert (check.state, check.value) == ("failure", expected)
+
+
+def test_folder_in_proc() -> None:
+    (check,) = node.check_folder(Request(Path("/proc/runs"), quick=True))
+    assert (check.state, check.value) == ("failure", "no files can be created in /proc")
+
+
+def test_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "VISIBLE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(node, "own_host", lambda: "node2")
+    with node.shared_file(tmp_path / "runs") as shared:
+        assert not isinstance(shared, Finding)
+        visible = Request(tmp_path, quick=True, shared=(shared[0], "node1"))
+        seen = {item.name: item for item in node.check_folder(visible)}
+        assert seen["shared"].state == "ok"
+        hidden = Request(tmp_path, quick=True, shared=(f"{tmp_path}/gone", "node1"))
+        seen = {item.name: item for item in node.check_folder(hidden)}
+    assert seen["shared"].value == f"{tmp_path} is not shared: a file of node1 is not visible on node2"
+    assert seen["shared"].state == "failure"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_task_leaves_is_removed(tmp_path: Path) -> None:
+    with node.shared_file(tmp_path / "runs") as shared:
+        assert not isinstance(shared, Finding)
+        for name in (f"{Path(shared[0]).name}-abc", ".doctor-of-another"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "probe").touch()
+    assert [path.name for path in tmp_path.iterdir()] == [".doctor-of-another"]

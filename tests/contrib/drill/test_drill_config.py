@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.contrib.drill.run_drill import MIN_STEPS, drill_config, save_interval
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(*settings: str) -> LoadedConfig:
+        file = tmp_path / "mine.yaml"
+        file.write_text("name: mine\n")
+        return load_config(file, overrides=settings, environ={}, cwd=tmp_path)
+
+    return load
+
+
+def test_only_the_length_and_the_saves_change(load):
+    loaded = load("train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7", "optimizer.lr=0.01")
+    short, changes = drill_config(loaded, 30, "cpu")
+    assert {change.key: change.value for change in changes} == {
+        "train.steps": 30,
+        "train.epochs": None,
+        "train.stop_at_step": None,
+        "train.log_every": 1,
+        "train.eval_every": None,
+        "notify.webhook": None,
+        "checkpoint.every_steps": 5,
+        "checkpoint.every_minutes": None,
+    }
+    before, after = loaded.config.model_dump(), short.config.model_dump()
+    differing = {
+        f"{section}.{key}"
+        for section, values in before.items()
+        if isinstance(values, dict)
+        for key in values
+        if values[key] != after[section][key]
+    }
+    assert differing == {change.key for change in changes}
+    assert {short.origins[change.key] for change in changes} == {"trainkit drill"}
+    assert short.origins["optimizer.lr"] == "--set optimizer.lr=0.01"
+
+
+def test_no_run_of_a_drill_is_in_a_tracker(load):
+    short, changes = drill_config(load("logging.mlflow=true", "logging.wandb={project: p}"), 30, "cpu")
+    assert short.config.logging.trackers == {}
+    assert {"logging.mlflow", "logging.wandb"} <= {change.key for change in changes}
+
+
+def test_what_is_so_already_is_no_change(load):
+    short = ("train.steps=30", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=5")
+    loaded = load(*short, "notify.webhook=null")
+    assert drill_config(loaded, 30, "cpu") == (loaded, [])
+
+
+def test_a_change_is_a_sentence(load):
+    changes = drill_config(load("train.steps=200"), 30, "cpu")[1]
+    assert changes[0].sentence == "train.steps: 30 instead of 200: a drill is short"
+
+
+def test_a_decay_that_is_longer_than_the_drill_is_a_share_of_it(load):
+    wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
+    assert drill_config(load(*wsd), 30, "cpu")[0].config.schedule.decay_steps is None
+    assert drill_config(load(*wsd), 60, "cpu")[0].config.schedule.decay_steps == 40
+
+
+def test_on_gpus_the_kernels_give_the_same_bits(load):
+    short = drill_config(load("launch.env.A=b"), 30, "cuda")[0].config
+    assert short.train.deterministic
+    assert short.launch.env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "A": "b"}
+    mine = drill_config(load("launch.env.CUBLAS_WORKSPACE_CONFIG=:16:8"), 30, "cuda")[0].config
+    assert mine.launch.env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    assert not drill_config(load(), 30, "cpu")[0].config.train.deterministic
+
+
+def test_the_shortest_drill_saves_twice_before_its_last_third():
+    assert 2 * save_interval(MIN_STEPS) + 1 <= MIN_STEPS * 2 // 3

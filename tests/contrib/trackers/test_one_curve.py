@@ -1,0 +1,249 @@
+"""A run of two attempts in MLflow, Weights & Biases and TensorBoard, read with what belongs to each."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import free_port, site
+from trainkit.config.running import MlflowConfig
+from trainkit.contrib.trackers.sync import RunTracker
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_jsonl, write_json
+from trainkit.run.rundir import RunDir
+
+mlflow = pytest.importorskip("mlflow")
+pytest.importorskip("wandb")
+
+pytestmark = [pytest.mark.slow(seconds=40), pytest.mark.xdist_group("trackers")]
+
+CONFIG = """
+name: curve
+model: {preset: nano}
+data: {seq_len: 64}
+device: cpu
+train: {steps: 20, log_every: 1, eval_every: 10, device_batch_size: 4, global_batch_size: 16}
+checkpoint: {every_steps: 5, keep_last: 2}
+"""
+KILL = """
+import os, signal, threading, time
+def watch():
+    file = os.path.join(os.environ["TRAINKIT_JOB_RUN_DIR"], "metrics.jsonl")
+    while not (os.path.exists(file) and '"step": 8, ' in open(file).read()):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("RANK") == "0" and os.environ["TRAINKIT_JOB_ATTEMPT"] == "1":
+    threading.Thread(target=watch, daemon=True).start()
+"""
+TIMEOUT_S = 400
+
+
+def command(*argv: str, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", *argv],
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an MLflow server."""
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    store = [
+        "--backend-store-uri",
+        "sqlite:///store.db",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
+    argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    with (folder / "log").open("wb") as log:
+        proc = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", *argv],
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+        )
+    try:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        url = f"http://127.0.0.1:{port}"
+        while not answers(f"{url}/health"):
+            assert proc.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        yield url
+    finally:
+        os.killpg(proc.pid, 15)
+        proc.wait(TIMEOUT_S)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A finished run whose rank was killed once, between two checkpoints."""
+    folder = tmp_path_factory.mktemp("curve")
+    text = f"{CONFIG}logging: {{mlflow: {{tracking_uri: {server}}}, wandb: {{mode: offline}}}}\n"
+    (folder / "curve.yaml").write_text(text)
+    env = {**site(folder, KILL), "XDG_STATE_HOME": str(folder / "state")}
+    env["PYTHONPATH"] += f":{os.environ.get('PYTHONPATH', '')}"
+    command("submit", "curve.yaml", "--follow", cwd=folder, **env)
+    found = RunDir(folder / "runs" / "curve")
+    assert "mlflow: " in found.attempt(2).trackers_log.read_text()
+    # On a busy machine the job may have had no time for all.
+    command("sync", str(found.path), cwd=folder)
+    return found
+
+
+def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
+    return [(item["step"], item[name]) for item in read_metrics(run) if item.get(name) is not None]
+
+
+def mlflow_curve(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(item.step, item.value) for item in client.get_metric_history(run_id, name)]
+
+
+def the_run(client: Any) -> Any:
+    """The only run of the only experiment."""
+    experiment = client.get_experiment_by_name("curve")
+    [found] = client.search_runs([experiment.experiment_id])
+    return found
+
+
+def test_it_was_killed_between_checkpoints(run: RunDir) -> None:
+    assert run.attempt_numbers() == [1, 2]
+    steps = [record["step"] for record in read_jsonl(run.metrics_file)]
+    assert sorted(set(steps)) == list(range(1, 21))
+    assert len(steps) >= 20 + 3
+
+
+def test_mlflow_server(run: RunDir, server: str) -> None:
+    client = mlflow.MlflowClient(tracking_uri=server)
+    found = the_run(client)
+    for name in ("loss", "val_loss", "lr", "tokens", "attempt", "step_s"):
+        assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
+    assert found.info.status == "FINISHED"
+    assert found.data.params["train.steps"] == "20"
+    assert found.data.tags["trainkit.attempt"] == "2"
+    assert found.data.tags["trainkit.layout.world_size"] == "1"
+    assert "trainkit.code.torch" in found.data.tags
+    assert client.list_artifacts(found.info.run_id, "config")
+
+
+def test_mlflow_store(run: RunDir, tmp_path: Path) -> None:
+    """The same run, sent to the store in a folder; what was sent but not noted is sent twice."""
+    settings = MlflowConfig(tracking_uri=str(tmp_path / "store"))
+    position = run.trackers_dir / "mlflow.json"
+    before = position.read_text()
+    try:
+        sender = RunTracker(run, "mlflow", settings)
+        assert sender.update("finished").num_sent == 20
+        sender.release()
+        write_json(position, {**json.loads(position.read_text()), "step": 10})
+        assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 10
+    finally:
+        position.write_text(before)
+    assert (tmp_path / "store" / "mlflow.db").is_file()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/store/mlflow.db")
+    found = the_run(client)
+    for name in ("loss", "val_loss", "tokens_per_s"):
+        assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
+    assert list((tmp_path / "store" / "artifacts").rglob("attempt-*.yaml"))
+
+
+def test_a_run_that_was_deleted_in_mlflow_is_sent_again(run: RunDir, tmp_path: Path) -> None:
+    settings = MlflowConfig(tracking_uri=str(tmp_path))
+    position = run.trackers_dir / "mlflow.json"
+    before = position.read_text()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    try:
+        for _ in range(2):
+            assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
+            client.delete_run(the_run(client).info.run_id)
+    finally:
+        position.write_text(before)
+
+
+def test_wandb_offline(run: RunDir) -> None:
+    [folder] = (run.path / "wandb").iterdir()
+    [file] = folder.glob("run-*.wandb")
+    records = list(wandb_records(file))
+    history = [item for item in records if item.WhichOneof("record_type") == "history"]
+    rows = [
+        {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+        for record in history
+    ]
+    assert [record.history.step.num for record in history] == list(range(1, 21))
+    for name in ("loss", "val_loss", "tokens", "attempt", "step_s"):
+        assert [(row["_step"], row[name]) for row in rows if name in row] == curve(run, name), name
+    [start] = [item.run for item in records if item.WhichOneof("record_type") == "run"][:1]
+    config = {item.key: json.loads(item.value_json) for item in start.config.update}
+    assert (config["train.steps"], config["trainkit"]["attempt"]) == (20, 2)
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of an offline run: a log in the format of LevelDB, with a header of W&B."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, record = file.read_bytes(), 7, b""
+    while position < len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # the whole record, or its last part
+            message = wandb_internal_pb2.Record()
+            message.ParseFromString(record)
+            yield message
+            record = b""
+
+
+def test_tensorboard(run: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run.tensorboard_dir))
+    reader.Reload()
+    found = [(event.step, event.value) for event in reader.Scalars("loss")]
+    assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve(run, "loss")]
+
+
+def test_sync_finds_nothing_left(run: RunDir) -> None:
+    text = command("sync", str(run.path), "--json", cwd=run.path.parent)
+    found = {item["name"]: item for item in json.loads(text)}
+    assert found["mlflow"]["num_sent"] == 0
+    assert found["wandb"]["num_sent"] == 20  # one file, written again
+    assert [item["num_pending"] for item in found.values()] == [0, 0]
+    test_wandb_offline(run)
+
+
+def test_nothing_secret_is_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 20 + "secret" + "b" * 14)
+    command("sync", str(run.path), cwd=run.path.parent)
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert [path for path in files if b"a" * 20 + b"secret" in path.read_bytes()] == []

@@ -1,0 +1,224 @@
+"""Which steps a tracker gets, and when, with a tracker that only remembers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.config.running import MlflowConfig, WandbConfig
+from trainkit.contrib.trackers import sync
+from trainkit.contrib.trackers.records import (
+    Facts,
+    Position,
+    Sample,
+    read_facts,
+    read_position,
+    state_of,
+    trackers_of,
+)
+from trainkit.contrib.trackers.sync import RunTracker, Sent, sync_run
+from trainkit.errors import UsageError
+from trainkit.locks import LockBusy
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.manifest import MANIFEST_NAME
+from trainkit.run.rundir import RunDir
+
+
+class Memory:
+    """A tracker that keeps what it gets; as long as `away` is set, it cannot be reached."""
+
+    place = "here"
+    away = ""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.states: list[str] = []
+
+    def newest_step(self, position: Position) -> int:
+        return position.step if position.place == self.place else 0
+
+    def send(self, batch: Sequence[Sample]) -> None:
+        if self.away:
+            raise ConnectionError(self.away)
+        self.samples += batch
+
+    def close(self, state: str) -> None:
+        self.states.append(state)
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return [(sample.step, sample.values["loss"]) for sample in self.samples]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+
+    def opened(settings: object, facts: Facts, position: Position) -> Memory:
+        return memory
+
+    monkeypatch.setattr(sync, "open_tracker", opened)
+    return memory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    attempt = make_attempt(tmp_path / "run", ["logging.mlflow=true"])
+    write_json(attempt.run.plan_file, json.loads(attempt.plan_file.read_text()))
+    attempt.run.checkpoints_dir.mkdir()
+    return attempt.run
+
+
+def train(run: RunDir, attempt: int, steps: range, loss: float = 1.0) -> None:
+    for step in steps:
+        record = {"step": step, "time": f"2026-01-01T00:00:{step:02d}.000Z", "attempt": attempt}
+        append_jsonl(run.metrics_file, {**record, "loss": loss * step, "mfu": None})
+
+
+def save(run: RunDir, step: int) -> None:
+    folder = run.checkpoint_dir(step)
+    folder.mkdir()
+    (folder / MANIFEST_NAME).write_text("{}")
+
+
+def tracker(run: RunDir) -> RunTracker:
+    return RunTracker(run, "mlflow", MlflowConfig())
+
+
+def update_and_die(run: RunDir) -> Sent:
+    """What a process sends that is killed afterwards."""
+    sender = tracker(run)
+    sent = sender.update("running")
+    sender.release()
+    return sent
+
+
+def test_a_step_is_sent_once_a_checkpoint_covers_it(run: RunDir, memory: Memory) -> None:
+    sender = tracker(run)
+    train(run, 1, range(1, 4))
+    sent = sender.update("running")
+    assert (sent.num_sent, sent.num_pending, sent.num_held) == (0, 0, 3)
+    assert not (run.trackers_dir / "mlflow.json").exists()
+    save(run, 2)
+    sent = sender.update("running")
+    assert (sent.num_sent, sent.num_pending, sent.num_held) == (2, 0, 1)
+    assert sent.describe() == "mlflow: 2 steps sent, 1 wait for a checkpoint: here"
+    assert memory.losses == [(1, 1.0), (2, 2.0)]
+    assert sender.update("running").num_sent == 0
+
+
+def test_steps_that_a_crash_loses_are_sent_as_they_were_computed_again(run: RunDir, memory: Memory) -> None:
+    train(run, 1, range(1, 6))
+    save(run, 3)
+    update_and_die(run)
+    train(run, 2, range(4, 8), loss=10.0)
+    save(run, 6)
+    tracker(run).update("finished", closes=True)
+    assert memory.losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)]
+    assert memory.states == ["finished"]
+
+
+def test_a_damaged_checkpoint_repeats_no_step(run: RunDir, memory: Memory) -> None:
+    """The run goes back further than what was sent."""
+    train(run, 1, range(1, 5))
+    save(run, 4)
+    sender = tracker(run)
+    sender.update("running")
+    train(run, 2, range(2, 7))
+    save(run, 6)
+    sender.update("running")
+    assert [step for step, _ in memory.losses] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_server_that_is_away_loses_nothing(run: RunDir, memory: Memory) -> None:
+    train(run, 1, range(1, 4))
+    save(run, 3)
+    memory.away = "connection\nrefused"
+    sender = tracker(run)
+    sent = sender.update("running")
+    assert (sent.num_sent, sent.num_pending) == (0, 3)
+    assert sent.describe() == "mlflow: 0 steps sent, 3 pending: ConnectionError: connection refused"
+    assert read_position(run, "mlflow").problem == sent.problem
+    memory.away = ""
+    assert [item.num_sent for item in sync_run(run)] == [3]
+    assert read_position(run, "mlflow").problem == ""
+    assert sender.update("running").num_sent == 0
+    assert memory.losses == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_another_place_gets_every_step(run: RunDir, memory: Memory) -> None:
+    train(run, 1, range(1, 4))
+    save(run, 3)
+    update_and_die(run)
+    memory.place = "elsewhere"
+    assert update_and_die(run).num_sent == 3
+
+
+def test_the_key_stays(run: RunDir, memory: Memory) -> None:
+    train(run, 1, range(1, 4))
+    save(run, 3)
+    update_and_die(run)
+    key = read_position(run, "mlflow").key
+    memory.place = "elsewhere"
+    update_and_die(run)
+    assert read_position(run, "mlflow").key == key
+
+
+def test_one_process_at_a_time(run: RunDir, memory: Memory) -> None:
+    train(run, 1, range(1, 4))
+    save(run, 3)
+    sender = tracker(run)
+    sender.update("running")
+    with pytest.raises(LockBusy):
+        sync_run(run)
+    sender.release()
+    assert [item.num_sent for item in sync_run(run)] == [0]
+
+
+def test_only_numbers_are_metrics(run: RunDir, memory: Memory) -> None:
+    record = {"step": 1, "time": "2026-01-01T00:00:01.500Z", "attempt": 1, "loss": None, "acc@1": 0.5}
+    append_jsonl(run.metrics_file, {**record, "done": True, "tokens": 3})
+    tracker(run).update("finished")
+    [sample] = memory.samples
+    assert sample == Sample(1, 1767225601500, {"attempt": 1.0, "acc_1": 0.5, "tokens": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        (None, "running"),
+        ({"action": "restart"}, "running"),
+        ({"action": "requeue"}, "running"),
+        ({"action": "finished"}, "finished"),
+        ({"action": "failed"}, "failed"),
+        ({"action": "stopped"}, "stopped"),
+    ],
+)
+def test_the_state_is_that_of_the_newest_attempt(run: RunDir, end: object, state: str) -> None:
+    if end is not None:
+        write_json(run.attempt(1).end_file, end)
+    assert state_of(run) == state
+
+
+def test_facts_name_the_code_without_the_diff(run: RunDir) -> None:
+    git = {"sha": "abc", "branch": "main", "dirty": True, "diff": "+password"}
+    write_json(run.provenance_file, {"trainkit": "0.1", "argv": ["--set", "x"], "git": git})
+    facts = read_facts(run)
+    assert facts.code == {"trainkit": "0.1", "commit": "abc", "branch": "main", "dirty": "True"}
+    assert facts.layout["world_size"] == 1
+    assert facts.config["model.preset"] == "nano"
+
+
+def test_no_tracker(run: RunDir) -> None:
+    run.config_file.write_text("name: test\n")
+    with pytest.raises(UsageError, match="has no tracker"):
+        trackers_of(run)
+
+
+def test_offline_is_written_as_a_whole(run: RunDir) -> None:
+    assert RunTracker(run, "wandb", WandbConfig(mode="offline")).writes_once
+    assert not RunTracker(run, "wandb", WandbConfig()).writes_once

@@ -1,0 +1,201 @@
+"""What links between hosts should give, and what they do (`bandwidth_rank` measures it)."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from trainkit.contrib.doctor import from_json, to_json
+from trainkit.job.preflight import Finding, warn_if
+
+LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
+MARK = "trainkit-bandwidth:"
+"""Before the result of rank 0: NCCL_DEBUG prints to the standard output, too."""
+TIMEOUT_S, POLL_S = 180.0, 0.05
+NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a measurement: those of a host follow each other."""
+
+    hosts: tuple[str, ...]
+    num_ranks: tuple[int, ...]
+    """Ranks of each host."""
+    addr: str
+    port: int
+    """Where rank 0 listens."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.num_ranks)
+
+    def points(self) -> list[tuple[str, int]]:
+        """(name, rank) of what is connected point to point: hosts, or the GPUs of the only host."""
+        if len(self.hosts) == 1:
+            return [(f"GPU {rank}", rank) for rank in range(self.world_size)]
+        return [(host, sum(self.num_ranks[:index])) for index, host in enumerate(self.hosts)]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """What rank 0 measured, which the other hosts lack, or why a rank of this host failed."""
+
+    error: str = ""
+    backend: str = ""
+    size_mib: int = 0
+    all_reduce_gbit_s: float = 0.0
+    links: list[tuple[str, str, float]] = field(default_factory=list)
+    """(from, to, Gbit/s)"""
+
+
+def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
+    """The links (from, to) of a ring, in rounds in which no point has two of them."""
+    links = [(index, (index + 1) % num_points) for index in range(num_points)]
+    last = [links.pop()] if num_points % 2 else []
+    yield from (items for items in (links[0::2], links[1::2], last) if items)
+
+
+def link_gbit_s(interface: str | None) -> dict[str, float]:
+    """What this host's links should give: ``ethernet`` an interface, ``infiniband`` all ports, in Gbit/s.
+
+    A link that does not know its speed is left out.
+    """
+    found = {}
+    with contextlib.suppress(OSError, ValueError):  # the kernel refuses to read it while a link is down
+        speed = int((NET / str(interface) / "speed").read_text())
+        if interface is not None and speed > 0:
+            found["ethernet"] = speed / 1000
+    rates = []
+    for port in INFINIBAND.glob("*/ports/*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if "ACTIVE" in (port / "state").read_text():
+                rates.append(float((port / "rate").read_text().split()[0]))
+    if rates:
+        found["infiniband"] = sum(rates)
+    return found
+
+
+def run_ranks(
+    layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str] = (sys.executable,)
+) -> Bandwidth:
+    """Run the ranks of one host with an interpreter, and wait for them."""
+    node = layout.hosts.index(host)
+    first = sum(layout.num_ranks[:node])
+    with ExitStack() as files:
+        ranks = []
+        try:
+            for local_rank in range(layout.num_ranks[node]):
+                # Files, not pipes: a rank whose pipe nobody reads would stop.
+                out, errors = (
+                    files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)
+                )
+                variables = {
+                    **environ,
+                    LAYOUT_VARIABLE: to_json(layout),
+                    "RANK": str(first + local_rank),
+                    "LOCAL_RANK": str(local_rank),
+                    "OMP_NUM_THREADS": "1",
+                }
+                argv = [*python, "-m", "trainkit.contrib.doctor.bandwidth_rank"]
+                proc = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=variables
+                )
+                ranks.append((proc, out, errors))
+            failed = _wait([proc for proc, _, _ in ranks])
+        except OSError as error:
+            return Bandwidth(f"{python[0]} does not run on {host}: {error.strerror or error}")
+        except subprocess.TimeoutExpired:
+            return Bandwidth(f"the ranks on {host} took longer than {TIMEOUT_S:.0f} s")
+        finally:
+            for proc, _, _ in ranks:
+                if proc.poll() is None:
+                    proc.kill()
+                    proc.wait()
+        if failed is not None:
+            said = [line for line in _lines(ranks[failed][2]) if line.strip()] or ["it crashed"]
+            return Bandwidth(f"rank {first + failed} on {host}: {said[-1].strip()}")
+        if first > 0:
+            return Bandwidth()
+        line = next((line for line in _lines(ranks[0][1]) if line.startswith(MARK)), None)
+        if line is None:
+            return Bandwidth(f"rank 0 on {host} ended without a result")
+        return from_json(Bandwidth, line.removeprefix(MARK))
+
+
+def _wait(procs: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all have ended, or one has failed: its index. Raises TimeoutExpired."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        codes = [proc.poll() for proc in procs]
+        for index, code in enumerate(codes):
+            if code:
+                return index
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline_s:
+            raise subprocess.TimeoutExpired("ranks", TIMEOUT_S)
+        time.sleep(POLL_S)
+
+
+def _lines(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().splitlines()
+
+
+SLOW_SHARE = 0.25
+"""Share of what the link should give under which a measurement is a warning."""
+ODD_SHARE = 0.5
+"""Share of the median of all links under which one link is a warning."""
+GLOO_GBIT_S = 10.0
+"""More than this is not expected of gloo: the CPUs copy and add."""
+
+
+def bandwidth_checks(
+    layout: Layout, found: Bandwidth, links: Sequence[Mapping[str, float]]
+) -> Iterator[Finding]:
+    """The checks of what `run_ranks` measured, against the slowest of the hosts' `link_gbit_s`."""
+    if found.error:
+        hint = "`trainkit diagnose` explains such an error of a run; NCCL_DEBUG=INFO shows what NCCL does"
+        yield Finding("bandwidth", "failure", f"not measured: {found.error}", hint)
+        return
+    expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
+    where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
+    value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
+    hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
+    is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
+    yield warn_if(is_slow, "all-reduce", value, hint)
+    speeds = sorted((speed, source, target) for source, target, speed in found.links)
+    slowest, source, target = speeds[0]
+    median = statistics.median(speed for speed, _, _ in speeds)
+    value = (
+        f"{slowest:,.1f} Gbit/s from {source} to {target}, the slowest of {len(speeds)}; median {median:,.1f}"
+    )
+    if expected is not None:
+        value += f"; {name} should give {expected:,.0f}"
+    if slowest < ODD_SHARE * median:
+        suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
+        pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
+        yield Finding("point to point", "warning", value, f"check the links of {pairs}")
+    else:
+        is_slow = expected is not None and median < SLOW_SHARE * expected
+        yield warn_if(is_slow, "point to point", value, hint)
+
+
+def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:
+    """What the slowest host's link should give in Gbit/s, and which link that is."""
+    kind = "infiniband" if backend == "nccl" and all("infiniband" in link for link in links) else "ethernet"
+    speeds = [link[kind] for link in links if kind in link]
+    if len(speeds) < len(links) or not speeds:
+        return None, ""
+    names = {"infiniband": "InfiniBand", "ethernet": "the network interface"}
+    return min(speeds) if backend == "nccl" else min(*speeds, GLOO_GBIT_S), names[kind]

@@ -1,0 +1,162 @@
+"""``trainkit doctor``: whether this machine, or the nodes of a cluster, can run a job."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import (
+    ConfigRequest,
+    choose_config,
+    config_argument,
+    json_option,
+    set_option,
+    shape_flags,
+    shape_options,
+    slurm_flags,
+    slurm_options,
+)
+from trainkit.errors import EXIT_FAILED, EXIT_OK
+from trainkit.formats import plural
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.job.preflight import Finding
+
+TIMEOUT_S = 600.0
+MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "trainkit doctor --quick",
+        "trainkit doctor --nodes 2 --gpus-per-node 4 --partition debug",
+        "trainkit doctor --json",
+    ),
+)
+@config_argument
+@click.option(
+    "--quick", is_flag=True, help="Leave out what takes seconds: torch, and most of the write test."
+)
+@set_option
+@slurm_options
+@shape_options
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs"),
+    show_default=True,
+    help="Folder in which runs will be.",
+)
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port that must be free.")
+@json_option
+def command(
+    config: str | None,
+    quick: bool,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    gpus_per_node: int | None,
+    run_dir: Path,
+    port: int | None,
+    as_json: bool,
+    **slurm: object,
+) -> int:
+    """Check this machine, or with --nodes the nodes of a cluster: can a job run here?
+
+    Python, torch, GPUs, names, network, ports, disk, clock, bandwidth, and the settings of Slurm. With
+    --nodes, or inside an allocation, the checks run on all nodes at once, in a step of Slurm that waits up to
+    10 minutes for them. Each line says what was found and what to do. The exit code is 1 if there is a
+    failure; warnings do not count.
+    """
+    from trainkit.job.signals import exit_on_stop
+
+    if nodes is None and "SLURM_JOB_ID" in os.environ:
+        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
+    found: list[Finding] = []
+    with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:
+        for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
+            if of_nodes:  # they arrive together
+                of_all = list(group)
+                found += of_all
+                if not as_json:
+                    _echo_nodes(of_all)
+                continue
+            for check in group:
+                found.append(check)
+                if not as_json:
+                    click.echo(_line(check))
+    counts = {state: sum(check.state == state for check in found) for state in MARKS}
+    if as_json:
+        click.echo(json.dumps({"checks": [asdict(check) for check in found], **counts}, ensure_ascii=False))
+    else:
+        warnings, failures = (plural(counts[state], state) for state in ("warning", "failure"))
+        click.echo(f"{counts['ok']} ok, {warnings}, {failures}", err=True)
+    return EXIT_FAILED if counts["failure"] else EXIT_OK
+
+
+def _checks(
+    loaded: LoadedConfig, folder: Path, nodes: int | None, port: int | None, quick: bool
+) -> Generator[Finding, None, None]:
+    from trainkit.cluster.discovery import has_slurm
+    from trainkit.contrib.doctor import Request
+    from trainkit.contrib.doctor.environment import with_interpreter
+    from trainkit.contrib.doctor.node import node_findings
+    from trainkit.contrib.doctor.nodes import can_measure, check_nodes, local_bandwidth, slurm_checks
+
+    launch, on_cluster = loaded.config.launch, has_slurm()
+    on_slurm = nodes is not None or (on_cluster and launch.backend != "local")
+    request = Request(folder, launch.network, (), port, quick)
+    request, checks = with_interpreter(request, loaded, Path.cwd(), on_slurm=on_slurm)
+    yield from checks
+    if nodes is None:
+        found = []
+        for check in node_findings(request):
+            found.append(check)
+            yield check
+        if not quick and can_measure(found):
+            yield from local_bandwidth(request)
+    else:
+        from trainkit.slurm.client import require_controller
+
+        require_controller()
+        yield from check_nodes(loaded, request, TIMEOUT_S)
+    if on_cluster:
+        yield from slurm_checks()
+
+
+def _line(check: Finding) -> str:
+    where = "" if check.host is None else f"{check.host}: "
+    hint = f"\n         hint: {check.hint}" if check.hint else ""
+    return f"{MARKS[check.state]}  {where}{check.name}: {check.value}{hint}"
+
+
+def _echo_nodes(checks: Sequence[Finding]) -> None:
+    """Print what is well once for all nodes, and what is not well for those of which it is said alike."""
+    num_nodes = len({check.host for check in checks})
+    for name in dict.fromkeys(check.name for check in checks):
+        same = [check for check in checks if check.name == name]
+        well = [check for check in same if check.state == "ok"]
+        alike: dict[Finding, list[str]] = {}
+        for check in same:
+            if check.state != "ok":
+                alike.setdefault(replace(check, host=None), []).extend([check.host] if check.host else [])
+        for check, hosts in alike.items():
+            click.echo(_line(replace(check, host=",".join(hosts) or None)))
+        if len({check.value for check in well}) == 1 and len(well) > 1:
+            nodes = f"all {num_nodes}" if len(well) == num_nodes else f"{len(well)} of {num_nodes}"
+            click.echo(_line(replace(well[0], host=None, value=f"{well[0].value} on {nodes} nodes")))
+        elif well:
+            others = f"; {plural(len(well) - 1, 'other node')} ok, with other values" if well[1:] else ""
+            click.echo(_line(replace(well[0], value=f"{well[0].value}{others}")))

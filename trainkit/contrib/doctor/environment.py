@@ -1,0 +1,209 @@
+"""The Python environment of the ranks: its interpreter, packages, torch, and the code that they import."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from trainkit import __version__
+from trainkit.cluster.machine import NVIDIA_DRIVER
+from trainkit.config import LoadedConfig
+from trainkit.contrib.doctor import Request
+from trainkit.job.preflight import Finding, warn_if
+from trainkit.plan.gpus import cuda_torch_hint, release_problem
+from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
+
+PYTHONS = ((3, 10), (3, 13))
+"""The oldest and newest Python that are tested."""
+TIMEOUT_S = 120.0
+COMPARED = (
+    *("trainkit", "torch", "torchao", "numpy", "transformers", "tokenizers", "datasets", "pyarrow"),
+    *("safetensors", "peft", "accelerate", "deepspeed", "lightning", "submitit", "pydantic"),
+)
+"""Packages whose versions must be the same on all nodes."""
+IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Variables of `launch.env` that decide what an interpreter imports."""
+_TORCH = """
+import json, sys, torch
+nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+print(sys.argv[1], json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda or "none", "gpus": torch.cuda.device_count(),
+    "nccl": "none" if nccl is None else ".".join(map(str, nccl)),
+    "distributed": torch.distributed.is_available(),
+}))
+"""
+"""In a process of its own: torch takes seconds to import, and a broken one may crash."""
+MAX_FILES = 2_000
+"""Files of code that are read to compare nodes."""
+_NO_CODE = frozenset({"runs", "node_modules", "site-packages", "__pycache__"})
+
+
+@lru_cache
+def _packages(request: Request) -> Packages | NoAnswer:
+    """The packages of the ranks; cached, as `_torch` is."""
+    try:
+        return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
+    except NoAnswer as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What a torch says of itself; its CUDA and NCCL are ``none`` without one."""
+
+    version: str
+    cuda: str
+    gpus: int
+    nccl: str
+    distributed: bool
+
+
+@lru_cache
+def _torch(request: Request) -> Torch | NoAnswer:
+    """The torch of the ranks, which takes seconds."""
+    try:
+        return Torch(**ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S))
+    except NoAnswer as error:
+        return error
+
+
+def check_python(request: Request) -> Finding:
+    """The interpreter of the ranks, and its version against those that are tested."""
+    found = _packages(request)
+    if isinstance(found, NoAnswer):
+        hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
+        return Finding("Python", "failure", str(found), hint)
+    version = tuple(map(int, found.python.split(".")[:2]))
+    value = f"{found.python} ({found.program})"
+    oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
+    if version < PYTHONS[0]:
+        return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
+    if "trainkit" not in found.files:
+        hint = f"`{request.python[0]} -m pip install trainkit` installs it"
+        return Finding("Python", "failure", f"{value} has no trainkit", hint)
+    installed = found.versions["trainkit"]
+    if installed != __version__:
+        hint = "install the same version there, or use the `trainkit` of that environment"
+        text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
+        return Finding("Python", "failure", text, hint)
+    is_new = version > PYTHONS[1]
+    return warn_if(is_new, "Python", value, f"not tested; tested are {oldest} to {newest}")
+
+
+def check_torch(request: Request) -> Iterator[Finding]:
+    """The release of torch, and whether it can use the GPUs."""
+    found = _torch(request)
+    if isinstance(found, NoAnswer):
+        hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
+        if found.is_slow:
+            hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
+        yield Finding("torch", "failure", str(found), hint)
+        return
+    value = f"{found.version}, CUDA {found.cuda}, NCCL {found.nccl}"
+    problem = release_problem(found.version)
+    if problem is not None:
+        yield Finding("torch", "failure", value, problem[1])
+    elif not found.distributed:
+        yield Finding(
+            "torch", "failure", f"{value}: built without torch.distributed", "install another torch"
+        )
+    elif NVIDIA_DRIVER.exists() and found.cuda == "none":
+        hint = cuda_torch_hint(request.python[0])
+        yield Finding("torch", "failure", f"{value}: built without CUDA", hint)
+    elif NVIDIA_DRIVER.exists() and not found.gpus:
+        hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
+        yield Finding("torch", "failure", f"{value}: sees no GPU", hint)
+    else:
+        yield Finding("torch", "ok", value)
+
+
+def versions(request: Request) -> dict[str, str]:
+    """What must be the same on all nodes: Python, packages, trainkit's code, and the ranks' own code.
+
+    An interpreter or torch that does not run is left out, which `check_python` and `check_torch` report.
+    """
+    values = {}
+    found = _packages(request)
+    if isinstance(found, Packages):
+        values = {"Python": found.python, **found.versions}
+        if "trainkit" in found.files:
+            package = Path(found.files["trainkit"]).parent
+            values["trainkit's code"] = f"{digest(sorted(package.rglob('*.py')))} in {package}"
+        if not request.quick and isinstance(torch := _torch(request), Torch):
+            values |= {"CUDA of torch": torch.cuda, "NCCL": torch.nccl}
+    if request.code is not None:
+        files = code_files(request.code)
+        values["your code"] = f"{digest(files)} in {request.code}" if files else f"missing in {request.code}"
+    return values
+
+
+def code_files(folder: Path) -> list[Path]:
+    """The Python files of a folder and those below it, without environments, runs and hidden folders.
+
+    The first `MAX_FILES` by their paths, the same on every node.
+    """
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _NO_CODE
+            and not name.startswith(".")
+            and not Path(parent, name, "pyvenv.cfg").exists()
+        )
+        found += (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+        if len(found) > MAX_FILES:
+            break
+    return found[:MAX_FILES]
+
+
+def digest(files: Iterable[Path]) -> str:
+    """A digest of the paths and contents of files."""
+    content = hashlib.sha256()
+    for path in files:
+        content.update(f"{path}\0".encode(errors="surrogateescape"))
+        try:
+            content.update(path.read_bytes())
+        except OSError as error:  # differs from a node that can read it
+            content.update(str(error.errno).encode())
+    return content.hexdigest()[:12]
+
+
+def with_interpreter(
+    request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
+) -> tuple[Request, list[Finding]]:
+    """The request for the interpreter of a job, and the checks of the settings that choose it.
+
+    Without a batch script, a run does not use a container, conda, modules and setup lines.
+    """
+    launch = loaded.config.launch
+    if not on_slurm:
+        unused = {"container": None, "conda": None, "modules": (), "setup": ()}
+        launch = launch.model_copy(update=unused)
+    found, problems = find_interpreter(launch, sys.executable, os.environ, cwd)
+    checks = [Finding("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
+    before = [f"launch.{name}" for name in ("modules", "setup") if getattr(launch, name)]
+    named = [f"launch.{name}" for name in ("conda", "python") if getattr(launch, name) is not None]
+    argv = (*found.argv, *found.options)
+    is_known = "/" in found.argv[0] or not (launch.conda or before)
+    hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
+    if launch.container is not None or not is_known:
+        uses = "launch.container" if launch.container is not None else " and ".join(named + before)
+        text = f"checked the environment of this command; the job uses that of {uses}"
+        argv = (sys.executable,)
+        checks.append(Finding("environment", "warning", text, hint))
+    elif before:
+        text = f"checked {found.argv[0]} without {' and '.join(before)}, which the job runs first"
+        checks.append(Finding("environment", "warning", text, hint))
+    env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
+    if on_slurm and launch.snapshot:
+        checks.append(Finding("code", "ok", "each run gets a copy at its submission (launch.snapshot)"))
+    code = None if launch.snapshot else cwd
+    return replace(request, python=argv, env=env, code=code), checks

@@ -1,0 +1,240 @@
+"""The results of a drill: compares the loss curve of each run, checks its end, and formats a table of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from trainkit.contrib.drill.scenarios import Scenario, ScenarioRecord
+from trainkit.formats import plural, table
+from trainkit.run.end import AttemptEnd
+from trainkit.run.events import Event, StepRecord
+
+
+@dataclass(frozen=True)
+class Point:
+    """One computed step, as recorded."""
+
+    step: int
+    loss: str
+    """The loss as JSON text: equal texts mean bit-identical losses."""
+    samples_seen: int | None = None
+    attempt: int | None = None
+    """None if the trainer does not record it."""
+
+
+def points_of(records: Iterable[StepRecord]) -> list[Point]:
+    """The points of the steps of a run that have a loss, in order of computation."""
+    return [
+        Point(record.step, json.dumps(record.values["loss"]), record.count("samples_seen"), record.attempt)
+        for record in records
+        if "loss" in record.values
+    ]
+
+
+def num_recomputed(points: Sequence[Point]) -> int:
+    """Number of repeated computations of steps."""
+    return len(points) - len({point.step for point in points})
+
+
+def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
+    """The first difference of a computed step from the uninterrupted run; empty if all are equal."""
+    expected = {point.step: point for point in reference}
+    for point in points:
+        known = expected.get(point.step)
+        if known is None:
+            return f"step {point.step} is not in the uninterrupted run"
+        if point.loss != known.loss:
+            return f"loss {point.loss} at step {point.step} instead of {known.loss}"
+        if point.samples_seen != known.samples_seen:
+            seen = f"{point.samples_seen} samples seen"
+            return f"{seen} at step {point.step} instead of {known.samples_seen}"
+    missing = sorted(set(expected) - {point.step for point in points})
+    return f"step {missing[0]} is missing" if missing else ""
+
+
+def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
+    """Number of steps computed while a save was being written that an interruption then cut off.
+
+    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
+    """
+    total = 0
+    for start in events:
+        if start.name != "training":
+            continue
+        before = (start.attempt or 0) - 1
+        done = [point.step for point in points if point.attempt == before]
+        own = (event for event in events if event.name == "checkpoint_begin" and event.attempt == before)
+        begun = [event.step or 0 for event in own]
+        if done and begun and begun[-1] > (start.step or 0):
+            total += done[-1] - begun[-1]
+    return total
+
+
+State = Literal["passed", "failed", "missed", "skipped"]
+"""`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one scenario: a row of the table at the end of a drill."""
+
+    scenario: str
+    state: State
+    message: str = ""
+    """What is wrong or why the scenario was skipped; if it passed, a remark."""
+    action: str = ""
+    """What was done to the run."""
+    step: int | None = None
+    restart_s: float | None = None
+    restarted_by: str = ""
+    num_recomputed: int | None = None
+    """Number of steps that were computed again; None if the trainer does not record its steps."""
+    curve: Literal["equal", "differs", "unknown", ""] = ""
+    run_dir: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The result as a line of the drill's log."""
+        if self.state != "passed":
+            return f"{self.state}: {self.message}"
+        restart = (
+            "" if self.restart_s is None else f", resumed after {self.restart_s:.1f} s ({self.restarted_by})"
+        )
+        where = "" if self.step is None else f" at step {self.step}"
+        return f"{self.action}{where}{restart}: passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """The end of a run, as recorded in its folder."""
+
+    end: AttemptEnd
+    """end.json of its newest attempt; empty when there is none."""
+    points: Sequence[Point]
+    events: Sequence[Event]
+    damages: Sequence[str]
+    """What is wrong with its published checkpoints."""
+    run_dir: str
+
+
+def evaluate(
+    scenario: Scenario,
+    record: ScenarioRecord,
+    outcome: RunOutcome,
+    reference: Sequence[Point],
+    interval: int | None,
+    requeue_on: Sequence[str],
+) -> Result:
+    """Check one interrupted run and return its result.
+
+    `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
+    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`.
+    """
+    has_curve, again = bool(reference), num_recomputed(outcome.points)
+    difference = compare(reference, outcome.points) if has_curve else ""
+    result = Result(
+        scenario.name,
+        "passed",
+        _remark(record, has_curve),
+        action=record.action,
+        step=record.step,
+        restart_s=record.restart_s,
+        restarted_by=record.restarted_by,
+        num_recomputed=again if has_curve else None,
+        curve="unknown" if not has_curve else "differs" if difference else "equal",
+        run_dir=outcome.run_dir,
+    )
+    if record.refused:
+        return replace(result, state="skipped", message=record.refused, curve="", num_recomputed=None)
+    problems = _problems(scenario, record, outcome, requeue_on)
+    if has_curve:
+        problems += [difference] if difference else []
+        problems += _too_many_recomputed(scenario, again, outcome, interval)
+    if problems:
+        return replace(result, state="failed", message="; ".join(problems))
+    return replace(result, state="missed", message=record.missed) if record.missed else result
+
+
+def _problems(
+    scenario: Scenario, record: ScenarioRecord, outcome: RunOutcome, requeue_on: Sequence[str]
+) -> list[str]:
+    if record.stuck:
+        return [record.stuck]
+    problems = []
+    if outcome.end.state != "finished":
+        reason = outcome.end.reason or "it recorded no reason"
+        problems.append(f"the run {outcome.end.state or 'died'}: {reason}")
+    should_restart = scenario.cause is None or scenario.cause in requeue_on
+    if record.no_restart and should_restart:
+        problems.append(f"it did not restart by itself: {record.no_restart}")
+    problems += outcome.damages
+    rejected = {event.step for event in outcome.events if event.name == "checkpoint_rejected"}
+    if record.damaged_step is not None and record.damaged_step not in rejected:
+        problems.append(f"the damage to the checkpoint of step {record.damaged_step} was not detected")
+    return problems
+
+
+def _too_many_recomputed(
+    scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
+) -> list[str]:
+    """The problem if too many steps were recomputed: none may be after a signal, else those since a save."""
+    if scenario.graceful:
+        return [f"{again} steps were recomputed after a graceful stop"] if again else []
+    num_restarts = len({event.attempt for event in outcome.events if event.name == "training"}) - 1
+    intervals = num_restarts * (2 if scenario.name == "damaged-checkpoint" else 1)
+    allowed = intervals * (interval or 0) + steps_while_saving(outcome.points, outcome.events)
+    if interval is None or again <= allowed:
+        return []
+    return [f"{again} steps were recomputed; the maximum is {allowed}"]
+
+
+def _remark(record: ScenarioRecord, has_curve: bool) -> str:
+    """A remark on a scenario that passed; empty without one."""
+    if record.no_restart:
+        return f"resumed by the drill: {record.no_restart}"
+    return "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+
+
+HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSSES", "RESULT"]
+
+
+def result_table(results: Sequence[Result]) -> str:
+    """The table with one line per scenario, including skipped ones, followed by the messages."""
+    lines = [table([HEADING, *map(_row, results)])]
+    lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
+    return "\n".join(lines)
+
+
+def _row(result: Result) -> list[str]:
+    restart = "" if result.restart_s is None else f"{result.restart_s:.1f} s"
+    num = result.num_recomputed
+    return [
+        result.scenario,
+        result.action or "-",
+        "-" if result.step is None else str(result.step),
+        f"{restart} ({result.restarted_by})" if restart else "-",
+        "-" if num is None else plural(num, "step"),
+        result.curve or "-",
+        result.state.upper() if result.state in ("failed", "missed") else result.state,
+    ]
+
+
+def summary(results: Sequence[Result]) -> str:
+    """A one-line summary of the drill."""
+    tried = [result for result in results if result.state != "skipped"]
+    passed = [result for result in tried if result.state == "passed"]
+    num_skipped = len(results) - len(tried)
+    text = f"{len(passed)} of {len(tried)} passed"
+    return f"{text}; {num_skipped} skipped" if num_skipped else text
+
+
+def all_passed(results: Sequence[Result]) -> bool:
+    """Whether at least one scenario was tried and all tried scenarios passed."""
+    tried = [result for result in results if result.state != "skipped"]
+    return bool(tried) and all(result.state == "passed" for result in tried)

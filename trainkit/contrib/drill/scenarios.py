@@ -1,0 +1,395 @@
+"""The scenarios of a drill: where each can be tried, its target, and how it is carried out."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trainkit.backends import backend_of
+from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
+from trainkit.config import RunConfig
+from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
+from trainkit.control.requeue import start_again
+from trainkit.observe.follow import run_is_over
+from trainkit.observe.group import read_newest_end
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.events import events_of, read_events, steps_of
+from trainkit.run.files import JsonlTail
+from trainkit.run.lock import run_lock
+from trainkit.run.manifest import partials, published
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to interrupt a run."""
+
+    name: str
+    description: str
+    graceful: bool = False
+    """Whether the run gets a signal in time to save: then no step may be computed twice."""
+    cause: str | None = None
+    """The entry of `requeue.on` that makes it restart; None if it restarts whatever the config says."""
+    by_hand: bool = False
+    """Whether the drill resumes the run, because nothing else is left that could."""
+    needs_slurm: bool = False
+    needs_checkpoints: bool = False
+    """Whether the drill must know where and how the trainer saves."""
+    never: str = ""
+    """Why it can never be tried; empty if it can. Such a scenario is only listed."""
+
+
+SCENARIOS = (
+    Scenario("signal", "SIGUSR2: save and requeue", graceful=True),
+    Scenario("rank", "SIGKILL of one rank", cause="crash"),
+    Scenario("node", "SIGKILL of everything on one node", cause="crash"),
+    Scenario(
+        "mid-save", "SIGKILL of all ranks while a save is written", cause="crash", needs_checkpoints=True
+    ),
+    Scenario(
+        "damaged-checkpoint",
+        "the whole job killed, bytes of its newest checkpoint flipped",
+        by_hand=True,
+        needs_checkpoints=True,
+    ),
+    Scenario("requeue", "scontrol requeue from outside", graceful=True, needs_slurm=True),
+    Scenario(
+        "preempt",
+        "preempted by another job",
+        never="needs a job that may preempt yours; `signal` and `requeue` send the same signals",
+    ),
+    Scenario(
+        "time-limit",
+        "time limit reached",
+        never="Slurm's shortest limit, one minute, is longer than a drill; `signal` sends the same signal",
+    ),
+)
+NAMES = tuple(scenario.name for scenario in SCENARIOS)
+
+
+def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
+    """Why a scenario cannot be tried here with this config; empty if it can."""
+    if scenario.never:
+        return scenario.never
+    if scenario.needs_slurm and plan.is_here:
+        return "this run would start on this machine, without Slurm"
+    if scenario.needs_checkpoints and not plan.workload.knows_run:
+        return "a drill does not know where and how a COMMAND saves"
+    if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last < 2:
+        return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
+    return ""
+
+
+def select(names: Sequence[str]) -> tuple[Scenario, ...]:
+    """The scenarios with these names, in the order of SCENARIOS; without names, all."""
+    return tuple(scenario for scenario in SCENARIOS if not names or scenario.name in names)
+
+
+@dataclass(frozen=True)
+class Target:
+    """When a scenario interrupts, and which rank or node it hits."""
+
+    step: int | None
+    """Interrupt after this step; None if the trainer does not record its steps."""
+    share: float
+    """Interrupt after this fraction of the uninterrupted run's duration, if `step` is None."""
+    rank: int
+    node_rank: int
+    rng: random.Random
+    """The generator for any further random choice."""
+
+
+def choose_target(
+    scenario: Scenario,
+    seed: int,
+    num_steps: int | None,
+    interval: int | None,
+    world_size: int,
+    num_nodes: int,
+) -> Target:
+    """Choose the target of one scenario at random.
+
+    It is not in the first steps, where nothing is saved yet, nor in the last third, because an interruption
+    takes time to arrive. `interval` is the number of steps between two saves, None if unknown.
+    """
+    rng = random.Random(f"{seed} {scenario.name}")
+    step = None
+    if num_steps is not None:
+        saves_before = 2 if scenario.needs_checkpoints else 1
+        first = 1 + (num_steps // 6 if interval is None else saves_before * interval)
+        step = rng.randint(first, max(first, num_steps * 2 // 3))
+        if scenario.name == "mid-save" and interval is not None:
+            step -= step % interval  # the save that is written then
+    return Target(
+        step=step,
+        share=rng.uniform(0.3, 0.6),
+        rank=rng.randrange(world_size),
+        node_rank=rng.randrange(num_nodes),
+        rng=rng,
+    )
+
+
+CHECK_END_EVERY_S = 0.25
+
+
+class RunWatch:
+    """The progress of a run as seen so far.
+
+    `poll_s` is the polling interval of its files; it must be shorter than a step for an interruption to hit
+    its target. After `patience_s` without progress, not counting time in the queue, the run counts as stuck.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        poll_s: float,
+        patience_s: float,
+        log_line: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.run = run
+        self.poll_s = poll_s
+        self.patience_s = patience_s
+        self.is_stuck = False
+        """Whether it made no progress for `patience_s`."""
+        self.step = 0
+        """The newest recorded step."""
+        self.started_s: dict[int, float] = {}
+        """Attempt -> monotonic time at which its start was seen."""
+        self.first_step_s: dict[int, float] = {}
+        """Attempt -> monotonic time at which its first step was seen."""
+        self._log_line = log_line
+        self._metrics = JsonlTail(run.metrics_file, from_start=True)
+        self._events = JsonlTail(run.events_file, from_start=True)
+        self.expect_life()
+
+    def expect_life(self) -> None:
+        """Reset the liveness probe; call after the run was started again as a new job."""
+        self._is_alive = liveness_probe(self.run, self._log_line)
+        self._checked_s, self._is_over = float("-inf"), False
+        self._progress_s = time.monotonic()
+
+    @property
+    def attempt(self) -> int:
+        """The newest started attempt; 0 before the first."""
+        return max(self.started_s, default=0)
+
+    def is_saving(self, step: int) -> bool:
+        """Whether the checkpoint of this step or a later one is being written."""
+        return any(
+            path.name >= self.run.checkpoint_dir(step).name for path in partials(self.run.checkpoints_dir)
+        )
+
+    def until(self, reached: Callable[[], bool]) -> bool:
+        """Wait for a condition; False when the run ends without it or is stuck."""
+        while True:
+            over = self.over()
+            # Read after the check, so that everything written before the end is seen.
+            self.read()
+            if reached():
+                return True
+            if over:
+                return False
+            if time.monotonic() - self._progress_s > self.patience_s and not self._is_in_queue():
+                self.is_stuck = True
+                return False
+            time.sleep(self.poll_s)
+
+    def read(self) -> None:
+        """Read new metrics and events."""
+        # Steps first: those recorded before an attempt starts belong to the previous attempt.
+        for record in steps_of(self._metrics.read()):
+            if "loss" not in record.values:
+                continue
+            self._progress_s = time.monotonic()
+            self.step = record.step
+            # A COMMAND need not record the attempt.
+            attempt = self.attempt if record.attempt is None else record.attempt
+            self.first_step_s.setdefault(attempt, time.monotonic())
+        for event in events_of(self._events.read()):
+            self._progress_s = time.monotonic()
+            if event.name == "started":
+                self.started_s[event.attempt or 0] = time.monotonic()
+
+    def _is_in_queue(self) -> bool:
+        """Whether the run's job is pending; asked only after `patience_s` without progress."""
+        entry = read_job(self.run).newest
+        self._progress_s = time.monotonic()
+        try:
+            job = None if entry is None else backend_of(entry).job(entry)
+        except SlurmUnreachable as error:
+            self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
+            return True  # asked again after `patience_s`
+        return job is not None and job.state.is_waiting
+
+    def over(self) -> bool:
+        """Whether the run has ended for good."""
+        if time.monotonic() - self._checked_s >= CHECK_END_EVERY_S:
+            self._checked_s = time.monotonic()
+            self._is_over = run_is_over(self.run, self._is_alive())
+        return self._is_over
+
+    def end(self) -> AttemptEnd:
+        """How the newest attempt ended, as far as that is recorded."""
+        return read_newest_end(self.run) or AttemptEnd()
+
+
+OVER = "the run was over before it could be interrupted: give it more steps"
+NOTHING_LEFT = "no step was left after the restart: give it more steps"
+MAX_TRIES = 3
+"""A save of a small model can finish before the kill arrives: then the next save is tried."""
+
+
+@dataclass
+class ScenarioRecord:
+    """What happened in one scenario."""
+
+    action: str = ""
+    """What was done to the run."""
+    step: int | None = None
+    """The newest step seen at the interruption."""
+    restart_s: float | None = None
+    """Seconds from the interruption to the next step, or to the next start if steps are not recorded."""
+    restarted_by: str = ""
+    """The action of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
+    no_restart: str = ""
+    """Why the run did not restart automatically; empty if it did."""
+    missed: str = ""
+    """Why the run could not be interrupted as planned."""
+    stuck: str = ""
+    """For how long the run made no progress before it was killed, as text."""
+    refused: str = ""
+    """Why this cluster does not allow the interruption."""
+    damaged_step: int | None = None
+    """The step of the checkpoint that the drill damaged."""
+
+
+@dataclass
+class ScenarioRunner:
+    """Runs one scenario on its run."""
+
+    scenario: Scenario
+    target: Target
+    run_dir: RunDir
+    injector: FaultInjector
+    watch: RunWatch
+    usual_s: float
+    """Duration of the uninterrupted run, in seconds."""
+    record: ScenarioRecord = field(default_factory=ScenarioRecord)
+
+    def run(self) -> ScenarioRecord:
+        """Follow the run from start to end, and interrupt it; returns the record of what happened."""
+        for number in range(1, MAX_TRIES + 1):
+            if not self._await_target(number):
+                self.record.missed = "" if self.watch.is_stuck else OVER
+                break
+            if not self._interrupt_and_await():
+                break
+            if self.scenario.name != "mid-save" or self._save_was_cut_off():
+                break
+            if number == MAX_TRIES:
+                self.record.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
+        if not self.record.refused:
+            self.watch.until(lambda: False)
+        if self.watch.is_stuck:
+            self.record.stuck = f"it made no progress for {self.watch.patience_s:.0f} s"
+            kill_job(self.run_dir)
+        return self.record
+
+    def _await_target(self, number: int) -> bool:
+        """Wait until the run reaches its target, for mid-save the next save; False if it does not."""
+        watch, target = self.watch, self.target
+        if self.scenario.name == "mid-save":
+            assert target.step is not None
+            soonest = max(target.step, watch.step + 1) if number > 1 else target.step
+            return watch.until(lambda: watch.is_saving(soonest))
+        if self.scenario.needs_checkpoints:
+            saved = self.run_dir.checkpoints_dir
+            return watch.until(lambda: watch.step >= (target.step or 0) and len(published(saved)) > 1)
+        if target.step is not None:
+            return watch.until(lambda: watch.step >= (target.step or 0))
+        wait_s = target.share * self.usual_s
+        return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
+
+    def _interrupt_and_await(self) -> bool:
+        """Interrupt the run and wait for its restart; False if either did not happen."""
+        watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
+        self.record.step = watch.step or None
+        try:
+            if not self._interrupt():
+                self.record.missed = OVER
+                return False
+        except SlurmRefused as error:
+            self.record.refused = error.message
+            return False
+        has_steps = self.target.step is not None
+
+        def has_restarted() -> bool:
+            times = watch.first_step_s if has_steps else watch.started_s
+            return any(attempt > before for attempt in times)
+
+        if self.scenario.by_hand:
+            self._resume()
+        elif not watch.until(has_restarted):
+            if watch.is_stuck:
+                return False
+            end = watch.end()
+            if end.state == "finished":
+                self.record.missed = OVER if watch.attempt == before else NOTHING_LEFT
+                return False
+            self.record.no_restart = str(end.reason or "its supervisor died")
+            self._resume()
+        if not watch.until(has_restarted):
+            if watch.end().state == "finished":
+                self.record.missed = NOTHING_LEFT
+            return False
+        times = watch.first_step_s if has_steps else watch.started_s
+        self.record.restart_s = times[min(attempt for attempt in times if attempt > before)] - began_s
+        self.record.restarted_by = self.record.restarted_by or self._restart_action(before)
+        return True
+
+    def _interrupt(self) -> bool:
+        """Interrupt the run as the scenario says; False if nothing was left to interrupt."""
+        run, target, injector = self.run_dir, self.target, self.injector
+        actions: dict[str, tuple[str, Callable[[], bool]]] = {
+            "signal": ("SIGUSR2", lambda: notify(run)),
+            "rank": (f"SIGKILL of rank {target.rank}", lambda: injector.kill_rank(target.rank)),
+            "node": (f"SIGKILL of node {target.node_rank}", lambda: injector.kill_node(target.node_rank)),
+            "mid-save": ("SIGKILL of all ranks in a save", injector.kill_ranks),
+            "damaged-checkpoint": ("job killed, checkpoint damaged", self._kill_and_damage),
+            "requeue": ("scontrol requeue", lambda: requeue_job(run)),
+        }
+        self.record.action, act = actions[self.scenario.name]
+        return act()
+
+    def _kill_and_damage(self) -> bool:
+        if not kill_job(self.run_dir):
+            return False
+        self.record.damaged_step = flip_bytes(self.run_dir, self.target.rng).step
+        return True
+
+    def _resume(self) -> None:
+        """Resume the run as `trainkit resume` does."""
+        with run_lock(self.run_dir):
+            recover_job_id(self.run_dir)
+            require_not_running(self.run_dir, "resume")
+            start_again(self.run_dir, "resume")
+        self.watch.expect_life()
+        self.record.restarted_by = "resume"
+
+    def _restart_action(self, attempt: int) -> str:
+        """How the run restarted after an attempt: the action of its end.json."""
+        end = read_end(self.run_dir.attempt(attempt)) or AttemptEnd()
+        return end.action or "requeue by Slurm"
+
+    def _save_was_cut_off(self) -> bool:
+        """Whether the interruption prevented the save in progress from being published."""
+        newest = self.watch.attempt
+        events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
+        resumed = [event for event in events if event.name == "training" and event.attempt == newest]
+        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < newest]
+        return bool(resumed and begun) and (begun[-1].step or 0) > (resumed[-1].step or 0)

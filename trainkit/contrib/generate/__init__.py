@@ -1,0 +1,1 @@
+"""`trainkit generate`: the model of a run continues a prompt."""

@@ -1,0 +1,95 @@
+"""`trainkit generate`: continue a prompt with the model of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from trainkit.cli.ckpt import chosen_checkpoint
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option, run_argument
+from trainkit.errors import EXIT_FAILED
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        'trainkit generate last "import "',
+        'trainkit generate last "import " --temperature 0 --max-tokens 50',
+        'trainkit generate last "import " --step 100 --json',
+    ),
+)
+@run_argument
+@click.argument("prompt")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    metavar="N",
+    help="Number of tokens after which to stop.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.8,
+    show_default=True,
+    metavar="T",
+    help="Randomness of the text; 0 always takes the most likely token.",
+)
+@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Only the K most likely tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0.0, max=1.0, min_open=True),
+    metavar="P",
+    help="Only the most likely tokens, up to a total probability of P.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@click.option("--tokenizer", metavar="FILE", help="The tokenizer.json of prepared data.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the model runs.",
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Data type of the weights.")
+@json_option
+def command(
+    run_name: str,
+    prompt: str,
+    step: int | None,
+    tokenizer: str | None,
+    as_json: bool,
+    **options: object,
+) -> int:
+    """Continue PROMPT with the best checkpoint of RUN, else the newest, on one process.
+
+    The text appears as it is generated. PROMPT is read from stdin if it is -. It is encoded as the training
+    data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
+    """
+    from trainkit.job.processes import module_argv
+    from trainkit.run.registry import find_run
+
+    run = find_run(run_name)
+    checkpoint = chosen_checkpoint(run, step)
+    number = run.latest_number()
+    config_file = run.config_file if number is None else run.attempt(number).config_file
+    request = {
+        "run": str(run.path.absolute()),
+        "config_file": str(config_file.absolute()),
+        "checkpoint": str(checkpoint.path.absolute()),
+        "prompt": sys.stdin.read() if prompt == "-" else prompt,
+        "tokenizer": None if tokenizer is None else str(Path(tokenizer).absolute()),
+        "as_json": as_json,
+        **options,
+    }
+    # Another process: only the trainer may import torch.
+    argv = module_argv("trainkit.contrib.generate.worker")
+    code = subprocess.run(argv, input=json.dumps(request), text=True).returncode
+    return code if code >= 0 else EXIT_FAILED

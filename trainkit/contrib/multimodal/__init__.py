@@ -1,0 +1,1 @@
+"""The task ``multimodal_lm``, and the rows that it reads."""

@@ -1,0 +1,279 @@
+"""`trainkit replay`: compute steps of a run again, and compare."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.completion import complete_run
+from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.options import (
+    job_options,
+    json_option,
+    named_folder,
+    refuse_other_options,
+    shape_flags,
+    shape_options,
+    slurm_flags,
+)
+from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.contrib.replay.compare import ComparedStep, Comparison, JudgedSample
+    from trainkit.contrib.replay.plan_replay import Flags, ReplayPlan
+    from trainkit.run.rundir import RunDir
+
+MAX_SAMPLES = 10
+"""Samples that are listed."""
+SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "trainkit replay last --step 3",
+        "trainkit replay last --step 3..5 --layout single",
+        "trainkit replay last --step 3 --json",
+        "trainkit replay last --step 3 --submit --time 10 --follow",
+    ),
+)
+@click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@click.option("--step", "steps", metavar="N[..M]", help="Step, or range of steps.")
+@click.option(
+    "--layout",
+    metavar="LAYOUT",
+    default="same",
+    show_default=True,
+    help="`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
+)
+@shape_options
+@click.option("--submit", is_flag=True, help="Compute in a job: on Slurm where there is one.")
+@job_options
+@click.option("--run-dir", metavar="DIR", help="Folder of the job, new or empty; default: runs/NAME-replay.")
+@click.option("--follow", is_flag=True, help="Wait for the job and compare; Ctrl-C detaches.")
+@click.option(
+    "--collect",
+    metavar="JOB",
+    help="Compare what a job computed, by its folder, name or job id; start nothing.",
+)
+@click.option("--keep", is_flag=True, help="Without --submit: keep the folder of the replay, with its logs.")
+@json_option
+def command(
+    run_name: str | None,
+    steps: str | None,
+    layout: str,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    submit: bool,
+    run_dir: str | None,
+    follow: bool,
+    collect: str | None,
+    keep: bool,
+    as_json: bool,
+    **slurm: object,
+) -> int:
+    """Compute steps of RUN again, from the checkpoint before them, and compare.
+
+    If loss and gradient norm are equal to the last digit, a spike is due to the data or the optimisation: the
+    samples of the steps follow, the worst loss first, with source file and position. If not, the hardware or
+    a library computed something else: the rank and host follow, as far as the records of the ranks tell.
+
+    Computes on this machine, or with --submit in a job with a run folder of its own, which --follow or
+    --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
+    """
+    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    if collect is not None:
+        refuse_other_options("collect")
+        return _collect(collect, as_json)
+    if run_name is None or steps is None:
+        raise UsageError(
+            f"{'RUN' if run_name is None else '--step'} is missing",
+            hint="for example `trainkit replay last --step 3`",
+        )
+    _refuse_misfits(submit, keep, follow, run_dir, flags)
+
+    from trainkit.contrib.replay.plan_replay import plan_replay
+    from trainkit.run.registry import find_run
+
+    first, last = _range(steps)
+    what = plan_replay(find_run(run_name), first, last, layout, flags, submits=submit)
+    for text in what.warnings:
+        warn(text)
+    click.echo(what.cost, err=True)
+    if submit:
+        return _submit(what, named_folder(run_dir), follow, as_json)
+    return _run_here(what, keep, as_json)
+
+
+def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None, flags: Flags) -> None:
+    """Raise UsageError for options without effect with, or without, --submit."""
+    of_job = [origin for key, (origin, _) in flags.items() if key not in SHAPE_KEYS]
+    of_job += ["--follow"] * follow + ["--run-dir"] * (run_dir is not None)
+    if of_job and not submit:
+        raise UsageError(f"{', '.join(of_job)} has no effect without --submit", hint="add --submit")
+    if keep and submit:
+        raise UsageError("--keep has no effect with --submit", hint="the folder of a job stays")
+
+
+def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
+    """Compute on this machine in a throw-away folder, and compare."""
+    from trainkit.contrib.replay.run_replay import run_replay
+    from trainkit.job.signals import exit_on_stop
+
+    with exit_on_stop():
+        folder = Path(tempfile.mkdtemp(prefix="trainkit-replay-"))
+        try:
+            return _report(what, run_replay(what, folder), as_json)
+        except OSError as error:
+            if not str(error.filename or "").startswith(str(folder)):
+                raise
+            hint = "free disk space, or name another folder with the variable TMPDIR"
+            raise UsageError(f"cannot write {folder}: {error.strerror or error}", hint) from error
+        finally:
+            if keep:
+                click.echo(f"kept {folder}", err=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
+    """Start a job; with --follow, wait for it and compare."""
+    from trainkit.cli.following import follow_detachable, print_started
+    from trainkit.contrib.replay.run_replay import submit_replay
+
+    copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
+    collect = f"`trainkit replay --collect {quote(str(copy.path))}` compares"
+    if not follow:
+        print_started(copy, copy.name, entry, what.plan.backend, as_json)
+        click.echo(f"{collect} when the job has ended", err=True)
+        return EXIT_OK
+    click.echo(f"{copy.path}: job {entry.job_id}", err=True)
+    code = follow_detachable(copy, entry.attempt, to_stderr=True)
+    if code != EXIT_OK:
+        click.echo(f"{collect} later", err=True)
+        return code
+    return _report(what, copy, as_json)
+
+
+def _collect(name: str, as_json: bool) -> int:
+    """Compare what a job computed."""
+    from trainkit.contrib.replay.run_replay import replay_of
+    from trainkit.run.registry import find_run
+
+    copy = find_run(name)
+    what = replay_of(copy)
+    return _report(what, copy, as_json)
+
+
+def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
+    """Compare and print the result; returns the exit code."""
+    from trainkit.contrib.replay.compare import DIFFERENT, compare, worst_samples
+    from trainkit.contrib.replay.steps import find_step, step_samples
+
+    found = compare(what, copy)
+    if found.start_step != what.start_step:
+        click.echo(f"note: a checkpoint was damaged, so it began after step {found.start_step}", err=True)
+    samples = {}
+    if found.verdict != DIFFERENT and not what.at.is_stream:
+        samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
+    worst = worst_samples(copy, samples)
+    if as_json:
+        from trainkit.contrib.replay.show import sample_fields
+
+        judged = [
+            {"step": item.step, "loss": finite(item.loss), **sample_fields(item.sample)} for item in worst
+        ]
+        click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
+    else:
+        click.echo("\n".join(_lines(what, found, worst)))
+    return EXIT_FAILED if found.verdict == DIFFERENT else EXIT_OK
+
+
+def finite(loss: float | None) -> float | None:
+    """A loss as in metrics.jsonl: None if it is not finite."""
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if match is None:
+        raise UsageError(f"--step is {text}", hint="name a step, as 120, or a range, as 118..121")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last:
+        raise UsageError(f"--step is {text}", hint="steps are counted from 1, the smaller one first")
+    return first, last
+
+
+def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> Iterator[str]:
+    from trainkit.contrib.replay.show import sample_lines
+
+    yield from _verdict_lines(found)
+    bad = found.first_different
+    has_several = len({step.attempt for step in found.steps}) > 1
+    for step in found.steps:
+        if step.step >= what.first or step is bad:
+            yield _step_line(step, has_several)
+    if worst:
+        yield "samples:" if worst[0].loss is None else "samples, the worst loss first:"
+        for item in worst[:MAX_SAMPLES]:
+            loss = "" if item.loss is None else f" loss {item.loss:.4f}"
+            yield from sample_lines(item.sample, note=f"  step {item.step}{loss}")
+        if len(worst) > MAX_SAMPLES:
+            yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists them all"
+
+
+def _verdict_lines(found: Comparison) -> Iterator[str]:
+    from trainkit.contrib.replay.compare import DIFFERENT, EQUAL
+
+    why = "; ".join(found.rounding)
+    bad = found.first_different
+    if found.verdict == EQUAL and found.is_exact:
+        yield "equal to the last digit: the data or the optimisation, not the hardware"
+    elif found.verdict == EQUAL:
+        yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
+        yield f"a smaller error of the hardware would not show, as rounding differs: {why}"
+    elif bad is None:
+        yield "unknown: the run recorded none of these steps (see train.log_every)"
+    elif found.verdict != DIFFERENT:
+        yield f"unknown: different since step {bad.step}, but rounding may have grown to that"
+        yield f"`--layout same` on the same hardware compares to the last digit; here: {why}"
+    else:
+        more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
+        yield f"different since step {bad.step}{more}: the hardware or a library, not the data"
+        if not bad.is_exact:
+            yield f"not compared to the last digit: {why}"
+        culprit = found.culprit
+        if culprit is not None and culprit.ranks:
+            ranks = "rank" + "s" * (len(culprit.ranks) > 1) + " " + ", ".join(map(str, culprit.ranks))
+            yield (
+                f"{ranks} on {', '.join(culprit.hosts)} computed another value in attempt {bad.attempt}: "
+                f"{culprit.what}"
+            )
+        elif culprit is not None:
+            hosts = f"one of {', '.join(culprit.hosts)}" if culprit.hosts else "one of its hosts"
+            yield f"which rank is not known, {hosts}: {culprit.what}"
+
+
+def _step_line(step: ComparedStep, has_several: bool) -> str:
+    name = f"  step {step.step}"
+    if step.recorded is None:
+        return f"{name}  not recorded; replayed {_shown(step.replayed)}"
+    if has_several:
+        name += f" of attempt {step.attempt}"
+    if step.difference == 0.0:
+        return f"{name}  {_shown(step.recorded)}"
+    return f"{name}  recorded {_shown(step.recorded)}; replayed {_shown(step.replayed)}"
+
+
+def _shown(values: dict[str, float | None]) -> str:
+    return " ".join(f"{name}={'not finite' if value is None else value}" for name, value in values.items())

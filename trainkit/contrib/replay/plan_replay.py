@@ -1,0 +1,265 @@
+"""Plans a replay: which steps are computed again, from which checkpoint, where and with which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from statistics import median
+
+from trainkit.cluster.machine import Machine, detect_machine
+from trainkit.cluster.target import LOCAL
+from trainkit.config import load_config, read_effective
+from trainkit.config.schema import RunConfig
+from trainkit.contrib.replay.steps import RunStep, attempt_starts, find_step
+from trainkit.control.resume import changes, submission_folder
+from trainkit.errors import UsageError
+from trainkit.formats import duration, plural
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import DEGREES, parse_layout
+from trainkit.run.events import read_metrics
+from trainkit.run.files import parse_time
+from trainkit.run.manifest import find_plain_damage, published
+from trainkit.run.record import read_job
+from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.submit.plan_run import gather, plan_run
+
+SAME, SINGLE = "same", "single"
+ORIGIN = "trainkit replay"
+Flags = Mapping[str, tuple[str, object]]
+"""Dotted key of the config -> (the flag as typed, its value)."""
+WITHOUT_EXTRAS: Mapping[str, object] = {
+    "train.log_every": 1,
+    "train.eval_every": None,
+    "train.eval_at_start": False,
+    "train.stop_at_step": None,
+    "checkpoint.every_steps": None,
+    "checkpoint.every_minutes": None,
+    "checkpoint.best_metric": None,
+    "checkpoint.async": False,
+    "logging.tensorboard": False,
+    "logging.mlflow": None,
+    "logging.wandb": None,
+    "profiler.start_step": None,
+    "resources.spare_nodes": 0,
+    "requeue.on": [],
+    "requeue.follow_ups": 0,
+}
+"""A replay does nothing that does not change its steps; it logs every one."""
+IRRELEVANT = (
+    *("name:", "resources.", "launch.", "requeue.", "logging.", "checkpoint.", "profiler.", "parallel."),
+    *("train.log_every", "train.eval_", "train.stop_at_step", "train.device_batch_size"),
+    *("train.global_batch_size", "optimizer.lr", "data.cache_dir", "data.num_workers", "device"),
+)
+"""Keys that do not change what a step computes, except for rounding, or whose effect the plan has."""
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What a replay computes, and how."""
+
+    run: RunDir
+    first: int
+    last: int
+    start_step: int
+    """Step of the checkpoint that it begins with; 0 for the initial weights."""
+    at: RunStep
+    """The last step, as the run computed it."""
+    config: RunConfig
+    plan: LaunchPlan
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons to doubt the result, one sentence each."""
+        started = parse_time(self.at.began.time)
+        if started is None or read_job(self.run).code:
+            return ()  # a copy of the code does not change
+        named = (self.at.config.task, self.at.config.model.architecture)
+        with submission_folder(self.run, False):
+            files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
+        return tuple(
+            f"{file} was changed after attempt {self.at.attempt.number} began, and the run has no copy of "
+            "it: a difference may be due to that"
+            for file in files
+            if file.is_file() and file.stat().st_mtime > started.timestamp()
+        )
+
+    @property
+    def cost(self) -> str:
+        """What has to be computed, and how long the run took for it, as a sentence."""
+        count = self.last - self.start_step
+        origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
+        ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
+        text = f"computing {plural(count, 'step')} from {origin} on {ranks}"
+        times = [
+            float(record["step_s"])
+            for record in read_metrics(self.run)
+            if self.start_step < record["step"] <= self.last and isinstance(record.get("step_s"), float)
+        ]
+        if not times:
+            return text
+        return f"{text}; the run took {duration(count * median(times))} for that"
+
+
+def plan_replay(
+    run: RunDir, first: int, last: int, layout: str, flags: Flags, *, submits: bool = False
+) -> ReplayPlan:
+    """Plan to compute the steps `first` to `last` with a layout: ``same``, ``single`` or ``tp=2,dp_shard=2``.
+
+    `flags` change the number of nodes and GPUs and, with `submits`, the request to Slurm. Raises UsageError
+    if the run cannot be replayed, or not with that layout or on this machine.
+    """
+    at = find_step(run, last)
+    _refuse_later(run, at)
+    start_step = _start_step(run, first)
+    _refuse_changes(run, at, start_step)
+    if layout == SAME and not flags and not submits:
+        config, plan = _as_recorded(at)
+    else:
+        config, plan = _planned(at, layout, flags, submits)
+    if at.began.threads is not None and plan.layout == at.plan.layout:
+        plan = replace(
+            plan, threads_per_worker=at.began.threads
+        )  # on CPUs, another number rounds differently
+    plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), trackers=())
+    if plan.slurm is None:
+        plan = replace(
+            plan,
+            backend="local",
+            num_nodes=1,
+            workers_per_node=plan.world_size,
+            node_sizes=None,
+            per="node",
+        )
+        _refuse_too_large(run, plan, detect_machine(), last)
+    return ReplayPlan(run, first, last, start_step, at, config, plan)
+
+
+def _refuse_later(run: RunDir, at: RunStep) -> None:
+    """Raise UsageError if the run has not come to the step, as far as its records tell."""
+    newest = max((record["step"] for record in read_metrics(run)), default=0)
+    if at.step > newest + at.config.train.log_every:
+        raise UsageError(
+            f"{run.path} has not computed step {at.step}: its last record is of step {newest}",
+            hint="`trainkit data show` shows the samples of any step",
+        )
+
+
+def _start_step(run: RunDir, first: int) -> int:
+    """The step of the newest intact checkpoint before `first`; 0 for the initial weights."""
+    intact = [
+        checkpoint.step
+        for checkpoint in published(run.checkpoints_dir)
+        if checkpoint.step < first and not find_plain_damage(checkpoint)
+    ]
+    begin = min(start.step for start in attempt_starts(run).values())
+    if not intact and begin > 0:
+        raise UsageError(
+            f"{run.path} has no checkpoint before step {first}, and it began with step {begin + 1}",
+            hint="its first checkpoint was copied from another run: replay that one",
+        )
+    return max(intact, default=0)
+
+
+def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
+    """Raise UsageError if the steps since the checkpoint were not all computed with the same values."""
+    begins = {start_step, *(start.step for start in attempt_starts(run).values())}
+    for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
+        attempt = find_step(run, step).attempt
+        found = changed_values(attempt, at.attempt)
+        if found:
+            origin = f"checkpoint step-{start_step:08d}" if start_step else "the initial weights"
+            raise UsageError(
+                f"step {at.step} would be computed from {origin}, but step {step}, of attempt "
+                f"{attempt.number}, had other values than attempt {at.attempt.number}: {'; '.join(found)}",
+                hint="only steps that lie between two checkpoints without such a change can be replayed",
+            )
+
+
+def changed_values(before: AttemptDir, after: AttemptDir) -> list[str]:
+    """The values that change what a step computes and differ between two attempts, as lines to show."""
+    if before.number == after.number:
+        return []
+    lines = changes(read_effective(before.config_file), read_effective(after.config_file))
+    found = [line for line in lines if not line.startswith(IRRELEVANT)]
+    was, now = LaunchPlan.read(before.plan_file), LaunchPlan.read(after.plan_file)
+    if was.batch.global_batch_size != now.batch.global_batch_size:
+        found.append(f"global batch size: {was.batch.global_batch_size} -> {now.batch.global_batch_size}")
+    if was.lr != now.lr:
+        found.append(f"peak learning rate: {was.lr:g} -> {now.lr:g}")
+    return found
+
+
+def _as_recorded(at: RunStep) -> tuple[RunConfig, LaunchPlan]:
+    """The config and plan of the attempt for ranks on this machine, whatever started it."""
+    values = {**WITHOUT_EXTRAS, "device": at.plan.device}
+    loaded = load_config(at.attempt.config_file, flags=_flags(values), layers=False)
+    return loaded.config, replace(at.plan, slurm=None)
+
+
+def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tuple[str, object]]:
+    return {key: (origin, value) for key, value in values.items()}
+
+
+def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[RunConfig, LaunchPlan]:
+    """The config and plan for another layout or for a job."""
+    backend = at.config.launch.backend
+    values = {
+        **WITHOUT_EXTRAS,
+        **_layout_values(at.plan, layout),
+        "device": at.plan.device,
+        "train.global_batch_size": at.plan.batch.global_batch_size,
+        "launch.backend": "auto" if backend == "local" else backend,
+    }
+    all_flags = {**_flags(values, f"--layout {layout}"), **flags}
+    if layout == SAME:
+        _refuse_other_size(at, all_flags)
+    loaded = load_config(at.attempt.config_file, flags=all_flags, layers=False)
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"} - values.keys()
+    loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
+    with submission_folder(at.attempt.run, False) as code_dir:
+        facts = gather(loaded, target=None if submits else LOCAL, resumes=True)
+        plan = plan_run(loaded, facts, code_dir=code_dir)
+    return loaded.config, replace(plan, lr=at.plan.lr)
+
+
+def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, int | None]:
+    """The config values of a layout, for the nodes of the run's plan unless it is ``single``."""
+    values: dict[str, int | None] = {
+        "resources.nodes": plan.num_nodes,
+        "resources.gpus_per_node": plan.workers_per_node,
+    }
+    if layout == SINGLE:
+        values = {"resources.nodes": 1, "resources.gpus_per_node": 1}
+        degrees = dict.fromkeys(DEGREES, 1)
+    elif layout == SAME:
+        degrees = {name: getattr(plan.layout, name) for name in DEGREES}
+        values["train.device_batch_size"] = plan.batch.device_batch_size
+        if plan.batch.pp_microbatches is not None:
+            values["parallel.pp_microbatches"] = plan.batch.pp_microbatches
+    else:
+        degrees = parse_layout(layout)
+    return values | {f"parallel.{name}": value for name, value in degrees.items()}
+
+
+def _refuse_other_size(at: RunStep, flags: Flags) -> None:
+    """Raise UsageError if the nodes and GPUs do not have as many ranks as the run."""
+    nodes, per_node = (int(str(flags[key][1])) for key in ("resources.nodes", "resources.gpus_per_node"))
+    if nodes * per_node != at.plan.world_size:
+        raise UsageError(
+            f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each do not have "
+            f"the {at.plan.world_size} ranks of the run",
+            hint="change --nodes and --gpus-per-node, or name another --layout, such as dp_shard=4",
+        )
+
+
+def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int) -> None:
+    have, what = (machine.num_gpus, "GPUs") if plan.device == "cuda" else (machine.num_cpus, "CPU cores")
+    if plan.world_size <= have:
+        return
+    raise UsageError(
+        f"the {plan.world_size} {plan.device} ranks of the replay do not fit: this machine has {have} {what}",
+        hint=f"`trainkit replay {quote(str(run.path))} --step {step} --submit` computes them in a job; "
+        "`--layout single` needs one rank and compares within rounding",
+    )

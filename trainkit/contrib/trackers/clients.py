@@ -1,0 +1,194 @@
+"""A run in MLflow or in Weights & Biases, through the client of each, which is imported when it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainkit.config import read_effective
+from trainkit.config.running import MlflowConfig, WandbConfig
+from trainkit.contrib.trackers.records import Facts, Position, Sample, command_folder
+from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
+from trainkit.run.rundir import RunDir
+
+MAX_METRICS = 1000
+MAX_PARAMS = 100
+MAX_VALUE_CHARS = 500
+"""Per request, and per value of a param in the oldest releases of MLflow 2."""
+KEY_TAG = "trainkit.key"
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+STORE_FILE = "mlflow.db"
+DEFAULT_PROJECT = "trainkit"
+FOLDER = "wandb"
+INIT_TIMEOUT_S = 30.0
+
+
+def store_uri(tracking_uri: str | None, folder: Path, cwd: Path) -> str:
+    """The tracking URI of the run in `folder`; a folder, relative to `cwd`, means a SQLite store in it."""
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(folder.parent / "mlflow")
+    if urlsplit(uri).scheme or uri == "databricks":
+        return uri
+    return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
+
+
+def local_store(run: RunDir) -> str:
+    """The URI of the database of a run. Raises UsageError if the run is on a server, or in no MLflow."""
+    settings = read_effective(run.config_file).logging.trackers.get("mlflow")
+    if not isinstance(settings, MlflowConfig):
+        raise UsageError(
+            f"{run.path} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
+        )
+    uri = store_uri(settings.tracking_uri, run.path, command_folder(run))
+    if urlsplit(uri).scheme in ("http", "https", "databricks"):
+        raise UsageError(f"the run is on the server {uri}", hint="open that in a browser")
+    return uri
+
+
+class MlflowRun:
+    """One run in MLflow, found by a tag of its own or created.
+
+    MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that
+    a batch that is sent again after a crash changes nothing.
+    """
+
+    def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
+        # A server that is away is tried again by the next pass.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+        # Standard output is that of `trainkit sync --json`.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric, self._tag = Metric, RunTag
+        self._facts = facts
+        uri = store_uri(settings.tracking_uri, facts.folder, facts.cwd)
+        if uri.startswith("sqlite:///"):
+            self._folder = Path(uri.removeprefix("sqlite:///")).parent
+            ensure_folder(self._folder, parents=True)
+        self._client = MlflowClient(tracking_uri=uri)
+        experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.name
+        self.place = f"{uri}, experiment {experiment}"
+        experiment_id = self._experiment_id(experiment, uri)
+        found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        self._is_new = not found
+        if self._is_new:
+            tags = {KEY_TAG: key, "trainkit.folder": str(facts.folder)}
+            found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
+        self._run_id = str(found[0].info.run_id)
+        if self._is_new:
+            # MLflow cannot change a param: later configs are among the artifacts only.
+            values = {name: _text(value) for name, value in facts.config.items() if value is not None}
+            params = [Param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
+            for start in range(0, len(params), MAX_PARAMS):
+                self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+        self._describe_attempt()
+
+    def _experiment_id(self, name: str, uri: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        # By default a SQLite store has its artifacts in the folder of the process.
+        folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
+        return str(self._client.create_experiment(name, artifact_location=folder))
+
+    def _describe_attempt(self) -> None:
+        facts = self._facts
+        tags = {f"trainkit.code.{name}": text for name, text in facts.code.items()}
+        tags |= {f"trainkit.layout.{name}": str(size) for name, size in facts.layout.items()}
+        tags["trainkit.attempt"] = str(facts.attempt)
+        tags["mlflow.source.type"] = "JOB"
+        tags["mlflow.source.name"] = "trainkit"
+        if "commit" in facts.code:
+            tags["mlflow.source.git.commit"] = facts.code["commit"]
+        self._client.log_batch(self._run_id, tags=[self._tag(name, text) for name, text in tags.items()])
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._client.log_text(self._run_id, facts.config_text, f"config/attempt-{facts.attempt:03d}.yaml")
+
+    def newest_step(self, position: Position) -> int:
+        # A new one has none, as when somebody deleted the run.
+        return 0 if self._is_new or position.place != self.place else position.step
+
+    def send(self, batch: Sequence[Sample]) -> None:
+        metrics = [
+            self._metric(name, value, sample.time_ms, sample.step)
+            for sample in batch
+            for name, value in sample.values.items()
+        ]
+        for start in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
+
+    def close(self, state: str) -> None:
+        if state != "running":
+            self._client.set_terminated(self._run_id, status=STATUS[state])
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class WandbRun:
+    """A run on the server, or offline in ``wandb/offline-run-KEY`` of the run folder.
+
+    The server knows the steps that it has: what was not uploaded is sent again. The offline run is each time
+    written as a whole, so that one file has all steps, whatever the number of attempts.
+    """
+
+    def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
+        import wandb
+
+        folder = facts.folder / FOLDER
+        self._whole = folder / f"offline-run-{key}" if settings.mode == "offline" else None
+        # Whatever it keeps there is in metrics.jsonl too.
+        self._folder = folder / ("online" if self._whole is None else f"{self._whole.name}.new")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        wandb.teardown()  # what is left of a failed start would make the id one that is in use
+        self._run: Any = wandb.init(
+            project=settings.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            entity=settings.entity,
+            id=key,
+            name=facts.name,
+            dir=str(self._folder),
+            mode=settings.mode,
+            resume="allow" if self._whole is None else None,
+            config={
+                **facts.config,
+                "trainkit": {"attempt": facts.attempt, "code": facts.code, "layout": facts.layout},
+            },
+            allow_val_change=True,
+            # Without what it collects of the process, which is not the one that trains.
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                init_timeout=INIT_TIMEOUT_S,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+        url = str(self._run.url or self._run.path)
+        self.place = url if self._whole is None else f"wandb sync {self._whole}"
+
+    def newest_step(self, position: Position) -> int:
+        # The step that would be next: 0 for a new run, and so for one that is written as a whole.
+        return max(0, int(self._run.step) - 1)
+
+    def send(self, batch: Sequence[Sample]) -> None:
+        for sample in batch:
+            self._run.log({**sample.values, "_timestamp": sample.time_ms / 1000}, step=sample.step)
+
+    def close(self, state: str) -> None:
+        self._run.finish(exit_code=1 if state == "failed" else 0)
+        if self._whole is not None:
+            shutil.rmtree(self._whole, ignore_errors=True)
+            Path(self._run.dir).parent.rename(self._whole)
+        shutil.rmtree(self._folder)

@@ -1,0 +1,218 @@
+"""Sends the metrics of a run to its trackers, each step once.
+
+`metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later
+attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step sent.
+
+``python -m trainkit.contrib.trackers.sync RUN_DIR``, started by the agent of the node of rank 0, does so
+during the training. It ends with its standard input; the line ``finished`` there has it send the rest first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+from trainkit.config.running import MlflowConfig, WandbConfig
+from trainkit.contrib.trackers.clients import MlflowRun, WandbRun
+from trainkit.contrib.trackers.records import (
+    Facts,
+    Position,
+    read_facts,
+    read_position,
+    samples,
+    settled_step,
+    state_of,
+    trackers_of,
+)
+from trainkit.errors import TrainkitError
+from trainkit.folders import ensure_folder
+from trainkit.locks import LockBusy, acquire_lock, release_lock
+from trainkit.run.files import utc_now, write_json
+from trainkit.run.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How far a tracker is after an attempt to send."""
+
+    name: str
+    num_sent: int
+    num_pending: int
+    """Steps that could not be sent."""
+    num_held: int
+    """Steps that no checkpoint covers yet."""
+    place: str
+    problem: str
+
+    def describe(self) -> str:
+        """``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
+        parts = [f"{self.num_sent} steps sent"]
+        if self.num_pending:
+            parts.append(f"{self.num_pending} pending")
+        if self.num_held:
+            parts.append(f"{self.num_held} wait for a checkpoint")
+        end = self.problem or self.place
+        return f"{self.name}: {', '.join(parts)}" + (f": {end}" if end else "")
+
+
+class RunTracker:
+    """The sender to one tracker of a run. It opens the tracker when there is something to send."""
+
+    def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
+        self.run = run
+        self.name = name
+        self.settings = settings
+        self._position: Position | None = None
+        self._tracker: MlflowRun | WandbRun | None = None
+        self._lock: int | None = None
+
+    @property
+    def writes_once(self) -> bool:
+        """Whether it writes all steps as a whole, at the end of the run and by `trainkit sync`."""
+        return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
+
+    def update(self, state: str, *, closes: bool = False) -> Sent:
+        """Send what is settled, and with `closes` close the tracker.
+
+        What goes wrong with the tracker is in the result, for another call to try again. Raises LockBusy
+        while another process sends to it, ModuleNotFoundError if it is not installed, OSError or
+        TrainkitError if the run folder cannot be read.
+        """
+        limit = settled_step(self.run, state == "finished")
+        if self._lock is None:
+            ensure_folder(self.run.trackers_dir, 0o700)
+            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
+        position = self._position = self._position or read_position(self.run, self.name)
+        num_sent, problem = 0, ""
+        try:
+            num_sent = self._send(position, limit)
+            if closes and self._tracker is not None:
+                self._tracker.close(state)
+                self.release()
+        except (ModuleNotFoundError, TrainkitError):
+            self.release()
+            raise
+        except Exception as error:  # of a third party: no server, a full disk, a name that it refuses
+            problem = one_line(error)
+            self.release()
+        left = samples(self.run, self._position.step, math.inf)
+        if num_sent or problem != position.problem:
+            self._record(replace(self._position, time=utc_now(), problem=problem))
+        num_pending = sum(item.step <= limit for item in left)
+        place = self._position.place
+        if self._tracker is None:
+            self._position = None  # `trainkit sync` may continue
+            self.release()
+        return Sent(self.name, num_sent, num_pending, len(left) - num_pending, place, problem)
+
+    def _send(self, position: Position, limit: float) -> int:
+        """Send the settled steps; returns their number."""
+        if self._tracker is None:
+            if not samples(self.run, 0, limit):
+                return 0  # nothing yet: not even a name
+            self._tracker = open_tracker(self.settings, read_facts(self.run), position)
+            step = self._tracker.newest_step(position)
+            # Before the first step is sent: a run must be found again by its key.
+            self._record(replace(position, place=self._tracker.place, step=step))
+        assert self._position is not None
+        batch = samples(self.run, self._position.step, limit)
+        if batch:
+            self._tracker.send(batch)
+            self._record(replace(self._position, step=batch[-1].step, time=utc_now(), problem=""))
+        return len(batch)
+
+    def _record(self, position: Position) -> None:
+        self._position = position
+        write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
+
+    def release(self) -> None:
+        """Let another process send to the tracker."""
+        self._tracker = None
+        if self._lock is not None:
+            release_lock(self._lock)
+            self._lock = None
+
+
+def open_tracker(
+    settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
+) -> MlflowRun | WandbRun:
+    """Open the run in a tracker, or create it there."""
+    if isinstance(settings, MlflowConfig):
+        return MlflowRun(settings, facts, position.key)
+    return WandbRun(settings, facts, position.key)
+
+
+def sync_run(run: RunDir) -> list[Sent]:
+    """Send what is settled to every tracker of a run.
+
+    Raises UsageError for a run without trackers, and what `RunTracker.update` raises.
+    """
+    state = state_of(run)
+    found = []
+    for name, settings in trackers_of(run).items():
+        tracker = RunTracker(run, name, settings)
+        try:
+            found.append(tracker.update(state, closes=True))
+        finally:
+            tracker.release()
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library, without line breaks and not too long for a log."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+POLL_S = 5.0
+MAX_POLL_S = 300.0
+"""After failures, such as those of a server that is away, it tries ever less often."""
+
+
+def main() -> int:
+    """Send until standard input ends; returns the exit code."""
+    os.nice(19)  # the cores belong to the ranks
+    run = RunDir(sys.argv[1])
+    trackers = [RunTracker(run, name, settings) for name, settings in trackers_of(run).items()]
+    live = [tracker for tracker in trackers if not tracker.writes_once]
+    poll_s, line = POLL_S, None
+    while line is None:
+        problems = [tracker.name for tracker in live if not update(tracker)]
+        poll_s = min(MAX_POLL_S, 2 * poll_s) if problems else POLL_S
+        if select.select([sys.stdin], [], [], poll_s)[0]:
+            line = sys.stdin.readline().strip()  # empty at its end
+    if line == "finished":
+        for tracker in trackers:
+            update(tracker, "finished")
+    return 0
+
+
+def update(tracker: RunTracker, state: str = "running") -> bool:
+    """Send what is new and print what happened; False if it failed."""
+    try:
+        sent = tracker.update(state, closes=state != "running")
+    except LockBusy:
+        return True  # `trainkit sync` is sending
+    except ModuleNotFoundError as error:
+        extra = f"trainkit[{tracker.name}]"
+        show(f"warning: {tracker.name}: {error}; install '{extra}', and `trainkit sync` sends the metrics")
+        return False
+    except Exception as error:  # nothing here may end the process: the run trains without it
+        show(f"{tracker.name}: {one_line(error)}")
+        return False
+    if sent.num_sent or sent.problem:
+        show(sent.describe())
+    return not sent.problem
+
+
+def show(text: str) -> None:
+    """Print a line of the attempt's trackers.log."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
