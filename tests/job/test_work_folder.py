@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.folders import content
 from trainkit.job.work_folder import prepare_work_folder
+from trainkit.plan.workload import Command
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
 from trainkit.submit.snapshot import copy_code
@@ -27,7 +28,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
-    snapshot = copy_code(project / subfolder, run, (), {})
+    snapshot = copy_code(project / subfolder, run, Command(()), {})
     write_json(
         run.job_file,
         {"cwd": "/", "code": {"code": snapshot.code, "subfolder": snapshot.subfolder}, "attempts": []},

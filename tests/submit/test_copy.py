@@ -46,7 +46,7 @@ def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
 def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  # type: ignore[no-untyped-def]
     """A run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
-    code = copy_code(project, run, plan.command)
+    code = copy_code(project, run, plan.workload)
     write_json(run.job_file, {"cwd": str(project), "code": code.to_dict(), "attempts": []})
     run.attempt(1).create()
     (project / "train.py").write_text("new\n")
@@ -121,7 +121,7 @@ def test_a_run_is_judgedsubmission_folder(submitted: RunDir, project: Path, tmp_
 def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
     (project / "train.py").write_text("old\n")
     past = replace(plan, command=("python", f"{project}/train.py", "--data", str(project.parent)))
-    code = copy_code(project, run, past.command)
+    code = copy_code(project, run, past.workload)
     assert code.notes == [
         WORK_FOLDER_NOTE,
         f"{project}/train.py is run from the source, which may change; name it relative to {project} "
@@ -134,7 +134,7 @@ def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: L
     for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b"\xfe.pem"):
         with open(os.fsencode(project) + b"/" + name, "w"):
             pass
-    write_json(run.provenance_file, copy_code(project, run, plan.command).to_dict())
+    write_json(run.provenance_file, copy_code(project, run, plan.workload).to_dict())
     assert names(run.code_dir) == ["two\nlines.py", "ü.py", "\udcff.py"]
     read = json.loads(run.provenance_file.read_text())
     assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]

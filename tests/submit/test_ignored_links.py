@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
+from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
 from trainkit.submit import source_tree
 from trainkit.submit.snapshot import WORK_FOLDER_NOTE, copy_code
@@ -22,7 +23,7 @@ def test_what_git_ignores(project: Path, run: RunDir) -> None:
         (project / name).write_text(name)
     (project / "old" / "job.json").touch()
     (project / "sub" / "__pycache__" / "m.pyc").touch()
-    found = copy_code(project, run, (), {})
+    found = copy_code(project, run, Command(()), {})
     assert found.links == [".venv", "data", "sub/w.bin"]
     assert content(run.code_dir) == {
         ".gitignore": (project / ".gitignore").read_text(),
@@ -43,7 +44,7 @@ def test_without_git(project: Path) -> None:
     for name in ("data/x.bin", "a.py", "pkg/b.py", "pkg/w.bin", "id_rsa"):
         (project / name).write_text(name)
     run = RunDir(project / "mine")
-    assert copy_code(project, run, (), {}).links == ["data", "pkg/w.bin"]
+    assert copy_code(project, run, Command(()), {}).links == ["data", "pkg/w.bin"]
     assert (run.code_dir / "pkg" / "w.bin").read_text() == "pkg/w.bin"
 
 
@@ -52,11 +53,11 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     for number in range(3):
         (project / f"{number}.jpg").touch()
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
-        copy_code(project, run, (), {})
-    assert copy_code(project, run, None, {}).num_files == 0
+        copy_code(project, run, Command(()), {})
+    assert copy_code(project, run, TRAINER, {}).num_files == 0
 
 
 def test_none_unless_asked_for(project: Path, run: RunDir) -> None:
     (project / "x.bin").touch()
-    assert copy_code(project, run, None, {}).links == []
+    assert copy_code(project, run, TRAINER, {}).links == []
     assert names(run.code_dir) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.plan.workload import TRAINER
 from trainkit.run.rundir import RunDir
 from trainkit.submit.snapshot import copy_code, find_import_path
 from trainkit.submit.source_tree import SourceTree
@@ -61,7 +62,7 @@ def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
     """As they do in a job: an installation that leads to the source comes after PYTHONPATH."""
     (project / "pyproject.toml").touch()
     (project / "mine.py").write_text("VALUE = 'as submitted'")
-    found = copy_code(project, run, None, {})
+    found = copy_code(project, run, TRAINER, {})
     (project / "mine.py").write_text("VALUE = 'edited'")
     script = f"import sys; sys.path.append({str(project)!r}); import mine; print(mine.VALUE)"
     done = subprocess.run(

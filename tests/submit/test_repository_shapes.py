@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import git
+from trainkit.plan.workload import Command
 from trainkit.run.rundir import RunDir
 from trainkit.submit.snapshot import copy_code
 
@@ -213,7 +214,7 @@ SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
 def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
     shape(project)
     folder, copied, linked = SHAPES[shape]
-    found = copy_code(project / folder, run, (), {})
+    found = copy_code(project / folder, run, Command(()), {})
     assert found.links == linked
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)

@@ -15,6 +15,7 @@ import pytest
 from tests.support.disks import small_disk
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
+from trainkit.plan.workload import TRAINER
 from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit import snapshot as module
@@ -22,7 +23,7 @@ from trainkit.submit.snapshot import copy_code, planned_code
 
 
 def take(project: Path, run: RunDir) -> CodeCopy:
-    return copy_code(project, run, None, {})
+    return copy_code(project, run, TRAINER, {})
 
 
 def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
@@ -194,7 +195,7 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
 def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
     (project / "a.py").touch()
     (project / ".env").touch()
-    planned = planned_code(project, run, None, {})
+    planned = planned_code(project, run, TRAINER, {})
     assert names(run.path) == []
     assert take(project, run) == planned
 
@@ -210,9 +211,9 @@ def test_file_that_cannot_be_read() -> None:
     script = (
         "import os; from pathlib import Path\n"
         "from trainkit.errors import UsageError; from trainkit.run.rundir import RunDir\n"
-        "from trainkit.submit.snapshot import copy_code\n"
+        "from trainkit.plan.workload import TRAINER\nfrom trainkit.submit.snapshot import copy_code\n"
         "os.setuid(65534)\n"
-        "try: copy_code(Path('project'), RunDir('run'), None)\n"
+        "try: copy_code(Path('project'), RunDir('run'), TRAINER)\n"
         "except UsageError as error: print(error.render())\n"
         "print(os.listdir('run'))\n"
     )

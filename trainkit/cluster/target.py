@@ -36,7 +36,7 @@ class Target:
     @property
     def submits_job(self) -> bool:
         """Whether a job is submitted to Slurm."""
-        return self.backend in ("sbatch", "submitit")
+        return self.cluster is not None
 
 
 LOCAL = Target("local", "this machine")

@@ -94,7 +94,7 @@ class RunConfig(Section):
     @property
     def has_decoder(self) -> bool:
         """Whether the model is built from trainkit's own classes, on tokens that `data` names."""
-        return not self.has_user_task and self.model.architecture != TRANSFORMERS
+        return self.model_source[0] == "model.architecture" and not self.uses_transformers
 
     @property
     def secrets(self) -> tuple[str, ...]:

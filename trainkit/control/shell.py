@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from trainkit.backends import backend_of
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.target import Target, make_target
+from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import ensure_folder
@@ -35,10 +35,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
 
     Raises ConfigError with every problem.
     """
-    backend = "sbatch" if loaded.config.launch.backend in ("auto", "local") else loaded.config.launch.backend
-    known = make_target(loaded, backend)
-    facts = Facts(NOWHERE, Target("sbatch", "shell", known.cluster))
-    plan = make_plan(loaded, facts, Command(("bash",)))
+    plan = make_plan(loaded, Facts(NOWHERE, make_target(loaded, "sbatch")), Command(("bash",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}
     # One task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.

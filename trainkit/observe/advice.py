@@ -51,8 +51,8 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
 
 def _plan_values(plan: PlanRecord) -> dict[str, str]:
     values = {}
-    if plan.command is not None:
-        values["command"] = " ".join(quote(str(word)) for word in plan.command)
+    if plan.is_command:
+        values["command"] = " ".join(quote(str(word)) for word in plan.command or ())
     else:
         values |= _batch_values(plan.record("batch"))
     launcher = plan.text("launcher")

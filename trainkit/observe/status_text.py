@@ -61,7 +61,7 @@ def run_details(status: RunStatus) -> str:
     lines = {
         "run": status.name,
         "folder": status.run_dir,
-        "command": "" if status.command is None else join(status.command),
+        "command": join(status.command or ()),
         "state": f"{status.state}{reason}",
         "attempt": f"{cell(status.attempt)} as {cell(status.job_id)}, started {duration(status.age_s)} ago",
         "workers": f"{cell(status.num_nodes)} x {cell(status.workers_per_node)} on {cell(status.device)}",

@@ -180,12 +180,11 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
     machine, target = facts.machine, facts.target
     if target.node_sizes is not None:
         return StepDraft(loaded, machine, node_sizes=target.node_sizes, is_task_per_rank=target.per == "gpu")
-    if target.backend in ("local", "hosts"):
-        return LaunchDraft(loaded, machine, is_one_node=target.backend == "hosts")
+    if target.cluster is None:
+        return LaunchDraft(loaded, machine, is_one_node=target.per == "node")
     # Imported only for Slurm: a run on this machine needs none of it.
     from trainkit.plan.slurm_draft import SlurmDraft
 
-    assert target.cluster is not None
     return SlurmDraft(loaded, machine, cluster=target.cluster)
 
 

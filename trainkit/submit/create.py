@@ -93,7 +93,7 @@ def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequenc
     cwd = Path.cwd()
     with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
         provenance = thread.submit(collect_provenance, cwd)
-        code = copy_code(cwd, run, plan.command) if wants_copy(config, plan) else None
+        code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
         value["code"] = None if code is None else code.to_dict()
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)

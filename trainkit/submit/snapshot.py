@@ -17,6 +17,7 @@ from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.workload import Workload
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit.source_tree import SourceTree, add_links, below, find_tree, parents, printable
@@ -56,7 +57,7 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         run.code_dir.rename(kept)
     try:
         cwd = Path(before.cwd or Path.cwd())
-        code = copy_code(cwd, run, plan.command) if wants_copy(config, plan) else None
+        code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         with changed_job(run) as job:
             job.code = code
         yield
@@ -71,23 +72,23 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
 
 
 def planned_code(
-    cwd: Path, run: RunDir, command: Sequence[str] | None, environ: Mapping[str, str] = os.environ
+    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
 ) -> CodeCopy:
     """The description that `copy_code` would return now; writes nothing. Raises UsageError likewise."""
-    return _plan(cwd, run, command, environ)[0]
+    return _plan(cwd, run, workload, environ)[0]
 
 
 def copy_code(
-    cwd: Path, run: RunDir, command: Sequence[str] | None, environ: Mapping[str, str] = os.environ
+    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
 ) -> CodeCopy:
     """Copy the code of a working directory to the run's code/, completely or not at all; describe the copy.
 
     Modes and symlinks are kept: a link to a copied file points to its copy, any other link to its old target.
-    For a `command`, files that are not copied are linked: it may expect its data there, as in
+    For a command, files that are not copied are linked: it may expect its data there, as in
     ``python train.py --data data/train.jsonl``. Raises UsageError when the code is too large, a file cannot
     be read, or the run folder cannot be written.
     """
-    code, tree = _plan(cwd, run, command, environ)
+    code, tree = _plan(cwd, run, workload, environ)
     if run.code_dir.exists():
         raise UsageError(f"{run.code_dir} already exists", hint="every run has its own code folder")
     try:
@@ -120,7 +121,7 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
 
 
 def _plan(
-    cwd: Path, run: RunDir, command: Sequence[str] | None, environ: Mapping[str, str]
+    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str]
 ) -> tuple[CodeCopy, SourceTree]:
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
@@ -134,9 +135,9 @@ def _plan(
             f"is {MAX_FILES:,} files and {_size(MAX_BYTES)}; the largest: {named}",
             hint="add data to .gitignore or move it, or use the files in place with --no-snapshot",
         )
-    if command is not None:
+    if workload.is_command:
         add_links(tree, folder, run_dir)
-        _refuse_outside(command, tree)
+        _refuse_outside(workload.argv, tree)
     import_path, notes = find_import_path(tree, str(run.code_dir), environ.get("PYTHONPATH", ""))
     by_reason: dict[str, list[str]] = {}
     for path, reason in tree.left_out:
@@ -160,9 +161,9 @@ def _plan(
         workdir=str(run.code_dir / tree.subfolder),
         num_left_out=len(tree.left_out),
     )
-    if command is not None:
+    if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
-    for word in command or ():
+    for word in workload.argv:
         # Python then also imports modules next to such a script from the source.
         if Path(word).is_relative_to(source) and Path(word).is_file():
             how = f"name it relative to {source} to run the copy"

@@ -171,7 +171,7 @@ class Submission:
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if backend_named(plan.backend).template is None:
             return Preview(plan.to_text(), False, files)
-        code = planned_code(Path.cwd(), run, plan.command) if wants_copy(config, plan) else None
+        code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
         script = self.script(run, code)
         if self.array is None:
             for where, text in (("plan.json", plan.to_text()), ("config.yaml", dump_effective(config))):
