@@ -20,7 +20,7 @@ from trainkit.contrib.drill.scenarios import NAMES
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
 name: small
 device: cpu
