@@ -78,6 +78,10 @@ class Problem:
         return f"{text}\n  hint: {self.hint}" if self.hint else text
 
 
+KeyProblem = tuple[str, str, str]
+"""A problem of a value whose origin is not known here: dotted key, message, hint."""
+
+
 class ConfigError(UsageError):
     """All problems of a config."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trainkit.cluster.limits import limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, ResourceRequest, features_of
+from trainkit.config.running import ResourcesConfig
 
 HOUR_S = 3600
 BIG = NodeKind(4, cpus=64, mem_mib=512_000, gpus={"h100": 8}, features=("ib", "h100"))
@@ -29,13 +30,17 @@ WEST = Cluster(
     qos=(Qos("normal"), Qos("long", overrides=("time",)), Qos("brief", 600)),
     slurm_version=(22, 5, 8),
 )
-ONE = ResourceRequest(nodes=1, workers_per_node=4, gpus_per_node=4, cpus_per_node=32, time="01:00:00")
+DERIVED = {"workers_per_node": 4, "gpus_per_node": 4, "cpus_per_node": 32}
+"""What a plan adds to the section `resources`."""
 
 
-def found(
-    cluster: Cluster = WEST, request: ResourceRequest = ONE, **changes: object
-) -> list[tuple[str, str, str]]:
-    return list(limit_problems(replace(request, **changes), cluster))  # type: ignore[arg-type]
+def request(cluster: Cluster, **values: Any) -> ResourceRequest:
+    section = ResourcesConfig(**{key: value for key, value in values.items() if key not in DERIVED})
+    return replace(cluster.request(section), **{key: values.get(key, was) for key, was in DERIVED.items()})
+
+
+def found(cluster: Cluster = WEST, **values: Any) -> list[tuple[str, str, str]]:
+    return list(limit_problems(request(cluster, **values), cluster))
 
 
 def test_what_fits() -> None:
@@ -178,7 +183,7 @@ def test_what_fits() -> None:
         ),
         (
             {"qos": "brief", "time": "11", "account": "other"},
-            ("resources.time", "is 11, but QOS brief allows at most 00:10:00", "--time 00:10:00 fits"),
+            ("resources.time", "is 00:11:00, but QOS brief allows at most 00:10:00", "--time 00:10:00 fits"),
         ),
     ],
 )
@@ -225,7 +230,7 @@ def test_unknown_overrides_of_a_qos() -> None:
     assert found(unknown, qos="brief", partition="debug", time="10", nodes=2) == []
     assert found(replace(WEST, qos=None, accounts=None), qos="any", time="30-0") == []
     assert [message for _, message, _ in found(unknown, qos="brief", time="30-0")] == [
-        "is 30-0, but QOS brief allows at most 00:10:00"
+        "is 30-00:00:00, but QOS brief allows at most 00:10:00"
     ]
 
 
@@ -250,7 +255,7 @@ def test_from_23_02_on_accounts_below_an_allowed_one_may_too() -> None:
 
 
 def test_an_account_of_one_partition() -> None:
-    accounts = (Account("physics", True, ("cpu",)), Account("physics", True, ("debug",)))
+    accounts = (Account("physics", True, ("cpu", "debug")),)
     cluster = replace(WEST, accounts=accounts)
     assert found(cluster) == [
         ("resources.partition", "is gpu, which account physics may not use", "it may use cpu and debug")
@@ -310,7 +315,7 @@ def test_with_an_or_any_node_may_do() -> None:
 
 
 def test_the_reason_of_one_partition_for_the_table_of_all() -> None:
-    [(key, message, _)] = partition_problems(ONE, WEST, CPU)
+    [(key, message, _)] = partition_problems(request(WEST), WEST, CPU)
     assert (key, message) == ("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPUs")
 
 
@@ -332,7 +337,7 @@ def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus() -> None:
 
 def test_a_partition_that_is_down_is_not_suggested() -> None:
     cluster = replace(WEST, partitions=(replace(GPU, is_up=False), CPU))
-    assert found(cluster, partition="cpu")[0].hint == ""
+    assert found(cluster, partition="cpu")[0][2] == ""
 
 
 NODES = st.builds(
@@ -364,32 +369,31 @@ SMALL_CLUSTERS = st.builds(
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> ResourceRequest:
+def requests(draw: st.DrawFn) -> dict[str, Any]:
     workers = draw(st.integers(1, 12))
     each = draw(st.none() | st.integers(1, 4))
-    return ResourceRequest(
-        nodes=draw(st.integers(1, 12)),
-        workers_per_node=workers,
-        gpus_per_node=draw(st.sampled_from([workers, None])),
-        gpu_type=draw(st.sampled_from([None, "h100", "h10"])),
-        cpus_per_node=None if each is None else each * workers,
-        mem=draw(st.sampled_from([None, "2G", "6G", "100G"])),
-        time=draw(st.sampled_from([None, "0", "30", "2:00:00"])),
-        qos=draw(st.sampled_from([None, "long", "brief"])),
-        constraint=draw(st.sampled_from([None, "ib", "ib&new", "old", "ib|new"])),
-        spare_nodes=draw(st.integers(0, 3)),
-    )
+    return {
+        "nodes": draw(st.integers(1, 12)),
+        "workers_per_node": workers,
+        "gpus_per_node": draw(st.sampled_from([workers, None])),
+        "gpu_type": draw(st.sampled_from([None, "h100", "h10"])),
+        "cpus_per_node": None if each is None else each * workers,
+        "mem": draw(st.sampled_from([None, "2G", "6G", "100G"])),
+        "time": draw(st.sampled_from([None, "0", "30", "2:00:00"])),
+        "qos": draw(st.sampled_from([None, "long", "brief"])),
+        "constraint": draw(st.sampled_from([None, "ib", "ib&new", "old", "ib|new"])),
+        "spare_nodes": draw(st.integers(0, 3)),
+    }
 
 
-@given(cluster=SMALL_CLUSTERS, request_=requests())
-def test_every_suggestion_is_accepted(cluster: Cluster, request_: ResourceRequest) -> None:
-    for problem in limit_problems(request_, cluster):
-        own, _, partitions = problem.hint.partition("--partition ")
+@given(cluster=SMALL_CLUSTERS, values=requests())
+def test_every_suggestion_is_accepted(cluster: Cluster, values: dict[str, Any]) -> None:
+    for key, _, hint in found(cluster, **values):
+        own, _, partitions = hint.partition("--partition ")
         for name in filter(None, re.split(", | or ", partitions.removesuffix(" fits without other changes"))):
-            assert list(limit_problems(replace(request_, partition=name), cluster)) == []
+            assert found(cluster, **values | {"partition": name}) == []
         if (option := re.match(r"--(?:time|gpus-per-node) (\S+) fits", own)) is not None:
-            value: Any = option[1]
-            changed = replace(request_, time=value)
-            if problem.key == "resources.gpus_per_node":
-                changed = replace(request_, workers_per_node=int(value), gpus_per_node=int(value))
-            assert problem.key not in {item.key for item in limit_problems(changed, cluster)}
+            changed: dict[str, object] = {"time": option[1]}
+            if key == "resources.gpus_per_node":
+                changed = {"workers_per_node": int(option[1]), "gpus_per_node": int(option[1])}
+            assert key not in {other for other, _, _ in found(cluster, **values | changed)}

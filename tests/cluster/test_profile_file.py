@@ -191,11 +191,3 @@ def test_what_is_written_is_read_back(cluster: Cluster, tmp_path_factory: pytest
     file.write_text(profile_text(cluster, date(2026, 1, 2)), encoding="utf-8")
     profile, _ = read_profile(file, "written.yaml")
     assert profile.to_cluster() == cluster
-
-
-def test_an_account_of_several_partitions_is_written_once(tmp_path: Path) -> None:
-    accounts = (Account("a", True, ("x",), ("n",)), Account("a", False, ("y",), ("n", "m")))
-    file = tmp_path / "west.yaml"
-    file.write_text(profile_text(Cluster("west", (Partition("x"),), accounts=accounts), date(2026, 1, 2)))
-    found = read_profile(file, "west.yaml")[0].to_cluster()
-    assert found.accounts == (Account("a", True, ("x", "y"), ("n", "m")),)

@@ -24,6 +24,7 @@ ClusterName=west Account=root UserName= Partition= ID=1 Parent= Lft=1 DefAssoc=N
 ClusterName=west Account=physics UserName= Partition= ID=3 Parent=root(1) Lft=2 DefAssoc=No
 ClusterName=west Account=physics UserName=me(1000) Partition= ID=5 Parent= Lft=3 DefAssoc=Yes
 ClusterName=west Account=chem UserName=me(1000) Partition=gpu ID=6 Parent= Lft=7 DefAssoc=No
+ClusterName=west Account=chem UserName=me(1000) Partition=big ID=8 Parent= Lft=9 DefAssoc=No
 ClusterName=west Account=chem UserName=meagre(1001) Partition=gpu ID=7 Parent= Lft=7 DefAssoc=Yes
 QOS Records
 QOS=normal(1) UsageRaw=0.000000 GrpJobs=N(0) MaxWallPJ= MaxTRESPJ= Account Limits physics MaxJobsPA=N(0)
@@ -69,7 +70,7 @@ def test_without_accounts(fake: FakeSlurm) -> None:
 def test_with_accounts(fake: FakeSlurm) -> None:
     slurm(fake)
     cluster = query_cluster(with_accounts=True)
-    assert cluster.accounts == (Account("physics", True), Account("chem", False, ("gpu",)))
+    assert cluster.accounts == (Account("physics", True), Account("chem", False, ("gpu", "big")))
     assert cluster.qos == (Qos("normal", None, None), Qos("brief", 600, None))
     assert len(fake.calls) == 5
 

@@ -311,18 +311,21 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
     assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be
 
 
-def test_gpu_bindings_that_cannot_work_are_refused_before_submission() -> None:
+def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:
     bound = "launch.srun_extra={gpus-per-task: 1}"
-    [found] = problems(bound, "launch.per=node")
-    assert found == (
-        f"--set {bound}: launch.srun_extra.gpus-per-task: is 1: a task would see 1 GPU, but it starts all 8 "
-        "ranks of its node\n  hint: remove it, or set launch.per: gpu"
-    )
     made = plan(bound)
     assert made.slurm is not None
     assert made.slurm.srun["gpus-per-task"] == 1
     [warning] = made.warnings
     assert warning.startswith("launch.srun_extra.gpus-per-task is 1: where a rank sees only its own GPU")
     assert LaunchPlan.from_dict(made.to_dict()) == made
-    assert plan(bound, "resources.partition=cpu", "launch.per=node").warnings == (), "no GPU is bound"
-    assert plan().warnings == ()
+    [warning] = plan("resources.extra={gpu-bind: single:1}").warnings
+    assert warning.startswith("resources.extra.gpu-bind is single:1"), "srun inherits it"
+    for fine in (
+        *(
+            "launch.srun_extra={gpus-per-task: 1, gpu-bind: none}",
+            "launch.srun_extra={gpu-bind: mask_gpu:0xF}",
+        ),
+        *("resources.partition=cpu", "launch.per=node", "resources.gpus_per_node=1"),
+    ):
+        assert plan(*([] if "srun" in fine else [bound]), fine).warnings == (), fine

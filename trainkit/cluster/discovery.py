@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -143,9 +143,23 @@ def discover_cluster() -> Cluster | None:
     )
 
 
-def _enforced(config: Mapping[str, str], accounts: tuple[Account, ...] | None) -> tuple[Account, ...] | None:
-    """The accounts, if there are any and Slurm checks them."""
-    return accounts if accounts and "associations" in config.get("AccountingStorageEnforce", "") else None
+def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> tuple[Account, ...] | None:
+    """One entry per account, of which Slurm lists one per partition; None if Slurm does not check them."""
+    merged: dict[str, Account] = {}
+    for account in accounts or ():
+        known = merged.get(account.name, account)
+        merged[account.name] = Account(
+            account.name,
+            account.is_default or known.is_default,
+            _union(known.partitions, account.partitions),
+            _union(known.qos, account.qos),
+        )
+    is_checked = "associations" in config.get("AccountingStorageEnforce", "")
+    return tuple(merged.values()) if merged and is_checked else None
+
+
+def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:

@@ -19,7 +19,6 @@ from trainkit.cluster.model import (
     Partition,
     Qos,
     ResourceRequest,
-    merged_accounts,
 )
 from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
 from trainkit.config.section import Section
@@ -42,10 +41,8 @@ def describe_cluster(cluster: Cluster) -> str:
             limit = "no limit" if item.max_time_s is None else time_text(item.max_time_s)
             gpus = {f"{count} {kind}".rstrip() for node in item.nodes for kind, count in node.gpus.items()}
             rows.append((name, str(item.num_nodes), ", ".join(sorted(gpus)) or "none", limit))
-    default = {item.name for item in cluster.accounts or () if item.is_default}
-    names = dict.fromkeys(item.name for item in cluster.accounts or ())
-    accounts = [f"{name} (default)" for name in names if name in default]
-    accounts += [name for name in names if name not in default]
+    known = sorted(cluster.accounts or (), key=lambda item: not item.is_default)
+    accounts = [item.name + (" (default)" if item.is_default else "") for item in known]
     return "\n".join(
         (
             f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}",
@@ -216,7 +213,7 @@ def _account_lines(cluster: Cluster) -> Iterator[str]:
     else:
         yield "# The accounts that you may charge (other users may have others), and their QOS."
         yield "accounts:"
-        for account in merged_accounts(cluster.accounts):
+        for account in cluster.accounts:
             yield f"  {_flow(account.name)}: {_flow(_values(AccountProfile, account))}"
     if cluster.qos:
         yield "qos:"
@@ -305,7 +302,7 @@ def _first_run_lines(cluster: Cluster | None) -> Iterator[str]:
 
 
 def _first_account_lines(cluster: Cluster) -> Iterator[str]:
-    names = list(dict.fromkeys(item.name for item in cluster.accounts or ()))
+    names = [item.name for item in cluster.accounts or ()]
     default = next((item.name for item in cluster.accounts or () if item.is_default), None)
     if not names:
         return
@@ -319,7 +316,7 @@ def _first_account_lines(cluster: Cluster) -> Iterator[str]:
 
 def first_partition(cluster: Cluster) -> Partition | None:
     """The partition for the first run: one with GPUs if possible, preferably the default one."""
-    request = ResourceRequest(nodes=1, workers_per_node=1, account=_first_account(cluster))
+    request = ResourceRequest(nodes=1, names={}, account=_first_account(cluster))
     usable = [
         item
         for item in sorted(cluster.partitions, key=lambda item: not item.is_default)

@@ -5,13 +5,14 @@ Discovery (from Slurm) and profiles (from a file) both produce it; limits, plans
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainkit.config.running import ResourcesConfig
-from trainkit.formats import memory_mib
+from trainkit.formats import memory_mib, time_limit_s
 from trainkit.slurm.hosts import expand_hosts
 
 
@@ -87,24 +88,6 @@ class Account:
     qos: tuple[str, ...] | None = None
 
 
-def merged_accounts(accounts: Iterable[Account]) -> list[Account]:
-    """One entry per account: Slurm lists an account once per partition."""
-    merged: dict[str, Account] = {}
-    for account in accounts:
-        known = merged.get(account.name, account)
-        merged[account.name] = Account(
-            account.name,
-            account.is_default or known.is_default,
-            _union(known.partitions, account.partitions),
-            _union(known.qos, account.qos),
-        )
-    return list(merged.values())
-
-
-def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
-
-
 @dataclass(frozen=True)
 class Qos:
     """A quality of service (QOS)."""
@@ -151,11 +134,21 @@ class Cluster:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)
 
-    def requested_partitions(self, names: str | None) -> tuple[Partition, ...]:
-        """The partitions in the comma-separated `resources.partition` that exist."""
-        requested = [None] if names is None else [name.strip() for name in names.split(",")]
-        found = (self.partition(name) for name in requested)
-        return tuple(item for item in found if item is not None)
+    def request(self, resources: ResourcesConfig) -> ResourceRequest:
+        """What the section `resources` requests here, before a plan derives the workers of a node."""
+        names = (None,) if resources.partition is None else map(str.strip, resources.partition.split(","))
+        return ResourceRequest(
+            nodes=resources.nodes,
+            spare_nodes=resources.spare_nodes,
+            gpu_type=resources.gpu_type,
+            mem_mib=None if resources.mem is None else memory_mib(resources.mem),
+            time_s=None if resources.time is None else time_limit_s(resources.time) or math.inf,
+            names={name: self.partition(name) for name in names},
+            account=resources.account,
+            qos=resources.qos,
+            constraint=resources.constraint,
+            extra=resources.extra,
+        )
 
 
 _NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
@@ -164,28 +157,36 @@ _ANY_OF = re.compile(r"[|,\[(*]")
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """The resources that a job requests; None leaves the choice to Slurm."""
+    """What a job requests of a cluster, in the units of its limits; None leaves the choice to Slurm."""
 
     nodes: int
-    workers_per_node: int
+    names: Mapping[str | None, Partition | None]
+    """The partitions by name, None for one that does not exist; the name None is the default one."""
+    workers_per_node: int = 1
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     cpus_per_node: int | None = None
-    mem: str | None = None
-    time: str | None = None
-    partition: str | None = None
+    mem_mib: float | None = None
+    time_s: float | None = None
+    """Infinite for a job without a limit."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     spare_nodes: int = 0
     """Nodes in addition to those that train."""
-    nodelist: str | None = None
-    """The nodes that the job must get, as a host list."""
+    extra: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """Other options of sbatch."""
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """The requested partitions that exist."""
+        return [item for item in self.names.values() if item is not None]
 
     @property
     def named_nodes(self) -> list[str]:
         """The nodes that the job must get; raises UsageError for text that is not a host list."""
-        return [] if self.nodelist is None else expand_hosts(self.nodelist)
+        nodelist = self.extra.get("nodelist")
+        return expand_hosts(nodelist) if isinstance(nodelist, str) else []
 
     @property
     def all_nodes(self) -> int:
@@ -197,39 +198,21 @@ class ResourceRequest:
         """The GPU type, for a job that uses GPUs."""
         return self.gpu_type if self.gpus_per_node else None
 
-    def fits_node(self, partition: Partition, kind: NodeKind) -> bool:
-        """Whether a node of the partition has enough GPUs, CPUs and memory, as far as that is known."""
-        cpus, mem = partition.usable_cpus(kind), None if self.mem is None else memory_mib(self.mem)
-        return (
-            kind.num_gpus(self.gpu_type) >= (self.gpus_per_node or 0)
-            and (cpus is None or cpus >= (self.cpus_per_node or 0))
-            and (kind.mem_mib is None or kind.mem_mib >= (mem or 0))
+    def exceeds(self, partition: Partition) -> bool:
+        """Whether the time or the nodes are above a limit of the partition, which a QOS may override."""
+        max_time_s, max_nodes = partition.max_time_s or math.inf, partition.max_nodes or math.inf
+        return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
+
+    def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
+        """The request with the workers of a node that a plan derived, and their GPUs and CPUs."""
+        # Without threads, each task gets at least one CPU.
+        each = 1 if threads is None and per == "gpu" else threads
+        return replace(
+            self,
+            workers_per_node=count,
+            gpus_per_node=count if device == "cuda" else None,
+            cpus_per_node=None if each is None or "overcommit" in self.extra else each * count,
         )
-
-
-def resource_request(
-    resources: ResourcesConfig, *, workers_per_node: int, device: str, threads: int | None, per: str
-) -> ResourceRequest:
-    """The request of a job, from the `resources` section and the values that the plan derived."""
-    cpus = None if threads is None else threads * workers_per_node
-    if cpus is None and per == "gpu":
-        cpus = workers_per_node  # each task gets at least one CPU
-    nodelist = resources.extra.get("nodelist")
-    return ResourceRequest(
-        nodes=resources.nodes,
-        workers_per_node=workers_per_node,
-        gpus_per_node=workers_per_node if device == "cuda" else None,
-        gpu_type=resources.gpu_type,
-        cpus_per_node=None if "overcommit" in resources.extra else cpus,
-        mem=resources.mem,
-        time=resources.time,
-        partition=resources.partition,
-        account=resources.account,
-        qos=resources.qos,
-        constraint=resources.constraint,
-        spare_nodes=resources.spare_nodes,
-        nodelist=nodelist if isinstance(nodelist, str) else None,
-    )
 
 
 def features_of(constraint: str | None) -> tuple[str, ...]:

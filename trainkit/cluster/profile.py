@@ -5,7 +5,6 @@ A profile is a file `clusters/NAME.yaml` in the current folder or in the user's 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.config.names import near, show_value
-from trainkit.config.running import SLURM_TIME, OneLine, ResourcesConfig
+from trainkit.config.running import SLURM_TIME, OneLine
 from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
@@ -174,20 +173,12 @@ def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
         return Cluster("unknown", reason=reason, error=f"Slurm did not answer ({message})")
     reason = f"{cluster.name}: no profile found, so Slurm was queried (`trainkit init` writes a profile)"
     cluster = replace(cluster, reason=reason)
-    if resources.qos is None or not _exceeds_a_partition(resources, cluster):
+    request = cluster.request(resources)
+    if resources.qos is None or not any(map(request.exceeds, request.partitions)):
         return cluster
     # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.
     qos = query_qos()
     return cluster if qos is None else replace(cluster, qos=qos)
-
-
-def _exceeds_a_partition(resources: ResourcesConfig, cluster: Cluster) -> bool:
-    time_s = None if resources.time is None else time_limit_s(resources.time) or math.inf
-    return any(
-        (time_s is not None and item.max_time_s is not None and time_s > item.max_time_s)
-        or (item.max_nodes is not None and resources.nodes + resources.spare_nodes > item.max_nodes)
-        for item in cluster.requested_partitions(resources.partition)
-    )
 
 
 def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> PlainValidator:

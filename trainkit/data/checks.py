@@ -38,10 +38,8 @@ from trainkit.data.sources import (
     refuse_val_source,
 )
 from trainkit.data.tokenizer_identity import check_made_by, identify, refuse_several
-from trainkit.errors import UsageError
+from trainkit.errors import KeyProblem, UsageError
 
-DataProblem = tuple[str, str, str]
-"""Dotted key, message with the value, hint."""
 ANY_VOCABULARY = 1
 """Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
 T = TypeVar("T")
@@ -57,7 +55,7 @@ _LONGEST_ROW = 1 << 20
 class DataFacts:
     """What is known of the data of a config before any of it is tokenised."""
 
-    problems: tuple[DataProblem, ...] = ()
+    problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY
     """The number of embedding rows: the largest id of its tokens plus one."""
 
@@ -67,9 +65,9 @@ def inspect_data(config: DataConfig) -> DataFacts:
 
     `trainkit data validate` reads all of the data.
     """
-    unknown: list[DataProblem] = []
+    unknown: list[KeyProblem] = []
     tokenizer = _collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))
-    found: list[DataProblem] = []
+    found: list[KeyProblem] = []
     used: list[tuple[str, TokenizerIdentity]] = []
     for part in components(config):
         name = _named(part.source)
@@ -90,13 +88,13 @@ def mixture_note(config: DataConfig) -> str | None:
 
 
 def _inspect_source(
-    config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[DataProblem]
-) -> tuple[list[DataProblem], TokenizerIdentity | None]:
+    config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[KeyProblem]
+) -> tuple[list[KeyProblem], TokenizerIdentity | None]:
     """The problems of one source, and the tokenizer of its tokens.
 
     `tokenizer` is that of the config; None if it is `unknown`, for these reasons.
     """
-    problems: list[DataProblem] = []
+    problems: list[KeyProblem] = []
     folder = prepared_folder(config)
     if folder is not None:
         file = _collect(problems, "data.source", lambda: _checked_shards(folder))
@@ -141,7 +139,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
     return used.vocab_size
 
 
-def _collect(problems: list[DataProblem], key: str, check: Callable[[], T]) -> T | None:
+def _collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T | None:
     """The result of a check, or None if it fails; its problem is added to `problems`."""
     try:
         return check()
@@ -227,7 +225,7 @@ def _first_lines(source: Input) -> Iterator[tuple[int, bytes]]:
         raise UsageError(f"{source.path} cannot be read: {error}") from None
 
 
-def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[DataProblem]:
+def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[KeyProblem]:
     needed = config.seq_len + 1
     train, val = counts[TRAIN], counts[VAL]
     if train < 2:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.data.checks import DataFacts
-
-KeyProblem = tuple[str, str, str]
-"""A problem of a value: dotted key, message, hint."""
+from trainkit.errors import KeyProblem
 
 
 @dataclass(frozen=True)

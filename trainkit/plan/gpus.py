@@ -207,11 +207,11 @@ def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
     # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
     from trainkit.cluster.model import matching_nodes
 
-    resources = config.resources
+    request = target.cluster.request(config.resources)
     return tuple(
         node
-        for partition in target.cluster.requested_partitions(resources.partition)
-        for node in matching_nodes(partition, resources.constraint, resources.gpu_type)
+        for partition in request.partitions
+        for node in matching_nodes(partition, request.constraint, request.gpu_type)
         if node.num_gpus()
     )
 

@@ -189,51 +189,22 @@ BOUND_GPU_WARNING = (
 )
 
 
-def gpu_binding_problems(
-    config: RunConfig, per: str, workers_per_node: int
-) -> Iterator[tuple[str, str, str]]:
-    """(key, message, hint) for each extra option with which a rank would have no GPU of its own.
-
-    `per` is the unit of a task. Lists of GPUs and bindings that depend on the node are left to the ranks.
-    """
-    for key, option, value in _extra_options(config) if workers_per_node > 1 else ():
-        num_gpus, sharing = _bound_gpus(option, value)
-        if num_gpus is None:
-            continue
-        seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
-        if per == "node" and num_gpus < workers_per_node:
-            # A launcher such as torchrun always has one task per node.
-            hint = "remove it, or set launch.per: gpu" if config.launch.per == "node" else "remove it"
-            yield key, f"{seen}, but it starts all {workers_per_node} ranks of its node", hint
-        elif per == "gpu" and sharing > 1:
-            yield key, f"is {value}: ranks would share a GPU", "bind a different GPU to every task"
-        elif per == "gpu" and num_gpus > 1:
-            yield key, f"{seen}, but it is one rank", "bind one GPU to every task, or remove it"
+ONE_GPU_EACH = (
+    *(("gpus-per-task", "1"), ("ntasks-per-gpu", "1")),
+    *(("gpu-bind", "single:1"), ("gpu-bind", "per_task:1")),
+)
+"""Options that bind one GPU to each task."""
 
 
-def gpu_binding_warnings(config: RunConfig, per: str, workers_per_node: int) -> Iterator[str]:
-    """A warning for each extra option that binds one GPU to each of several ranks of a node."""
-    options = list(_extra_options(config))
-    is_unbound = any((option, value) == ("gpu-bind", "none") for _, option, value in options)
-    for key, option, value in options if per == "gpu" and workers_per_node > 1 and not is_unbound else ():
-        if _bound_gpus(option, value) == (1, 1):
-            yield f"{key} is {value}: {BOUND_GPU_WARNING}"
-
-
-def _extra_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, option, value) for the extra options of sbatch, which srun inherits, and of srun."""
+def binding_warnings(config: RunConfig) -> Iterator[str]:
+    """A warning for each extra option that binds one GPU to each of the ranks of a node, which are tasks."""
     sections = {"resources.extra": config.resources.extra, "launch.srun_extra": config.launch.srun_extra}
-    for section, options in sections.items():
-        for option, value in options.items():
-            yield f"{section}.{option}", option, str(value)
-
-
-def _bound_gpus(option: str, value: str) -> tuple[int | None, int]:
-    """How many GPUs an option binds to each task, and to how many tasks each GPU; None if it does not say."""
-    kind, _, number = value.rpartition(":")
-    count = int(number) if number.isdigit() else 1
-    if option == "gpus-per-task" or (option, kind) == ("gpu-bind", "per_task"):
-        return count, 1
-    if option == "ntasks-per-gpu" or (option, kind) == ("gpu-bind", "single"):
-        return 1, count
-    return None, 1
+    options = [
+        (f"{section}.{option}", option, str(value))
+        for section, extra in sections.items()
+        for option, value in extra.items()
+    ]
+    if not any(item[1:] == ("gpu-bind", "none") for item in options):
+        for key, option, value in options:
+            if (option, value) in ONE_GPU_EACH:
+                yield f"{key} is {value}: {BOUND_GPU_WARNING}"

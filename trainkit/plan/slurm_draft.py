@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainkit.cluster.limits import limit_problems, spare_capacity
-from trainkit.cluster.model import (
-    Cluster,
-    NodeKind,
-    Partition,
-    ResourceRequest,
-    matching_nodes,
-    resource_request,
-)
+from trainkit.cluster.model import Cluster, NodeKind, ResourceRequest, matching_nodes
 from trainkit.errors import SlurmError
-from trainkit.formats import time_limit_s, time_text
-from trainkit.plan.launch_draft import LaunchDraft, gpu_binding_problems, gpu_binding_warnings
+from trainkit.formats import time_text
+from trainkit.plan.launch_draft import LaunchDraft, binding_warnings
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 from trainkit.plan.workload import PER_RANK
 
@@ -30,33 +24,19 @@ class SlurmDraft(LaunchDraft):
 
     cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
 
-    @property
-    def partition(self) -> Partition | None:
+    def __post_init__(self) -> None:
+        self.asked = self.cluster.request(self.loaded.config.resources)
+        """What the config requests; `request` adds the workers of a node."""
+        self.partition = next(iter(self.asked.partitions), self.cluster.partition(None))
         """The first requested partition that exists, else the default one."""
-        requested = self.cluster.requested_partitions(self.loaded.config.resources.partition)
-        return requested[0] if requested else self.cluster.partition(None)
-
-    @property
-    def nodes(self) -> tuple[NodeKind, ...]:
+        self.nodes: tuple[NodeKind, ...] = ()
         """The nodes that the job may get; empty if unknown."""
-        if self.partition is None:
-            return ()
-        resources = self.loaded.config.resources
-        return (
-            matching_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
-        )
-
-    @property
-    def _total_nodes(self) -> int:
-        """Training nodes plus spare nodes."""
-        resources = self.loaded.config.resources
-        return resources.nodes + resources.spare_nodes
-
-    @property
-    def _gpu_type(self) -> str | None:
-        """The requested GPU type if any node has it, else None: a missing type is reported elsewhere."""
-        gpu_type = self.loaded.config.resources.gpu_type
-        return gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
+        gpu_type = self.asked.gpu_type
+        if self.partition is not None:
+            found = matching_nodes(self.partition, self.asked.constraint, gpu_type)
+            self.nodes = found or self.partition.nodes
+        # A type that no node has is reported elsewhere.
+        self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def device(self) -> str:
         requested, partition = self.loaded.config.device, self.partition
@@ -104,7 +84,7 @@ class SlurmDraft(LaunchDraft):
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
             nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
-            if nodes >= self._total_nodes:
+            if nodes >= self.asked.all_nodes:
                 return count
         return max(counts, default=0)
 
@@ -112,44 +92,36 @@ class SlurmDraft(LaunchDraft):
         """Do nothing: `limit_problems` checks the limits of the cluster."""
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        kinds = self._gpu_nodes(world_size // self.loaded.config.resources.nodes)
-        partition = self.partition
-        if partition is not None and self.uses_gpus and kinds:
+        # The nodes with a GPU for every worker; if there are none, all nodes with GPUs.
+        workers, device, partition = world_size // self.asked.nodes, self.loaded.config.device, self.partition
+        some = [kind for kind in self.nodes if kind.num_gpus(self._gpu_type)]
+        kinds = [kind for kind in some if kind.num_gpus(self._gpu_type) >= workers] or some
+        uses_gpus = device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
+        if partition is not None and uses_gpus and kinds:
             sizes = [(partition.usable_cpus(kind) or 0, kind.num_gpus()) for kind in kinds]
             num_cpus, num_gpus = min(sizes, key=lambda size: size[0] // size[1])
             if threads := num_cpus // num_gpus:
                 return threads, f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs per node"
         return None, "Slurm's default per task; resources.cpus_per_gpu requests more"
 
-    def _gpu_nodes(self, workers: int) -> list[NodeKind]:
-        """The nodes with a GPU for every worker; if there are none, all nodes with GPUs."""
-        gpu_type = self._gpu_type
-        some = [kind for kind in self.nodes if kind.num_gpus(gpu_type)]
-        return [kind for kind in some if kind.num_gpus(gpu_type) >= workers] or some
-
-    @property
-    def uses_gpus(self) -> bool:
-        device = self.loaded.config.device
-        return device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
-
     def lead_s(self) -> int:
         """How many seconds before the time limit Slurm signals the job, so that it can save."""
         grace_s, limit_s = super().lead_s(), self._time_limit_s()
-        if limit_s is None or grace_s <= limit_s // SHARE_OF_TIME:
+        if grace_s <= limit_s / SHARE_OF_TIME:
             return grace_s
-        lead_s = max(1, limit_s // SHARE_OF_TIME)
+        lead_s = max(1, int(limit_s) // SHARE_OF_TIME)
         self.reasons["notice"] = (
             f"{lead_s} s before the end: requeue.grace_s is {grace_s}, but the job has only {limit_s} s"
         )
         return lead_s
 
-    def _time_limit_s(self) -> int | None:
-        """The time limit of the job in seconds; None for no limit or if unknown."""
-        time, partition = self.loaded.config.resources.time, self.partition
-        if time is not None:
-            return time_limit_s(time)
+    def _time_limit_s(self) -> float:
+        """The time limit of the job in seconds; infinite for no limit or if unknown."""
+        partition = self.partition
+        if self.asked.time_s is not None:
+            return self.asked.time_s
         if partition is None or partition.job_time_s is None:
-            return None
+            return math.inf
         self.reasons["time"] = (
             f"{time_text(partition.job_time_s)}: resources.time is null, and this is the "
             f"{'default' if partition.default_time_s else 'maximum'} of partition {partition.name}"
@@ -170,16 +142,12 @@ class SlurmDraft(LaunchDraft):
         config = self.loaded.config
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
-        if device == "cuda":
-            for key, message, hint in gpu_binding_problems(config, per, workers_per_node):
-                self.problem(key, message, hint)
-            self.warnings += gpu_binding_warnings(config, per, workers_per_node)
+        if device == "cuda" and per == "gpu" and workers_per_node > 1:
+            self.warnings += binding_warnings(config)
         tasks = 1 if per == "node" else workers_per_node
-        resources = resource_request(
-            config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per
-        )
+        asked = self.asked.with_workers(workers_per_node, device, threads, per)
         reported = {problem.key for problem in self.problems}
-        for key, message, hint in limit_problems(resources, self.cluster):
+        for key, message, hint in limit_problems(asked, self.cluster):
             if key not in reported:
                 self.problem(key, message, hint)
         cpus = None if threads is None else threads * workers_per_node // tasks
@@ -195,15 +163,15 @@ class SlurmDraft(LaunchDraft):
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (
-                f"{spare}: the job gets {self._total_nodes} nodes, and {config.resources.nodes} of them train"
+                f"{spare}: the job gets {asked.all_nodes} nodes, and {config.resources.nodes} of them train"
             )
-        request = with_excluded(request, self._bad_nodes(resources))
+        request = with_excluded(request, self._bad_nodes(asked))
         return replace(request, version=self.cluster.slurm_version)
 
-    def _bad_nodes(self, request: ResourceRequest) -> list[str]:
+    def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
         """Recently failed hosts to exclude, as many as the job can spare."""
-        bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
-        named = request.named_nodes if bad else []
+        bad, capacity = self.cluster.bad_nodes, spare_capacity(asked)
+        named = asked.named_nodes if bad else []
         excluded = [host for host in bad if host not in named][:capacity]
         notes = [f"{host}: {bad[host]}" for host in excluded]
         for host, reason in bad.items():

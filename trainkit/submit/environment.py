@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainkit.config.running import LaunchConfig
-from trainkit.plan.facts import Interpreter, KeyProblem
+from trainkit.errors import KeyProblem
+from trainkit.plan.facts import Interpreter
 from trainkit.slurm.environment import RANK_VARIABLES
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))

@@ -19,8 +19,9 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
+from trainkit.errors import KeyProblem
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.plan.facts import Interpreter, KeyProblem
+from trainkit.plan.facts import Interpreter
 from trainkit.plan.gpus import release_problem
 
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")

@@ -17,9 +17,9 @@ from trainkit.cluster.target import Target, choose_backend, make_target
 from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.data.checks import DataFacts, inspect_data
-from trainkit.errors import ConfigError, TrainkitError, UsageError
+from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.job.notifications import url_problem
-from trainkit.plan.facts import Environment, Facts, Interpreter, KeyProblem
+from trainkit.plan.facts import Environment, Facts, Interpreter
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan, problems

@@ -7,13 +7,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.limits import partition_problems
-from trainkit.cluster.model import Cluster, ResourceRequest, resource_request
+from trainkit.cluster.model import Cluster, ResourceRequest
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
 from trainkit.formats import duration, table
@@ -58,14 +58,10 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
     Raises SlurmUnreachable when Slurm answers no query.
     """
     assert plan.slurm is not None
-    request = resource_request(
-        config.resources,
-        workers_per_node=plan.workers_per_node,
-        device=plan.device,
-        threads=plan.threads_per_worker,
-        per=plan.per,
+    request = cluster.request(config.resources).with_workers(
+        plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
     )
-    names = [item.name for item in cluster.requested_partitions(request.partition)]
+    names = [item.name for item in request.partitions]
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
     options = option_argv({**plan.slurm.sbatch, "comment": False, "partition": False})
     answered: list[str] = []
@@ -105,8 +101,8 @@ def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
     partition = cluster.partition(name)
     if partition is None:
         return ""
-    found = next(partition_problems(replace(request, partition=name), cluster, partition), None)
-    return "" if found is None else f"{found.key}: {found.message}"
+    found = next(partition_problems(request, cluster, partition), None)
+    return "" if found is None else f"{found[0]}: {found[1]}"
 
 
 def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[str]:

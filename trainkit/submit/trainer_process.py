@@ -15,9 +15,9 @@ from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, dump_effective
 from trainkit.config.training import DECODER
 from trainkit.data.checks import inspect_data
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
+from trainkit.errors import ConfigError, KeyProblem, Problem, TrainkitError, UsageError
 from trainkit.job.processes import module_argv
-from trainkit.plan.facts import Facts, KeyProblem
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 
