@@ -25,10 +25,9 @@ from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.models.model import allocate, local_tensor
 from trainkit.trainer.parallel.tensor import STYLES, fill_shards, find_styles, split_model
-from trainkit.trainer.task_check import Smoke
+from trainkit.trainer.task_check import Smoke, definite_problem
 from trainkit.trainer.task_errors import TaskError
 from trainkit.trainer.torch_private import join_fake_world
 from trainkit.trainer.user_task import UserTask
@@ -350,7 +349,7 @@ def test_models_of_transformers_that_cannot_be_split(
     folder = save_model(tmp_path / "model", kind)
     options = [f"model.hf={folder}", "model.architecture=transformers", "data.tokenizer=bytes"]
     options += ["task=causal_lm", f"parallel.tp={tp}"]
-    problem = find_hf_problem(config_of(tmp_path, *options))
+    problem = definite_problem(config_of(tmp_path, *options))
     if not message:
         assert problem is None
         return

@@ -183,7 +183,6 @@ def assemble(
     forward_backward = SequentialForwardBackward(
         model,
         gradient_switch(model, world, masters, offload=parallel.offload, local_gradient=local_gradient),
-        world,
         context,
         progress,
         chunks,

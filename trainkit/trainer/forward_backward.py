@@ -1,19 +1,30 @@
-"""The forward and backward passes of a step, and their implementation without pipeline parallelism."""
+"""The forward and backward passes of a step: of trainkit's own models without a pipeline, and of a task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from trainkit.config.schema import RunConfig
+from trainkit.task import Loss, Task
 from trainkit.trainer.batches import Microbatch
-from trainkit.trainer.distributed import World
+from trainkit.trainer.distributed import World, gather_from_all
+from trainkit.trainer.metrics import RECORD_KEYS
+from trainkit.trainer.models.model import local_tensor
+from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.task_batches import TaskBatch, seed_generators
+from trainkit.trainer.task_errors import listed, refusal
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
 """The negative log-likelihood of logits [B, T, vocab] and labels [B, T], float32 []."""
@@ -106,8 +117,42 @@ class _ChunkedLoss(torch.autograd.Function):
         return x_grad, weight_grad.mul_(scale).to(x_grad.dtype), None, None, None
 
 
-class SequentialForwardBackward:
-    """ForwardBackward without pipeline stages: one microbatch after the other."""
+class OneByOne(Generic[M]):
+    """Passes without pipeline stages: one microbatch after the other."""
+
+    def __init__(self, sync_gradients: GradientSwitch, progress: Progress) -> None:
+        self._sync_gradients = sync_gradients
+        self._progress = progress
+
+    def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
+        sums: Tensor | None = None
+        last = len(microbatches) - 1
+        for index, micro in enumerate(microbatches):
+            if last > 0:
+                self._sync_gradients(index == last)
+            self._progress.enter("forward")
+            with self._loss_context():
+                loss, found = self._forward(micro)
+                sums = found if sums is None else sums + found
+                self._progress.enter("backward")
+                if index == last:
+                    on_loss(sums)
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+
+    def loss_sums(self, micro: M) -> Tensor:
+        with self._loss_context():
+            return self._forward(micro)[1]
+
+    def _loss_context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @abstractmethod
+    def _forward(self, micro: M) -> tuple[Tensor, Tensor]:
+        """The loss with its gradient, float32 [], and the sums of this rank, as `on_loss` gets them."""
+
+
+class SequentialForwardBackward(OneByOne[Microbatch]):
+    """ForwardBackward of a `Model` that is not cut into pipeline stages."""
 
     metric_names = ()
 
@@ -115,39 +160,24 @@ class SequentialForwardBackward:
         self,
         model: nn.Module,
         sync_gradients: GradientSwitch,
-        world: World,
         context: ForwardContext,
         progress: Progress,
         loss_chunks: int = 1,
     ) -> None:
         """With `loss_chunks` above 1 the model computes the loss, one part of the tokens after the other."""
+        super().__init__(sync_gradients, progress)
         self._model = model
         self._loss_chunks = loss_chunks
-        self._sync_gradients = sync_gradients
-        self._device = world.device
         self._context = context
-        self._progress = progress
 
-    def accumulate_gradient(self, microbatches: Sequence[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
-        total = torch.zeros((), device=self._device)
-        last = len(microbatches) - 1
-        for index, micro in enumerate(microbatches):
-            if last > 0:
-                self._sync_gradients(index == last)
-            self._progress.enter("forward")
-            with self._context.loss_parallel():
-                nll_sum = self._forward(micro)
-                total += nll_sum.detach() * self._context.loss_share
-                self._progress.enter("backward")
-                if index == last:
-                    on_loss(total)
-                (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
+    def _loss_context(self) -> AbstractContextManager[object]:
+        return self._context.loss_parallel()
 
-    def loss_sums(self, micro: Microbatch) -> Tensor:
-        with self._context.loss_parallel():
-            return self._forward(micro) * self._context.loss_share
+    def _forward(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
+        nll_sum = self._nll_sum(micro)
+        return nll_sum, nll_sum.detach() * self._context.loss_share
 
-    def _forward(self, micro: Microbatch) -> Tensor:
+    def _nll_sum(self, micro: Microbatch) -> Tensor:
         micro = self._context.local_batch(micro)
         if self._loss_chunks == 1:
             logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
@@ -161,3 +191,146 @@ class SequentialForwardBackward:
 
         whole: Tensor = self._model(micro.tokens, sample_keys=micro.sample_keys, loss=loss)
         return whole
+
+
+class LossModule(nn.Module):
+    """The model and its loss as one module, the root of sharding.
+
+    The loss may then use any submodule of the model, since the parameters of the root stay gathered.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, config: RunConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.read_names = frozenset(name for name, param in model.named_parameters() if param.is_meta)
+        """The parameters whose initial values are read, once each rank has its shard."""
+        self._task = task
+        self._config = config
+
+    def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, object]]:
+        loss = self._task.loss(self.model, data)
+        if not isinstance(loss, Loss):
+            message = f"loss() returned a {type(loss).__name__}"
+            raise refusal(self._config, message, "return a trainkit.task.Loss")
+        return loss.total, loss.count, loss.metrics
+
+
+class TaskForwardBackward(OneByOne[TaskBatch]):
+    """ForwardBackward of a user's task."""
+
+    def __init__(
+        self,
+        module: LossModule,
+        sync_gradients: GradientSwitch,
+        progress: Progress,
+        config: RunConfig,
+        world: World,
+    ) -> None:
+        super().__init__(sync_gradients, progress)
+        self._module = module
+        self._world = world
+        self._dtype = DTYPES[config.precision.dtype]
+        self._config = config
+        self._names: dict[bool, tuple[str, ...]] = {}
+        self._has_passed = False
+        # Not the group of the checkpoints, which a save may be using in its thread.
+        self._group = dist.new_group(backend="gloo") if world.distributed else None
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of the metrics that the last pass returned, in training or validation."""
+        return self._names.get(self._module.training, ())
+
+    def accumulate_gradient(self, microbatches: Sequence[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
+        super().accumulate_gradient(microbatches, scale, on_loss)
+        if not self._has_passed and self._world.layout.tp > 1 and self._world.mesh is not None:
+            check_replicated_gradients(self._config, self._module.model, self._world.mesh["tp"])
+        self._has_passed = True
+
+    def _forward(self, micro: TaskBatch) -> tuple[Tensor, Tensor]:
+        device = self._world.device
+        micro = micro.to(device)
+        seed_generators(micro.seed)
+        torch.manual_seed(micro.seed)  # on the device too
+        with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
+            total, count, metrics = self._module(micro.data)
+        if total.numel() != 1:
+            message = f"the total of its loss has shape {list(total.shape)}"
+            raise refusal(self._config, message, "sum it: total.sum()")
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise refusal(self._config, "the total of its loss has no gradient", "do not detach it")
+        total = total.view(()).float()
+        self.check_names(metrics)
+        numbers = [total, count]
+        for value in (metrics[name] for name in self.metric_names):
+            numbers += list(value) if isinstance(value, tuple) else [value, count]
+        found = torch.stack([_number(value, device) for value in numbers])
+        # Not multiplied: a filler may not be finite. Tensor-parallel ranks have the same loss: one counts.
+        counts = micro.weight and self._world.counts_samples
+        return total * micro.weight, found if counts else torch.zeros_like(found)
+
+    def check_names(self, metrics: Collection[str]) -> None:
+        """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
+        names, mode = tuple(sorted(metrics)), self._module.training
+        if mode not in self._names:
+            taken = sorted(set(names) & RECORD_KEYS)
+            if taken:
+                raise refusal(self._config, f"a metric is called {taken[0]}", "every record has that key")
+            others = gather_from_all(list(names), self._world, self._group)
+            self._names[mode] = names
+            if any(other != others[0] for other in others):
+                listed = sorted({", ".join(other) or "none" for other in others})
+                hint = f"return the same ones for every batch: {' | '.join(listed)}"
+                raise refusal(self._config, "the ranks have different metrics", hint)
+        elif names != self._names[mode]:
+            before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
+            message = f"the metrics of its loss changed from {before} to {now}"
+            raise refusal(self._config, message, "return the same ones for every batch")
+
+
+def _number(value: Any, device: torch.device) -> Tensor:
+    """A number as float64 [] on the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device).double().view(())
+    # Filled on the device: a copy of a number would wait for all enqueued kernels.
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+COMPARED_ELEMENTS = 256
+"""Elements of every gradient that tensor-parallel ranks compare."""
+MAX_DIFFERENCE = 0.1
+"""Relative; far above the rounding of bf16, far below a gradient of which a rank has only its part."""
+
+
+@torch.no_grad()
+def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise TaskError if a parameter that the plan leaves whole has another gradient on another rank.
+
+    So it is where a module gets inputs that are split, and each rank computes only a part of the gradient.
+    """
+    samples: dict[str, Tensor] = {}
+    for path, param in model.named_parameters():
+        is_planned = isinstance(param, DTensor) and "tp" in (param.device_mesh.mesh_dim_names or ())
+        if not is_planned and param.grad is not None:
+            gradient = local_tensor(param.grad).flatten()
+            step = max(1, gradient.numel() // COMPARED_ELEMENTS)
+            samples[path] = gradient[::step].to(mesh.device_type, torch.float32)
+    if not samples:
+        return
+    own = torch.cat(list(samples.values()))
+    gathered = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(gathered, own, group=mesh.get_group())
+    parts = torch.split(torch.stack(gathered), [sample.numel() for sample in samples.values()], dim=1)
+    different = torch.stack([(part - part[:1]).norm(dim=1).max() for part in parts])
+    size = torch.stack([part.norm(dim=1).max() for part in parts])
+    wrong = [
+        path
+        for path, is_wrong in zip(samples, (different > MAX_DIFFERENCE * size).tolist(), strict=True)
+        if is_wrong
+    ]
+    if wrong:
+        message = (
+            f"the tensor-parallel ranks have different gradients of {listed(wrong)}, outside tensor_plan()"
+        )
+        hint = "give its module replicated_with_grad_allreduce if its input is split; seed nothing by rank"
+        raise refusal(config, f"{message}, outside tensor_plan()", hint)

@@ -317,30 +317,22 @@ def _find_copied(model: nn.Module, found: Collection[nn.Parameter]) -> str:
     return "" if name is None else f"model.lora copies {name}"
 
 
-def find_hf_problem(config: RunConfig) -> Problem | None:
-    """The problem of `model.hf` that can be seen without its weights; None without one."""
-    assert config.model.hf is not None
-    try:
-        if config.uses_transformers:
-            task = HFCausalLM(config)
-            if config.model.lora is not None:
-                lora_config(config.model.lora, task_type="CAUSAL_LM")
-            if not config.model.from_scratch:
-                task.check_model()
-        elif not config.model.from_scratch:
-            StoredWeights(Path(config.model.hf))
-        if config.uses_transformers and config.parallel.tp > 1:
-            with torch.device("meta"):
-                model = create_model(Path(config.model.hf))
-            find_styles(HFCausalLM(config), config, model, config.parallel.tp)
-    except TaskError as error:
-        return error.problem
-    except TrainkitError as error:
-        key, _, message = error.message.partition(" ")
-        if key.startswith(("model.lora", "model.hf", "model.quantize")):
-            return Problem(key, message, hint=error.hint)
-        return Problem("model.hf", error.message, hint=error.hint)
-    return None
+def check_hf(config: RunConfig) -> None:
+    """Raise TrainkitError for what can be seen of `model.hf` without its weights."""
+    folder = Path(str(config.model.hf))
+    if not config.uses_transformers:
+        if not config.model.from_scratch:
+            StoredWeights(folder)
+        return
+    task = HFCausalLM(config)
+    if config.model.lora is not None:
+        lora_config(config.model.lora)
+    if not config.model.from_scratch:
+        task.check_model()
+    if config.parallel.tp > 1:
+        with torch.device("meta"):
+            model = create_model(folder)
+        find_styles(task, config, model, config.parallel.tp)
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:

@@ -10,7 +10,6 @@ import json
 import sys
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from trainkit.config import read_effective
 from trainkit.data.order import sample_index
@@ -22,17 +21,6 @@ from trainkit.trainer.task_batches import read_in_worker, seed_generators
 from trainkit.trainer.user_task import UserTask
 
 MAX_CHARS = 2000
-
-
-class _Texts(Dataset[str]):
-    """The shortened repr of items, each with the random numbers that it had in the training."""
-
-    def __init__(self, samples: object, seed: int, indices: dict[int, int]) -> None:
-        self._samples, self._seed, self._indices = samples, seed, indices
-
-    def __getitem__(self, position: int) -> str:
-        seed_generators(stable_key(self._seed, "train", "item", position))
-        return repr(self._samples[self._indices[position]])[:MAX_CHARS]  # type: ignore[index]
 
 
 def main() -> int:
@@ -49,7 +37,13 @@ def main() -> int:
     positions = range(request["start"], request["stop"])
     found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
     indices = dict(zip(positions, found, strict=True))
-    texts = read_in_worker(_Texts(data.samples, config.seed, indices), positions, config)
+
+    def text(position: int) -> str:
+        """The shortened repr of an item, with the random numbers that it had in the training."""
+        seed_generators(stable_key(config.seed, "train", "item", position))
+        return repr(data.samples[indices[position]])[:MAX_CHARS]
+
+    texts = read_in_worker(text, positions, config)
     print(json.dumps({"data": data.fingerprint, "items": list(zip(found, texts, strict=True))}))
     return EXIT_OK
 

@@ -14,7 +14,7 @@ from itertools import islice
 from logging import getLogger
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
@@ -68,7 +68,7 @@ class StreamData:
         given = getattr(samples, "fingerprint", None)
         if given is None:
             # In a process of its own, since a stream may open files when it is read.
-            [(self.first, problem)] = read_in_worker(_FirstDigests(self), [0], config)
+            [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
                 raise TaskError(problem)
         self.fingerprint: str = given or hashlib.sha256("".join(self.first).encode()).hexdigest()
@@ -83,26 +83,21 @@ class StreamData:
         return f"a stream ({name}), in its own order{resume}"
 
 
-class _FirstDigests(Dataset[Any]):
-    """The digests of the first samples, or why there are none, as its only item."""
-
-    def __init__(self, data: StreamData) -> None:
-        self._data = data
-
-    def __getitem__(self, index: int) -> tuple[list[str], Problem | None]:
-        cursor = Cursor(self._data)
-        found: list[str] = []
-        try:
-            for position in range(NUM_FIRST):
-                item = cursor.next(position)
-                if cursor.epoch > 0:
-                    break
-                found.append(digest_of(item))
-        except TaskError as error:
-            return [], error.problem
-        except RuntimeError as error:
-            return [], refusal(self._data.config, f"in train_dataset() {error}", TRACEBACK_HINT).problem
-        return found, None
+def _first_digests(data: StreamData) -> tuple[list[str], Problem | None]:
+    """The digests of the first samples, or why there are none."""
+    cursor = Cursor(data)
+    found: list[str] = []
+    try:
+        for position in range(NUM_FIRST):
+            item = cursor.next(position)
+            if cursor.epoch > 0:
+                break
+            found.append(digest_of(item))
+    except TaskError as error:
+        return [], error.problem
+    except RuntimeError as error:
+        return [], refusal(data.config, f"in train_dataset() {error}", TRACEBACK_HINT).problem
+    return found, None
 
 
 class Cursor:

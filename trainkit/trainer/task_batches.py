@@ -252,9 +252,21 @@ class _Started:
         return stuck
 
 
-def read_in_worker(dataset: Dataset[Any], indices: Sequence[int], config: RunConfig) -> Iterator[Any]:
-    """The items of a dataset, read in a process of its own if the config has data workers."""
-    yield from ForkedLoader(dataset, min(1, config.data.num_workers), sampler=indices)
+class _Calls(Dataset[Any]):
+    """A dataset whose items are the results of a function."""
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self._function = function
+
+    def __getitem__(self, index: int) -> Any:
+        return self._function(index)
+
+
+def read_in_worker(
+    function: Callable[[int], Any], indices: Sequence[int], config: RunConfig
+) -> Iterator[Any]:
+    """The results of a function of an index, from a process of its own if the config has data workers."""
+    yield from ForkedLoader(_Calls(function), min(1, config.data.num_workers), sampler=indices)
 
 
 def unchanged(batch: Any) -> Any:

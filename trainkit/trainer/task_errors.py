@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,18 @@ def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
     """The error of a task, or of `model.hf`, that cannot be trained, for its `message` after "but"."""
     key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
     return TaskError(Problem(key, f"is {value}, but {message}", hint=hint))
+
+
+def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
+    """An error of a task or a model as the problem of a config key."""
+    if isinstance(error, TaskError):
+        return error.problem
+    key, _, message = error.message.partition(" ")
+    if key.startswith("model."):
+        return Problem(key, message, hint=error.hint)
+    if config.has_user_task:
+        return refusal(config, error.message, error.hint).problem
+    return Problem("model.hf", error.message, hint=error.hint)
 
 
 @contextmanager
@@ -67,3 +79,9 @@ def line_of(function: object) -> str:
     """`` at FILE:LINE`` of a function in Python; empty for others."""
     code = getattr(function, "__code__", None)
     return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

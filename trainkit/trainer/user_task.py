@@ -1,43 +1,32 @@
-"""Trains a user's own task: opens its data, builds its model and computes its loss."""
+"""A user's own task, as the trainer needs it: opens its data and builds its model."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import Dataset
 
 from trainkit.adapters import has_adapters, require
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.run.manifest import BASE_FINGERPRINT
 from trainkit.run.rundir import RunDir
-from trainkit.task import Loss, Samples, Stream, Task
+from trainkit.task import Samples, Stream, Task
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World, gather_from_all
-from trainkit.trainer.forward_backward import GradientSwitch, OnLoss
+from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
 from trainkit.trainer.load_task import load_task
-from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, allocate, move_buffers
-from trainkit.trainer.parallel.data_parallel import (
-    apply_data_parallel,
-    gradient_switch,
-    reduces_on_host,
-)
-from trainkit.trainer.parallel.tensor import (
-    check_replicated_gradients,
-    fill_shards,
-    find_styles,
-    split_model,
-)
+from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
+from trainkit.trainer.parallel.tensor import fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import quantized_layers, read_quantized
@@ -49,7 +38,6 @@ from trainkit.trainer.task_batches import (
     Positions,
     SampleReader,
     StepRequests,
-    TaskBatch,
     TaskBatches,
     digest_of,
     read_in_worker,
@@ -155,35 +143,18 @@ class UserTask:
         with errors_of_user(self.config, "build_model() failed"):
             model = self.task.build_model()
         if not isinstance(model, nn.Module):
-            raise refusal(
-                self.config,
-                f"build_model() returned a {type(model).__name__}",
-                "return an nn.Module",
-            )
-        other = next(
-            (
-                (name, p)
-                for name, p in model.named_parameters()
-                if p.dtype != torch.float32 or p.device.type not in ("cpu", "meta")
-            ),
-            None,
-        )
-        if other is not None:
-            name, param = other
-            raise refusal(
-                self.config,
-                f"{name} of its model is {param.dtype} on {param.device.type}",
-                "build it in float32 on the CPU; precision.dtype and the layout choose type and device",
-            )
+            kind = type(model).__name__
+            raise refusal(self.config, f"build_model() returned a {kind}", "return an nn.Module")
+        for name, param in model.named_parameters():
+            kind = param.device.type
+            if param.dtype != torch.float32 or kind not in ("cpu", "meta"):
+                hint = "build it in float32 on the CPU; precision.dtype and the layout choose type and device"
+                raise refusal(self.config, f"{name} of its model is {param.dtype} on {kind}", hint)
+            if param.is_meta and type(self.task).read_weight is Task.read_weight:
+                hint = "define read_weight(), which returns its initial value"
+                raise refusal(self.config, f"{name} of its model is on the meta device", hint)
         if not any(param.requires_grad for param in model.parameters()):
             raise refusal(self.config, "no parameter of its model requires a gradient", "unfreeze some")
-        on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-        if on_meta is not None and type(self.task).read_weight is Task.read_weight:
-            raise refusal(
-                self.config,
-                f"{on_meta} of its model is on the meta device",
-                "define read_weight(), which returns its initial value",
-            )
         if self.config.model.lora is not None and not has_adapters(model):
             message = "build_model() added no adapters for model.lora"
             raise refusal(self.config, message, "pass a module to trainkit.task.add_adapters in it")
@@ -243,7 +214,9 @@ class _Data:
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
-        for found, problem in read_in_worker(Digests(self.samples, config.seed), indices, config):
+        for found, problem in read_in_worker(
+            partial(digest_of_item, self.samples, config.seed), indices, config
+        ):
             if problem:
                 raise refusal(
                     config, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
@@ -252,141 +225,13 @@ class _Data:
         return digest.hexdigest()
 
 
-class Digests(Dataset[Any]):
+def digest_of_item(samples: Samples, seed: int, index: int) -> tuple[str, str]:
     """The digest of an item, or why there is none."""
-
-    def __init__(self, samples: Samples, seed: int) -> None:
-        self._samples, self._seed = samples, seed
-
-    def __getitem__(self, index: int) -> tuple[str, str]:
-        seed_generators(stable_key(self._seed, "fingerprint", index))
-        try:
-            return digest_of(self._samples[index]), ""
-        except Exception as error:  # whatever the user's code raises
-            return "", describe(error)
-
-
-class LossModule(nn.Module):
-    """The model and its loss as one module, the root of sharding.
-
-    The loss may then use any submodule of the model, since the parameters of the root stay gathered.
-    """
-
-    def __init__(self, model: nn.Module, task: UserTask) -> None:
-        super().__init__()
-        self.model = model
-        self.read_names = frozenset(name for name, param in model.named_parameters() if param.is_meta)
-        """The parameters whose initial values are read, once each rank has its shard."""
-        self._task = task
-
-    def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, object]]:
-        loss = self._task.task.loss(self.model, data)
-        if not isinstance(loss, Loss):
-            message = f"loss() returned a {type(loss).__name__}"
-            raise refusal(self._task.config, message, "return a trainkit.task.Loss")
-        return loss.total, loss.count, loss.metrics
-
-
-class TaskForwardBackward:
-    """ForwardBackward of a user's task: one microbatch after the other."""
-
-    def __init__(
-        self,
-        module: LossModule,
-        sync_gradients: GradientSwitch,
-        world: World,
-        dtype: torch.dtype,
-        progress: Progress,
-        task: UserTask,
-    ) -> None:
-        self._module = module
-        self._sync_gradients = sync_gradients
-        self._world = world
-        self._dtype = dtype
-        self._progress = progress
-        self._config = task.config
-        self._names: dict[bool, tuple[str, ...]] = {}
-        self._has_passed = False
-        # Not the group of the checkpoints, which a save may be using in its thread.
-        self._group = dist.new_group(backend="gloo") if world.distributed else None
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The names of the metrics that the last pass returned, in training or validation."""
-        return self._names.get(self._module.training, ())
-
-    def accumulate_gradient(self, microbatches: Sequence[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
-        sums: Tensor | None = None
-        last = len(microbatches) - 1
-        for index, micro in enumerate(microbatches):
-            if last > 0:
-                self._sync_gradients(index == last)
-            self._progress.enter("forward")
-            total, found = self._forward(micro)
-            if not total.requires_grad:
-                raise refusal(self._config, "the total of its loss has no gradient", "do not detach it")
-            sums = found if sums is None else sums + found
-            self._progress.enter("backward")
-            if index == last:
-                on_loss(sums)
-            (total * (scale * micro.weight)).backward()  # type: ignore[no-untyped-call]
-        if not self._has_passed and self._world.layout.tp > 1 and self._world.mesh is not None:
-            check_replicated_gradients(self._config, self._module.model, self._world.mesh["tp"])
-        self._has_passed = True
-
-    def loss_sums(self, micro: TaskBatch) -> Tensor:
-        return self._forward(micro)[1]
-
-    def _forward(self, micro: TaskBatch) -> tuple[Tensor, Tensor]:
-        """The loss with its gradient, and all sums, float64 [2 + 2 x metrics]."""
-        device = self._world.device
-        micro = micro.to(device)
-        seed_generators(micro.seed)
-        torch.manual_seed(micro.seed)  # on the device too
-        with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-            total, count, metrics = self._module(micro.data)
-        if total.numel() != 1:
-            raise refusal(
-                self._config,
-                f"the total of its loss has shape {list(total.shape)}",
-                "sum it: total.sum()",
-            )
-        total = total.view(()).float()
-        self.check_names(metrics)
-        pairs = [metrics[name] for name in self.metric_names]
-        numbers = [total, count]
-        for value in pairs:
-            numbers += list(value) if isinstance(value, tuple) else [value, count]
-        found = torch.stack([_number(value, device) for value in numbers])
-        # Not multiplied: a filler may not be finite. Tensor-parallel ranks have the same loss: one counts.
-        counts = micro.weight and self._world.counts_samples
-        return total, found if counts else torch.zeros_like(found)
-
-    def check_names(self, metrics: Collection[str]) -> None:
-        """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
-        names, mode = tuple(sorted(metrics)), self._module.training
-        if mode not in self._names:
-            taken = sorted(set(names) & RECORD_KEYS)
-            if taken:
-                raise refusal(self._config, f"a metric is called {taken[0]}", "every record has that key")
-            others = gather_from_all(list(names), self._world, self._group)
-            self._names[mode] = names
-            if any(other != others[0] for other in others):
-                listed = sorted({", ".join(other) or "none" for other in others})
-                hint = f"return the same ones for every batch: {' | '.join(listed)}"
-                raise refusal(self._config, "the ranks have different metrics", hint)
-        elif names != self._names[mode]:
-            before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
-            message = f"the metrics of its loss changed from {before} to {now}"
-            raise refusal(self._config, message, "return the same ones for every batch")
-
-
-def _number(value: Any, device: torch.device) -> Tensor:
-    """A number as float64 [] on the device."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device).double().view(())
-    # Filled on the device: a copy of a number would wait for all enqueued kernels.
-    return torch.full((), float(value), dtype=torch.float64, device=device)
+    seed_generators(stable_key(seed, "fingerprint", index))
+    try:
+        return digest_of(samples[index]), ""
+    except Exception as error:  # whatever the user's code raises
+        return "", describe(error)
 
 
 def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
@@ -395,7 +240,7 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     check_same_weights(model, config, world)
     with errors_of_user(config, "layers() failed"):
         layers = task.task.layers(model)
-    module = LossModule(model, task)
+    module = LossModule(model, task.task, config)
     values: Mapping[str, Tensor] = {}
     if plan.layout.tp > 1:
         assert world.mesh is not None
@@ -468,5 +313,5 @@ def assemble_task(
         )
     offload = config.parallel.offload
     switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
-    forward_backward = TaskForwardBackward(module, switch, world, dtype, progress, task)
+    forward_backward = TaskForwardBackward(module, switch, progress, config, world)
     return weights, forward_backward

@@ -39,6 +39,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
+from trainkit.trainer.task_errors import listed
 
 log = getLogger(__name__)
 SETTLE_S = 65.0
@@ -219,7 +220,6 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
 
 PARTS = ("model.", "buffer.")
 """Prefixes of the names of weights and buffers in a checkpoint."""
-MAX_NAMED = 3
 
 
 class InitError(TrainkitError):
@@ -341,9 +341,4 @@ def _problem(
         ("not in the checkpoint", missing),
         ("only in the checkpoint", unexpected),
     )
-    return "; ".join(f"{what}: {_listed(sorted(names))}" for what, names in found if names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return "; ".join(f"{what}: {listed(sorted(names))}" for what, names in found if names)

@@ -113,15 +113,3 @@ def _refuse_uncut(name: str, whole: Model, parallel: ParallelConfig, seq_len: in
 
 def _refusal(key: str, message: str, hint: str) -> TaskError:
     return TaskError(Problem(key, message, hint=hint))
-
-
-def find_architecture_problem(config: RunConfig) -> Problem | None:
-    """The problem of a config whose architecture must be refused; None without one.
-
-    Raises whatever the file of the architecture raises.
-    """
-    try:
-        refuse_unsupported_layout(config, load_architecture(config.model.architecture))
-    except TaskError as error:
-        return error.problem
-    return None

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -174,10 +173,6 @@ STYLES: dict[str, ParallelStyle] = {
     "replicated_with_grad_allreduce": SumsGradients(),
 }
 """The styles of a plan by name; the names are those of transformers."""
-COMPARED_ELEMENTS = 256
-"""Elements of every gradient that tensor-parallel ranks compare."""
-MAX_DIFFERENCE = 0.1
-"""Relative; far above the rounding of bf16, far below a gradient of which a rank has only its part."""
 
 
 def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dict[nn.Module, ParallelStyle]:
@@ -290,36 +285,3 @@ def fill_shards(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, param in model.named_parameters():
         if name in values:
             local_tensor(param).copy_(values[name][tuple(shard_index(param))])
-
-
-@torch.no_grad()
-def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise TaskError if a parameter that the plan leaves whole has another gradient on another rank.
-
-    So it is where a module gets inputs that are split, and each rank computes only a part of the gradient.
-    """
-    samples: dict[str, Tensor] = {}
-    for path, param in model.named_parameters():
-        is_planned = isinstance(param, DTensor) and "tp" in (param.device_mesh.mesh_dim_names or ())
-        if not is_planned and param.grad is not None:
-            gradient = local_tensor(param.grad).flatten()
-            step = max(1, gradient.numel() // COMPARED_ELEMENTS)
-            samples[path] = gradient[::step].to(mesh.device_type, torch.float32)
-    if not samples:
-        return
-    own = torch.cat(list(samples.values()))
-    gathered = [torch.empty_like(own) for _ in range(mesh.size())]
-    dist.all_gather(gathered, own, group=mesh.get_group())
-    parts = torch.split(torch.stack(gathered), [sample.numel() for sample in samples.values()], dim=1)
-    different = torch.stack([(part - part[:1]).norm(dim=1).max() for part in parts])
-    size = torch.stack([part.norm(dim=1).max() for part in parts])
-    wrong = [
-        path
-        for path, is_wrong in zip(samples, (different > MAX_DIFFERENCE * size).tolist(), strict=True)
-        if is_wrong
-    ]
-    if wrong:
-        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        message = f"the tensor-parallel ranks have different gradients of {shown}, outside tensor_plan()"
-        hint = "give its module replicated_with_grad_allreduce if its input is split; seed nothing by rank"
-        raise refusal(config, message, hint)
