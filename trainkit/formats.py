@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 JsonObject = dict[str, Any]
@@ -58,6 +59,22 @@ def plural(count: int | None, noun: str) -> str:
     """``1 node``, ``2 nodes``, ``1,200 processes``."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{cell(count, ',')} {noun}{ending}"
+
+
+def shown(values: Mapping[str, object]) -> str:
+    """Format values as in ``optimizer.lr=0.1, seed=1``."""
+    return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())
+
+
+def shown_value(value: object) -> str:
+    """Format one value as a user would type it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def short_keys(keys: Sequence[str]) -> list[str]:
+    """The last part of every key, or the full key if another has the same last part."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
 
 
 MAX_SPANS = 8

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.support.benches import made_up_bench, train_made_up
 from trainkit.bench.measure import Row, point_row, row_of
-from trainkit.bench.summary import PLOTS, lines_of, write_plots
+from trainkit.bench.summary import PLOTS, write_plots
 
 pytest.importorskip("matplotlib")
 
@@ -54,22 +53,3 @@ def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> Non
         (file, *_) = write_plots(["layout"], many, tmp_path / f"plots-{count}")[0]
         heights.append(struct.unpack(">I", file.read_bytes()[20:24])[0])
     assert heights[1] > 2 * heights[0]
-
-
-def swept(rows: list[Row], **values: list[object]) -> list[Row]:
-    names = list(values)
-    return [{**rows[0], **dict(zip(names, point, strict=True))} for point in product(*values.values())]
-
-
-def test_numbers_are_lines_and_other_values_bars(tmp_path: Path, rows: list[Row]) -> None:
-    sizes = [1, 2, 64]
-    found = lines_of(["lr", "size"], swept(rows, lr=[0.1, 0.2], size=sizes))
-    assert found is not None
-    key, lines = found
-    assert (key, list(lines)) == ("size", ["lr=0.1", "lr=0.2"])
-    assert [row["size"] for row in lines["lr=0.2"]] == sizes
-    assert lines_of(["on"], swept(rows, on=[True, False, None])) is None
-    assert lines_of(["size"], swept(rows, size=[1, 2])) is None
-    assert lines_of(["seed", "size"], swept(rows, seed=[*range(9)], size=[*range(9)])) is None
-    (file, *_), _ = write_plots(["lr", "size"], swept(rows, lr=[0.1, 0.2], size=sizes), tmp_path / "plots")
-    assert file.stat().st_size > 10_000

@@ -17,6 +17,8 @@ from trainkit.run import files as jsonl
 from trainkit.run.end import Best, RankFailure, read_end
 from trainkit.run.events import best_result
 from trainkit.run.files import read_jsonl, read_jsonl_reversed, write_json
+from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 MANY = 20_000
@@ -60,7 +62,7 @@ def test_a_long_run_costs_no_more_than_a_short_one(
     assert end is not None
     assert end.step == MANY - 1
     assert end.best == Best("loss", 1.0, MANY - 1)
-    read_status(run, None, datetime.now(timezone.utc))
+    read_status(RunHistory(run), read_job(run), None, datetime.now(timezone.utc))
     assert len(parsed) < MANY / 4
 
 

@@ -24,6 +24,8 @@ from trainkit.observe.status import read_status
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.run.events import log_event
 from trainkit.run.files import parse_time, read_jsonl, utc_now, write_json
+from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 PLAN = LaunchPlan(
@@ -268,7 +270,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     wait_for(lambda: "silent" in events())
     now = parse_time(utc_now())
     assert now is not None
-    status = read_status(run, True, now)
+    status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
     assert f"and none before; rank 0 on {os.uname().nodename} " in warning
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
@@ -278,7 +280,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     assert f"`rm {lock}`, then `trainkit resume {run.path}`" in found.advice[1]
     lock.unlink()
     wait_for(lambda: "silent_over" in events())
-    assert read_status(run, True, now).warnings == []
+    assert read_status(RunHistory(run), read_job(run), True, now).warnings == []
     assert diagnose(attempt, load_signatures(), alive=True).state == "nothing failed"
     (run.path / "go").touch()
     job.wait()

@@ -9,6 +9,8 @@ from trainkit.observe.status import read_status
 from trainkit.observe.status_text import run_details, runs_rows
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -31,6 +33,10 @@ def run(tmp_path):
     return run
 
 
+def status_of(run, alive, slurm_job=None):
+    return read_status(RunHistory(run), read_job(run), alive, NOW, slurm_job)
+
+
 def metrics(run, *ages_s):
     for step, age_s in enumerate(ages_s, 1):
         record = {"step": step, "time": ago(age_s), "attempt": 1, "loss": 1.0 / step, "tokens_per_s": 10.0}
@@ -39,7 +45,7 @@ def metrics(run, *ages_s):
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "starting"), (False, "died"), (None, "unknown")])
 def test_without_an_end_only_liveness_tells(run, alive, state):
-    assert read_status(run, alive, NOW).state == state
+    assert status_of(run, alive).state == state
 
 
 @pytest.mark.parametrize("alive", [True, False, None])
@@ -48,7 +54,7 @@ def test_an_end_that_is_written_is_certain(run, alive, state):
     write_json(
         run.attempt(1).end_file, {"state": state, "action": "stopped", "reason": "because", "verdict": None}
     )
-    status = read_status(run, alive, NOW)
+    status = status_of(run, alive)
     assert (status.state, status.reason) == (state, "because")
 
 
@@ -57,31 +63,31 @@ def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
     config = RunConfig.model_validate({"logging": {"pattern": pattern}})
     run.config_file.write_text(dump_effective(config))
     write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 1, "device": "cpu", "command": ["train"]})
-    seen = read_status(run, True, NOW)
+    seen = status_of(run, True)
     assert (seen.state, seen.step, seen.total_steps) == ("starting", None, None)
     log = run.attempt(1).rank_log(0)
     log.parent.mkdir(exist_ok=True)
     log.write_text("loading\n")
-    seen = read_status(run, True, NOW)
+    seen = status_of(run, True)
     assert (seen.state, seen.step, seen.loss) == ("running", None, None)
     log.write_text("step 7: loss nan%\n")
-    assert (read_status(run, True, NOW).step, read_status(run, True, NOW).loss) == (7, None)
+    assert (status_of(run, True).step, status_of(run, True).loss) == (7, None)
     log.write_text("step 8: loss 2.5\nstep 9: loss 2.25\rstep 10: loss 2.0\nsaved\nstep 11: lo")
-    seen = read_status(run, True, NOW)
+    seen = status_of(run, True)
     assert (seen.state, seen.step, seen.loss) == ("running", 10, 2.0)
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "requeueing"), (False, "died"), (None, "unknown")])
 def test_between_two_attempts(run, alive, state):
     write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue"})
-    assert read_status(run, alive, NOW).state == state
+    assert status_of(run, alive).state == state
 
 
 def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
     end = {"state": "failed", "action": "requeue", "reason": "lost node2; resumes (restart 2)"}
     write_json(run.attempt(1).end_file, end)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
-    status = read_status(run, False, NOW, job)
+    status = status_of(run, False, job)
     words = "Slurm did not restart it after the requeue that followed: lost node2"
     assert (status.state, status.reason) == ("died", f"Slurm reports FAILED; exit code 1; {words}")
 
@@ -92,7 +98,7 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
     write_json(run.job_file, {"attempts": [entry]})
     began = NOW + timedelta(seconds=later_s)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1, start_time=began)
-    reason = read_status(run, False, NOW, job).reason
+    reason = status_of(run, False, job).reason
     assert reason.endswith("did not restart it") == is_later
 
 
@@ -111,7 +117,7 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
 )
 def test_how_slurm_ended_a_job(run, end, words):
     """The reason of the same end differs between versions; accounting has none."""
-    reason = read_status(run, False, NOW, JobInfo("7", JobState.FAILED, slurm_state="FAILED", **end)).reason
+    reason = status_of(run, False, JobInfo("7", JobState.FAILED, slurm_state="FAILED", **end)).reason
     assert reason.startswith(f"Slurm reports FAILED; {words}")
 
 
@@ -120,18 +126,18 @@ def test_a_job_whose_log_slurm_could_not_open(run, reason):
     entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600)}
     write_json(run.job_file, {"attempts": [entry]})
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", reason=reason, exit_code=0, exit_signal=53)
-    status = read_status(run, False, NOW, job)
+    status = status_of(run, False, job)
     words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
     assert (status.state, status.reason) == ("died", words)
     log, resume = run.attempt(1).supervisor_log, f"`trainkit resume {run.path}` starts the run again"
     assert status.warnings == [f"a node could not open {log}: {resume} with a new log folder"]
     log.parent.rmdir()
     missing = f"the folder of the log, {log.parent}, does not exist"
-    assert read_status(run, False, NOW, job).warnings == [f"{missing}: {resume} with a new log folder"]
+    assert status_of(run, False, job).warnings == [f"{missing}: {resume} with a new log folder"]
     write_json(run.job_file, {"attempts": [{**entry, "started_at": ago(60)}]})
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9)
     ended = "the supervisor exited without recording how the attempt ended"
-    assert read_status(run, False, NOW, job).warnings == [ended]
+    assert status_of(run, False, job).warnings == [ended]
 
 
 def failed_start(run, restarts, host, exit_code):
@@ -145,15 +151,15 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     run.attempt(1).supervisor_log.write_text("\n".join(["no venv", *map(str, range(9))]) + "\n")
     failed_start(run, 0, "n1", 137)
     waits = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
-    status = read_status(run, True, NOW, waits)
+    status = status_of(run, True, waits)
     assert (status.state, status.host) == ("requeueing", "n1")
     assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
     again = JobInfo("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
-    status = read_status(run, True, NOW, again)
+    status = status_of(run, True, again)
     assert (status.state, status.host, status.batch_log) == ("starting", None, [])
     failed_start(run, 1, "n2", 2)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
-    status = read_status(run, False, NOW, job)
+    status = status_of(run, False, job)
     assert (status.state, status.host) == ("died", "n2")
     assert status.reason == "Slurm reports FAILED; exit code 2; it ended on n2 before the supervisor began"
     assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
@@ -163,7 +169,7 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     )
     forgotten = JobInfo("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists it")
     reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists it"
-    assert read_status(run, False, NOW, forgotten).reason == reason
+    assert status_of(run, False, forgotten).reason == reason
 
 
 def test_a_requeued_job_that_ended_before_its_next_supervisor_began(run):
@@ -173,19 +179,19 @@ def test_a_requeued_job_that_ended_before_its_next_supervisor_began(run):
     failed_start(run, 1, "n2", None)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9, nodes="n2", restarts=1)
     reason = "the job was killed by SIGKILL; it ended on n2 before the supervisor began"
-    assert read_status(run, False, NOW, job).reason == f"Slurm reports FAILED; {reason}"
+    assert status_of(run, False, job).reason == f"Slurm reports FAILED; {reason}"
 
 
 def test_running_then_stopping(run):
     metrics(run, 2, 1)
-    assert read_status(run, True, NOW).state == "running"
+    assert status_of(run, True).state == "running"
     log_event(run, 1, "signal", signal="SIGTERM")
-    assert read_status(run, True, NOW).state == "stopping"
+    assert status_of(run, True).state == "stopping"
 
 
 def test_numbers(run):
     metrics(run, 3, 2)
-    status = read_status(run, True, NOW)
+    status = status_of(run, True)
     assert (status.name, status.step, status.total_steps, status.loss) == ("mine", 2, 50, 0.5)
     assert (status.num_nodes, status.workers_per_node, status.device) == (2, 4, "cpu")
     assert (status.metrics_age_s, status.age_s) == (2.0, 600.0)
@@ -194,23 +200,23 @@ def test_numbers(run):
 
 def test_the_trainer_knows_the_length_of_epochs(run):
     log_event(run, 1, "first_step", total_steps=77)
-    assert read_status(run, True, NOW).total_steps == 77
+    assert status_of(run, True).total_steps == 77
 
 
 def test_a_command_has_no_steps_of_the_config(run):
     write_json(run.plan_file, {"command": ["python", "train.py"]})
-    status = read_status(run, True, NOW)
+    status = status_of(run, True)
     assert (status.command, status.total_steps) == (["python", "train.py"], None)
     text = run_details(status)
     assert "command     python train.py" in text
     assert "/50" not in text
     assert "\nstep" not in text
     metrics(run, 2, 1)
-    assert "step        2, last metrics" in run_details(read_status(run, True, NOW))
+    assert "step        2, last metrics" in run_details(status_of(run, True))
 
 
 def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
-    status = read_status(run, True, NOW)
+    status = status_of(run, True)
     below, elsewhere = (runs_rows([status], cwd)[1] for cwd in (tmp_path.parent, Path("/x")))
     assert below == (tmp_path.name, "starting", "1", "2 x 4", "-/50", "-", "-", "10m00s")
     assert elsewhere[0] == str(tmp_path)
@@ -218,12 +224,12 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
 
 def test_stale_metrics_are_a_warning(run):
     metrics(run, 302, 301, 300)
-    assert read_status(run, True, NOW).warnings == ["no new metrics for 300 s (usually every 1.0 s)"]
+    assert status_of(run, True).warnings == ["no new metrics for 300 s (usually every 1.0 s)"]
 
 
 def test_slow_steps_are_not_stale(run):
     metrics(run, 500, 400, 300)
-    assert read_status(run, True, NOW).warnings == []
+    assert status_of(run, True).warnings == []
 
 
 def test_newest_published_checkpoint(run):
@@ -232,23 +238,23 @@ def test_newest_published_checkpoint(run):
         (run.checkpoints_dir / name / "manifest.json").write_text("{}")
     (run.checkpoints_dir / "step-00000011").mkdir()
     (run.checkpoints_dir / "step-00000012.rejected").mkdir()
-    assert read_status(run, True, NOW).checkpoint == str(run.checkpoints_dir / "step-00000010")
+    assert status_of(run, True).checkpoint == str(run.checkpoints_dir / "step-00000010")
 
 
 def test_damaged_files_are_no_reason_to_fail(run):
     run.config_file.write_text("- not\n- a config\n")
     run.plan_file.write_text("{")
-    status = read_status(run, True, NOW)
+    status = status_of(run, True)
     assert (status.total_steps, status.num_nodes) == (None, None)
     run.job_file.write_text("{")
-    status = read_status(run, None, NOW)
+    status = status_of(run, None)
     assert (status.state, status.attempt, status.job_id) == ("incomplete", None, None)
 
 
 def test_saves_that_fail_in_a_row_are_a_warning(run):
     def warnings(event, step, attempt=1, **fields):
         log_event(run, attempt, event, step=step, **fields)
-        return read_status(run, True, NOW).warnings
+        return status_of(run, True).warnings
 
     full = {"error": "rank 3: OSError: disk full"}
     assert warnings("checkpoint_failed", 100, **full) == [], "one can fail for a moment"
@@ -267,18 +273,18 @@ def test_saves_that_fail_in_a_row_are_a_warning(run):
 
 def test_a_silence_that_lasts_is_a_warning(run):
     log_event(run, 1, "silent", rank=0, lock=None, reason="no output for 610 s, and none before")
-    [warning] = read_status(run, True, NOW).warnings
+    [warning] = status_of(run, True).warnings
     assert warning.startswith("no output for 610 s, and none before; `trainkit diagnose ")
-    assert "no output" not in " ".join(read_status(run, False, NOW).warnings)
+    assert "no output" not in " ".join(status_of(run, False).warnings)
     log_event(run, 1, "silent_over")
-    assert read_status(run, True, NOW).warnings == []
+    assert status_of(run, True).warnings == []
 
 
 def test_how_far_the_trackers_are(run):
-    assert read_status(run, True, NOW).trackers == {}
+    assert status_of(run, True).trackers == {}
     run.trackers_dir.mkdir()
     write_json(run.trackers_dir / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
     write_json(run.trackers_dir / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
-    text = run_details(read_status(run, True, NOW))
+    text = run_details(status_of(run, True))
     assert "mlflow      up to step 40: http://host\n" in text
     assert "wandb       up to step 20: CommError: refused\n" in text

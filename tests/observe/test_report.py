@@ -15,6 +15,7 @@ from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory, attempts_of, ended_attempts
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc).timestamp()
@@ -88,7 +89,7 @@ def attempts_in(records):
 def report_of(run):
     now = datetime.fromtimestamp(START + 100, timezone.utc)
     history = RunHistory(run)
-    return read_report(history, read_status(run, False, now, None, history), now.timestamp())
+    return read_report(history, read_status(history, read_job(run), False, now), now.timestamp())
 
 
 def test_all_allocated_time_has_a_category(run):

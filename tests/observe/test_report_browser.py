@@ -19,6 +19,7 @@ from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
 from trainkit.run.files import append_jsonl, utc_now
 from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
@@ -79,7 +80,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def report_of(run: RunDir):
     history = RunHistory(run)
-    return read_report(history, read_status(run, False, NOW, None, history), NOW.timestamp())
+    return read_report(history, read_status(history, read_job(run), False, NOW), NOW.timestamp())
 
 
 CHARTS = {

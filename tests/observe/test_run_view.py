@@ -16,6 +16,7 @@ from trainkit.observe.view_text import Size, resampled, sparkline, view_lines
 from trainkit.run.events import Event
 from trainkit.run.files import write_json
 from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -26,7 +27,7 @@ def view_of(run: RunDir, job: JobInfo | None = JOB) -> RunView:
     history = RunHistory(run)
     history.update()
     alive = None if job is None else True
-    return read_view(history, read_status(run, alive, NOW, job, history), NOW, job)
+    return read_view(history, read_status(history, read_job(run), alive, NOW, job), NOW, job)
 
 
 def test_numbers_of_a_running_run(tmp_path: Path) -> None:

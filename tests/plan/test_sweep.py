@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
-from trainkit.plan.sweep import (
-    filled_in,
-    parse_axis,
-    short_keys,
-    shown,
-    sweep_points,
-)
+from trainkit.formats import short_keys, shown
+from trainkit.plan.sweep import filled_in, parse_axis, sweep_points
 from trainkit.run.group import changed, difference
 
 

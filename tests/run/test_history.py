@@ -16,6 +16,7 @@ from trainkit.observe.status import read_status
 from trainkit.run import history as history_module
 from trainkit.run.files import append_jsonl
 from trainkit.run.history import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunHistory, timestamp
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 
@@ -161,7 +162,7 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
             append_jsonl(run.health_file(f"node{node + 1:03d}"), sample)
         began_s = time.process_time()
         history.update()
-        view = read_view(history, read_status(run, True, NOW, None, history), NOW)
+        view = read_view(history, read_status(history, read_job(run), True, NOW), NOW)
         spent.append(time.process_time() - began_s)
     assert view.status.step == 660
     assert len(view.nodes) == 128

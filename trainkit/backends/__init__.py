@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -114,8 +114,13 @@ class Backend(ABC):
         """Whether the job of an attempt is running or pending; UNKNOWN when this host cannot tell."""
 
     @abstractmethod
-    def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-        """The status of a run whose newest attempt this is; `jobs` is Slurm's answer, None without one."""
+    def status(
+        self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
+    ) -> JobStatus:
+        """The status of a run with this newest attempt and these `waiting` follow-ups.
+
+        `jobs` is Slurm's answer, None without one.
+        """
 
     @abstractmethod
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:

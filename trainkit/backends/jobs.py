@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -40,9 +40,9 @@ JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs; None when Slurm does not answer."""
 
 
-def query_job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[JobStatus]:
-    """The job status of each run, from one query; calls `warn` when Slurm is unreachable."""
-    return job_statuses(runs, query_known_jobs(open_job_ids(runs), warn))
+def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
+    """The job status of a run with this job.json; calls `warn` when Slurm is unreachable."""
+    return job_status(run, job, query_known_jobs(open_job_ids(run, job), warn))
 
 
 def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> JobStatus:
@@ -51,9 +51,10 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
     Calls `warn` if Slurm does not answer.
     """
     run, status = attempt.run, JobStatus(False)
+    job = read_job(run)
     if attempt.number == run.attempt_numbers()[-1]:
-        status = query_job_status([run], warn)[0]
-    entry = read_job(run).of_attempt(attempt.number)
+        status = query_job_status(run, job, warn)
+    entry = job.of_attempt(attempt.number)
     end = read_end(attempt)
     if entry is None or not (end is None or end.guessed):
         return status
@@ -83,17 +84,13 @@ def _ended_start(entry: AttemptRecord, warn: Callable[[str], None]) -> JobInfo |
     return None
 
 
-def open_job_ids(runs: Iterable[RunDir]) -> list[str]:
-    """The newest Slurm job and the pending follow-up jobs of each run that has not recorded its end."""
-    pairs = ((run, read_job(run).newest) for run in runs)
-    return [
-        job_id
-        for run, entry in pairs
-        if entry is not None
-        and (newest := backend_of(entry).queue_id(entry)) is not None
-        and not is_exiting(run, entry)
-        for job_id in (newest, *read_job(run).waiting)
-    ]
+def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
+    """The newest Slurm job and the pending follow-up jobs of a run that has not recorded its end."""
+    entry = job.newest
+    newest = None if entry is None else backend_of(entry).queue_id(entry)
+    if entry is None or newest is None or is_exiting(run, entry):
+        return []
+    return [newest, *job.waiting]
 
 
 def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
@@ -105,13 +102,10 @@ def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[st
         return None
 
 
-def job_statuses(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> list[JobStatus]:
-    """The job status of each run; `jobs` is the result of `query_known_jobs`."""
-    pairs = ((run, read_job(run).newest) for run in runs)
-    return [
-        JobStatus(None) if entry is None else backend_of(entry).status(run, entry, jobs)
-        for run, entry in pairs
-    ]
+def job_status(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+    """The job status of a run; `jobs` is the result of `query_known_jobs`."""
+    entry = job.newest
+    return JobStatus(None) if entry is None else backend_of(entry).status(run, entry, job.waiting, jobs)
 
 
 def live_entry(run: RunDir, command: str) -> AttemptRecord | None:
@@ -229,12 +223,13 @@ def liveness_probe(
 
     def probe() -> bool | None:
         nonlocal queried_s, alive, notified
-        entry = read_job(run).newest
+        record = read_job(run)
+        entry = record.newest
         if entry is None:
             return None
         backend = backend_of(entry)
         if backend.queue_id(entry) is None:
-            return backend.status(run, entry, None).alive
+            return job_status(run, record, None).alive
         is_pending = notified != "" or alive is None
         interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
         if time.monotonic() - queried_s < interval_s:
@@ -244,7 +239,7 @@ def liveness_probe(
             job = backend.job(entry)
             alive = in_queue(job)
             if not alive and not is_exiting(run, entry):
-                follow_ups = filter(in_queue, query_jobs(read_job(run).waiting).values())
+                follow_ups = filter(in_queue, query_jobs(record.waiting).values())
                 job = next(follow_ups, job)
                 alive = in_queue(job)
         except SlurmError as error:

@@ -74,13 +74,15 @@ class SlurmBackend(Backend):
         # A job that squeue does not list is not running, whatever accounting says.
         return Liveness.ALIVE if in_queue(self.job(entry)) else Liveness.GONE
 
-    def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+    def status(
+        self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
+    ) -> JobStatus:
         if jobs is None or other_cluster(entry.cluster):
             return JobStatus(None)
         job = jobs.get(entry.job_id)
         if not in_queue(job):
             # `jobs` has no follow-ups of a run that recorded its end.
-            job = next((item for item in map(jobs.get, read_job(run).waiting) if in_queue(item)), job)
+            job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:

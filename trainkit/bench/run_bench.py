@@ -22,15 +22,15 @@ from trainkit.backends.slurm import print_note
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, shown
 from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus, read_newest_end
 from trainkit.observe.status import read_status
 from trainkit.observe.status_text import state_counts
 from trainkit.observe.sweep_report import REPEAT
-from trainkit.plan.sweep import shown
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup
+from trainkit.run.history import RunHistory
 from trainkit.run.manifest import remove_all
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -316,7 +316,9 @@ def run_state(bench: Bench, item: BenchRun) -> tuple[str, str | None]:
     run = bench.run_dir(item)
     if not run.exists():
         return NOT_STARTED, None
-    status = read_status(run, query_job_status([run], lambda text: None)[0].alive, _now())
+    job = read_job(run)
+    alive = query_job_status(run, job, lambda text: None).alive
+    status = read_status(RunHistory(run), job, alive, _now())
     return status.state, status.reason
 
 

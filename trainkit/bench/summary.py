@@ -24,11 +24,10 @@ from trainkit.bench.run_bench import (
     run_state,
 )
 from trainkit.folders import ensure_folder
-from trainkit.formats import cell, table
+from trainkit.formats import cell, short_keys, shown_value, table
 from trainkit.observe.group import NOT_STARTED
 from trainkit.observe.page import read_config
 from trainkit.observe.sweep_report import REPEAT, Sweep
-from trainkit.plan.sweep import short_keys, shown, shown_value
 from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.manifest import remove_all
@@ -247,10 +246,6 @@ PLOTS = {
 }
 """Column -> label of its axis."""
 INSTALL_HINT = "pip install 'trainkit[bench]'"
-MAX_LINES = 8
-"""With more lines, bars are clearer."""
-MIN_VALUES = 3
-"""A line over fewer values shows less than bars."""
 
 
 def can_plot() -> bool:
@@ -276,49 +271,16 @@ def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple
     return written, empty
 
 
-def lines_of(keys: Sequence[str], rows: Sequence[Row]) -> tuple[str, dict[str, list[Row]]] | None:
-    """The numeric key with most values, and the rows of each line over it by its name.
-
-    None where bars are clearer.
-    """
-    values = {
-        key: {row[key] for row in rows}
-        for key in keys
-        if all(isinstance(row[key], (int, float)) and not isinstance(row[key], bool) for row in rows)
-    }
-    best = max(values, key=lambda key: len(values[key]), default=None)
-    if best is None or len(values[best]) < MIN_VALUES:
-        return None
-    lines: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: float(row[best])):
-        lines.setdefault(shown({key: row[key] for key in keys if key != best}), []).append(row)
-    return (best, lines) if len(lines) <= MAX_LINES else None
-
-
 def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
-    found = lines_of(keys, rows)
-    height = 1.2 + 0.35 * len(rows) if found is None else 5.0
-    figure = Figure(figsize=(8.0, height), layout="constrained")
+    figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    if found is None:
-        bars = list(reversed(rows))  # the first row on top
-        drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
-        axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
-        axes.margins(x=0.15)
-        axes.set_xlabel(label)
-    else:
-        key, lines = found
-        for name, own in lines.items():
-            known = [row for row in own if row[column] is not None]
-            axes.plot([row[key] for row in known], [row[column] for row in known], marker="o", label=name)
-        if len(lines) > 1:
-            axes.legend()
-        axes.set_xlabel(key)
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
+    bars = list(reversed(rows))  # the first row on top
+    drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
+    axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
+    axes.margins(x=0.15)
+    axes.set_xlabel(label)
     figure.savefig(file, dpi=120)
 
 

@@ -43,9 +43,8 @@ from trainkit.cli.options import (
     sweep_option,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
-from trainkit.formats import table
+from trainkit.formats import short_keys, shown_value, table
 from trainkit.plan.launch import describe_plan
-from trainkit.plan.sweep import short_keys, shown_value
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import isolated_state

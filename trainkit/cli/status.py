@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainkit.observe.status import RunStatus
     from trainkit.run.group import RunGroup
     from trainkit.run.history import RunHistory
+    from trainkit.run.record import JobRecord
     from trainkit.run.rundir import RunDir
     from trainkit.slurm.jobs import JobInfo
 
@@ -66,9 +67,11 @@ def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     from trainkit.backends.jobs import query_job_status
     from trainkit.observe.status import read_status
     from trainkit.run.history import RunHistory
+    from trainkit.run.record import read_job
 
-    job, history = query_job_status([run], warn)[0], RunHistory(run)
-    return history, read_status(run, job.alive, datetime.now(timezone.utc), job.job, history), job.job
+    record, history = read_job(run), RunHistory(run)
+    job = query_job_status(run, record, warn)
+    return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
 def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
@@ -167,14 +170,14 @@ def read_all(
     With `max_ended`, only that many of those that are over for certain; the second value counts the others.
     `histories` keeps what was read of each run for the next call.
     """
-    from trainkit.backends.jobs import job_statuses, open_job_ids
+    from trainkit.backends.jobs import job_status, open_job_ids
     from trainkit.observe.group import GroupFiles, read_newest_end
     from trainkit.observe.status import read_status
     from trainkit.run.history import RunHistory
+    from trainkit.run.record import read_job
     from trainkit.run.registry import record_over, starts
-    from trainkit.run.rundir import RunDir
 
-    known: list[RunDir | GroupFiles] = []
+    known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0
     for start in starts():
         is_full = max_ended is not None and num_over >= max_ended
@@ -185,14 +188,14 @@ def read_all(
         if item is None or place in seen:
             continue
         seen.add(place)
-        found: RunDir | GroupFiles = item.run
+        group = None
         if item.is_group:
             try:
-                found = GroupFiles(item.group)
+                group = GroupFiles(item.group)
             except UsageError as error:
                 warn(error.message)
                 continue
-            over = found.is_over
+            over = group.is_over
         else:
             end = read_newest_end(item.run)
             over = end is not None and not end.resumes
@@ -202,17 +205,16 @@ def read_all(
         if is_full and over:
             num_hidden += 1
         else:
-            known.append(found)
+            known.append(group or (item.run, read_job(item.run)))
     record_over(newly_over)
-    runs = [found for found in known if isinstance(found, RunDir)]
-    in_groups = [job_id for found in known if isinstance(found, GroupFiles) for job_id in found.open_ids]
-    jobs, now = query(open_job_ids(runs) + in_groups), datetime.now(timezone.utc)
-    job_of = iter(job_statuses(runs, jobs))
+    ids = [found.open_ids if isinstance(found, GroupFiles) else open_job_ids(*found) for found in known]
+    jobs, now = query([job_id for own in ids for job_id in own]), datetime.now(timezone.utc)
     statuses: list[RunStatus | GroupStatus] = []
     for found in known:
         if isinstance(found, GroupFiles):
             statuses.append(found.status(jobs, now))
         else:
-            job, history = next(job_of), histories.setdefault(found.path, RunHistory(found))
-            statuses.append(read_status(found, job.alive, now, job.job, history))
+            run, record = found
+            job, history = job_status(run, record, jobs), histories.setdefault(run.path, RunHistory(run))
+            statuses.append(read_status(history, record, job.alive, now, job.job))
     return statuses, num_hidden

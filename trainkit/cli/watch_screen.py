@@ -25,7 +25,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backends import JobStatus
-from trainkit.backends.jobs import SlurmPoller, job_statuses, open_job_ids, utc_clock
+from trainkit.backends.jobs import SlurmPoller, job_status, open_job_ids, utc_clock
 from trainkit.cli.status import read_all, read_group
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.follow import last_lines
@@ -46,6 +46,7 @@ from trainkit.observe.view_text import (
 )
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -179,9 +180,10 @@ class RunScreen(ReadingScreen):
         run, history = self.run_dir, self._history
         run.path.stat()
         history.update()
-        self._job = job = job_statuses([run], self._poller.jobs(open_job_ids([run])))[0]
+        record = read_job(run)
+        self._job = job = job_status(run, record, self._poller.jobs(open_job_ids(run, record)))
         now = self._clock()
-        status = read_status(run, job.alive, now, job.job, history)
+        status = read_status(history, record, job.alive, now, job.job)
         return read_view(history, status, now, job.job, Path.cwd())
 
     def compose(self) -> ComposeResult:

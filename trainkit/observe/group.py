@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
-from trainkit.plan.sweep import shown, shown_value
 from trainkit.run.end import AttemptEnd, Best, end_of
 from trainkit.run.events import best_result, read_events
 from trainkit.run.files import read_object, seconds_between

@@ -14,8 +14,7 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.config.names import flatten
 from trainkit.errors import TrainkitError
-from trainkit.formats import duration, number
-from trainkit.plan.sweep import shown_value
+from trainkit.formats import duration, number, shown_value
 from trainkit.resources import shipped_templates
 from trainkit.run.rundir import RunDir
 

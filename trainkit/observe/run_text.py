@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainkit.observe.signatures import Signature, Where
     from trainkit.run.end import RankFailure
-from trainkit.observe.signatures import Signature, Where
 
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20

@@ -10,9 +10,8 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.run_text import read_log
@@ -22,11 +21,14 @@ from trainkit.run.events import FAILED_SAVES, Event, StepRecord
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
 from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
 from trainkit.run.manifest import published
-from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
+
+if TYPE_CHECKING:
+    from trainkit.config import RunConfig
 
 N = TypeVar("N", int, float)
 STALE_S = 60.0
@@ -173,21 +175,19 @@ class RunStatus:
 
 
 def read_status(
-    run: RunDir,
+    history: RunHistory,
+    job: JobRecord,
     alive: bool | None,
     now: datetime,
     slurm_job: JobInfo | None = None,
-    history: RunHistory | None = None,
 ) -> RunStatus:
-    """The status of a run; `alive` is the liveness of its newest job, None when unknown.
+    """The status of a run with this job.json, whose events are read on.
 
-    `slurm_job` is Slurm's information about that job; None for a local run. `history` is the run's as far as
-    it was read before, for callers that read the status repeatedly; its events are read on.
+    `alive` is the liveness of its newest job, None when unknown; `slurm_job` is Slurm's information about
+    that job, None for a local run.
     """
-    history = history or RunHistory(run)
-    events = history.events
+    run, events = history.run, history.events
     events.update()
-    job = read_job(run)
     entry = job.newest or AttemptRecord()
     attempt = entry.attempt or None
     plan = read_plan(run)
@@ -349,13 +349,9 @@ def _printed_metrics(run: RunDir, attempt: AttemptDir) -> tuple[int | None, floa
     log = attempt.rank_log(0)
     if not log.exists():
         return None
-    try:
-        pattern = read_effective(run.config_file).logging.pattern
-    except (OSError, TrainkitError):
-        pattern = None
-    found = None
-    if pattern is not None:
-        matcher = re.compile(pattern)
+    config, found = _config(run), None
+    if config is not None and config.logging.pattern is not None:
+        matcher = re.compile(config.logging.pattern)
         # A progress bar overwrites its line; what follows the last end of a line is incomplete.
         lines = re.split(r"[\r\n]", _end_of(log))[:-1]
         found = next((match for match in map(matcher.search, reversed(lines)) if match is not None), None)
@@ -384,10 +380,16 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
     """
     if logged is not None:
         return logged
-    if plan.is_command:
-        return None
+    config = None if plan.is_command else _config(run)
+    return None if config is None else config.train.steps
+
+
+def _config(run: RunDir) -> RunConfig | None:
+    """The effective config of a run; None if it cannot be read."""
+    from trainkit.config import read_effective  # its schema takes longer to load than all else here
+
     try:
-        return read_effective(run.config_file).train.steps
+        return read_effective(run.config_file)
     except (OSError, TrainkitError):
         return None
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
 
-from trainkit.formats import cell, duration, table
+from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
 from trainkit.observe.status import Restart, RunStatus
-from trainkit.plan.sweep import short_keys
 from trainkit.run.end import Best
 from trainkit.run.files import Record
 

@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.config.names import is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, shown_value
 
 MAX_POINTS = 100_000
 """More points are a typo: no known Slurm accepts larger arrays."""
@@ -98,22 +98,6 @@ def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[Json
 def key_without_seed(values: Mapping[str, object]) -> str:
     """The values of a point as text; points with the same text differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
-
-
-def shown(values: Mapping[str, object]) -> str:
-    """Format values as in ``optimizer.lr=0.1, seed=1``."""
-    return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())
-
-
-def shown_value(value: object) -> str:
-    """Format one value as a user would type it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def short_keys(keys: Sequence[str]) -> list[str]:
-    """The last part of every key, or the full key if another has the same last part."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
 
 
 def _first_twice(items: Sequence[str]) -> str | None:

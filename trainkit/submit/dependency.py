@@ -13,6 +13,8 @@ from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, PointStatus
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
+from trainkit.run.history import RunHistory
+from trainkit.run.record import read_job
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
@@ -89,8 +91,9 @@ def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
 
 
 def _run(run: RunDir, warn: Callable[[str], None]) -> RunStatus:
-    job_status = query_job_status([run], warn)[0]
-    status = read_status(run, job_status.alive, datetime.now(timezone.utc), job_status.job)
+    record = read_job(run)
+    job = query_job_status(run, record, warn)
+    status = read_status(RunHistory(run), record, job.alive, datetime.now(timezone.utc), job.job)
     if status.state in UNFINISHED_STATES:
         num_follow_ups = read_effective(run.config_file).requeue.follow_ups
         if num_follow_ups:

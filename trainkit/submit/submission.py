@@ -17,10 +17,10 @@ from pathlib import Path
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import JsonObject, plural
+from trainkit.formats import JsonObject, plural, shown, shown_value
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key, shown, shown_value
+from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup, difference
