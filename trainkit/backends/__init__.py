@@ -167,12 +167,12 @@ _CLASSES = {
 
 @cache
 def backend_named(name: str) -> Backend:
-    """The backend of a plan."""
-    module, _, kind = _CLASSES[name].partition(".")
+    """The backend of a plan, or of an attempt: without Slurm none is recorded."""
+    module, _, kind = _CLASSES.get(name, _CLASSES["local"]).partition(".")
     found: Backend = getattr(import_module(f"trainkit.backends.{module}"), kind)()
     return found
 
 
 def backend_of(entry: AttemptRecord) -> Backend:
-    """The backend that runs an attempt; it is not recorded without Slurm."""
-    return backend_named(entry.backend if entry.backend in _CLASSES else "local")
+    """The backend that runs an attempt."""
+    return backend_named(str(entry.backend))

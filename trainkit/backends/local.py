@@ -15,11 +15,11 @@ from trainkit.backends import ALIVE, SUPERVISOR_EXIT_S, Backend, JobStatus, NewA
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import descendants, dies_with, module_argv
 from trainkit.job.signals import NOTICE_SIGNALS
-from trainkit.run.end import KILLED
+from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.lock import is_supervised
 from trainkit.run.process import Liveness, boot_id
-from trainkit.run.record import AttemptRecord, add_attempt, is_exiting, open_attempt, read_job
+from trainkit.run.record import AttemptRecord, add_attempt, open_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class LocalBackend(Backend):
         return JobStatus(ALIVE[self.liveness(run, entry)])
 
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
-        if is_exiting(run, entry):
+        if is_over(run.attempt(entry.attempt)):
             # The supervisor is about to exit and ignores signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
         state = self.liveness(run, entry)

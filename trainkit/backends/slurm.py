@@ -20,7 +20,7 @@ from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_c
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.run.end import KILLED
+from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
 from trainkit.run.process import Liveness
@@ -30,7 +30,6 @@ from trainkit.run.record import (
     claim_entry,
     copy_submitit_files,
     discard_attempt,
-    is_exiting,
     next_attempt_number,
     open_attempt,
     read_job,
@@ -85,7 +84,7 @@ class SlurmBackend(Backend):
 
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
         """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
-        if is_exiting(run, entry):
+        if is_over(run.attempt(entry.attempt)):
             return None
         if self.liveness(run, entry) is Liveness.ALIVE:
             return entry
@@ -116,7 +115,7 @@ class SlurmBackend(Backend):
         write_cancelled(run, entry, KILLED)
 
     def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
-        return is_exiting(run, entry) or super().is_gone(run, entry)
+        return is_over(run.attempt(entry.attempt)) or super().is_gone(run, entry)
 
 
 class SbatchBackend(SlurmBackend):

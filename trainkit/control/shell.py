@@ -35,9 +35,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
 
     Raises ConfigError with every problem.
     """
-    backend = "sbatch" if loaded.config.launch.backend in ("auto", "local") else loaded.config.launch.backend
-    known = make_target(loaded, backend)
-    facts = Facts(NOWHERE, Target("sbatch", "shell", known.cluster))
+    facts = Facts(NOWHERE, Target("sbatch", "shell", make_target(loaded, "sbatch").cluster))
     plan = make_plan(loaded, facts, Command(("bash",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}

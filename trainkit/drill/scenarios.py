@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
 from trainkit.config import RunConfig
-from trainkit.control.requeue import start_again
+from trainkit.control.resume import start_again
 from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import read_newest_end

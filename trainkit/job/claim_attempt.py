@@ -83,7 +83,7 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     if other in (job_id, job_id.partition("_")[0]) or is_over(run.attempt(newest.attempt)):
         return None
     state = JobState.UNKNOWN
-    if newest.is_slurm and other_cluster(newest.cluster) is None:
+    if newest.backend is not None and other_cluster(newest.cluster) is None:
         try:
             state = job_details(other).state
         except SlurmRefused:
