@@ -22,10 +22,9 @@ from trainkit.config.schema import RunConfig
 from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
-from trainkit.run.lock import run_lock
 from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 
 EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 

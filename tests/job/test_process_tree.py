@@ -12,8 +12,8 @@ from job_tree import is_running, wait_for
 from tests.support.runs import start_local
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json, read_jsonl
-from trainkit.run.lock import run_lock
 from trainkit.run.process import Liveness
+from trainkit.run.rundir import run_lock
 
 SAVES = "save_when_asked()"
 WAITS_TO_END = """

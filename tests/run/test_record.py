@@ -8,7 +8,6 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json, write_json
-from trainkit.run.lock import run_lock
 from trainkit.run.process import Liveness, ProcessId
 from trainkit.run.record import (
     AttemptRecord,
@@ -19,7 +18,7 @@ from trainkit.run.record import (
     open_attempt,
     read_job,
 )
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 
 
 def test_this_process_is_alive():

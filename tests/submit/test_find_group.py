@@ -10,10 +10,9 @@ import pytest
 from tests.support.groups import make_group
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
-from trainkit.run.lock import run_lock
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.registry import find_run, find_run_or_group, known_runs, register
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 
 POINTS: dict[int, dict[str, Any]] = {index: {"seed": index} for index in (3, 4)}
 

@@ -17,10 +17,9 @@ from trainkit.job.processes import descendants, dies_with, module_argv
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
-from trainkit.run.lock import is_supervised
 from trainkit.run.process import Liveness, boot_id
 from trainkit.run.record import AttemptRecord, add_attempt, open_attempt, read_job
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 
 if TYPE_CHECKING:
     from trainkit.slurm.jobs import JobInfo

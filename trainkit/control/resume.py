@@ -33,10 +33,9 @@ from trainkit.plan.slurm_request import with_excluded
 from trainkit.plan.workload import Workload
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import read_json
-from trainkit.run.lock import run_lock
 from trainkit.run.manifest import Manifest, newest_intact, published
 from trainkit.run.record import AttemptRecord, mark_requeue_requested, read_job
-from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
+from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
 from trainkit.submit.create import start_attempt
 from trainkit.submit.plan_run import gather, plan_run

@@ -18,10 +18,9 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of, read_events, steps_of
 from trainkit.run.files import JsonlTail
-from trainkit.run.lock import run_lock
 from trainkit.run.manifest import partials, published
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 

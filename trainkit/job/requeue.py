@@ -24,7 +24,6 @@ from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
 from trainkit.run.group import group_of
-from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_attempt,
@@ -36,7 +35,7 @@ from trainkit.run.record import (
     submission_token,
     submitit_file,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
 from trainkit.slurm.hosts import is_down, node_states

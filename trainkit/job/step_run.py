@@ -31,8 +31,7 @@ from trainkit.job.notifications import notify_end
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
-from trainkit.run.lock import is_supervised, is_there
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, is_there
 
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 

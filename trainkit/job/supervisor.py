@@ -41,9 +41,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
-from trainkit.run.lock import RunLocked, become_sole_supervisor
 from trainkit.run.record import is_cancelled, is_cancelled_now, superseded_by
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
 
 
