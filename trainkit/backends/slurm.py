@@ -23,7 +23,6 @@ from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
-from trainkit.run.process import Liveness
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
@@ -40,7 +39,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, kill_step, send_signal
+from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
@@ -69,9 +68,9 @@ class SlurmBackend(Backend):
             raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
         return job
 
-    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
+    def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
         # A job that squeue does not list is not running, whatever accounting says.
-        return Liveness.ALIVE if in_queue(self.job(entry)) else Liveness.GONE
+        return in_queue(self.job(entry))
 
     def status(self, run: RunDir, entry: AttemptRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
         if jobs is None or other_cluster(entry.cluster):
@@ -86,7 +85,7 @@ class SlurmBackend(Backend):
         """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
         if is_over(run.attempt(entry.attempt)):
             return None
-        if self.liveness(run, entry) is Liveness.ALIVE:
+        if self.alive(run, entry):
             return entry
         waiting = read_job(run).waiting
         jobs = query_jobs(waiting)
@@ -110,7 +109,7 @@ class SlurmBackend(Backend):
         if step_id is not None:
             # Before scancel, whose SIGTERM would make the ranks start to save.
             with contextlib.suppress(UsageError):
-                kill_step(entry.job_id, step_id)
+                kill_steps([(entry.job_id, step_id)])
         cancel([entry.job_id])
         write_cancelled(run, entry, KILLED)
 

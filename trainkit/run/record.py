@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.files import read_json, read_object, read_record, utc_now, write_atomic, write_json
-from trainkit.run.process import Liveness, ProcessId, own_host
+from trainkit.run.process import ProcessId, own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import cluster_name
 
@@ -91,11 +91,11 @@ class AttemptRecord:
     def is_cancelled(self) -> bool:
         return self.cancelled_at is not None
 
-    def liveness(self) -> Liveness:
-        """Whether its supervisor is alive; UNKNOWN when this host cannot tell."""
+    def alive(self) -> bool | None:
+        """Whether its supervisor is alive; None when this host cannot tell."""
         if self.host is None or self.pid is None:
-            return Liveness.UNKNOWN
-        return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).liveness()
+            return None
+        return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).alive()
 
     def to_dict(self) -> dict[str, Any]:
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "more"}
