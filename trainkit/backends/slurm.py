@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_sign
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_by_token, query_start, submit_script
+from trainkit.slurm.submit import find_by_token, submit_script
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
@@ -296,14 +295,3 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
             f"{', '.join(ids)} {'waits' if len(ids) == 1 else 'wait'} in the queue to continue {job_id}"
         )
     return ids
-
-
-def estimate_start(script: str) -> str:
-    """Slurm's estimate for a script that is not submitted, in one sentence.
-
-    Raises SlurmRefused when Slurm would reject it.
-    """
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        path = Path(folder) / "submit.sbatch"
-        path.write_text(script, encoding="utf-8", errors="surrogateescape")
-        return query_start(path, cwd=Path(folder)).message
