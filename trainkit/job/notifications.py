@@ -186,12 +186,10 @@ def message(
     where = f"job {entry and entry.job_id}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
-    text = f"{job.name} {notification.text} ({where}{at})" + (
-        f"\nnot reported before: {more}" if more else ""
-    )
+    more = f"\nnot reported before: {more}" if more else ""
     command = f"trainkit {notification.command} {quote(str(run.path))}"
     value = {
-        "text": f"{text}\n`{command}`",
+        "text": f"{job.name} {notification.text} ({where}{at}){more}\n`{command}`",
         "event": notification.event,
         "run": job.name,
         "run_dir": str(run.path),
