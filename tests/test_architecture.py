@@ -69,7 +69,6 @@ ALLOWED = {
     "control": {
         *("errors", "folders", "run", "config", "cluster", "plan", "slurm", "backends", "submit"),
         *("job.failed_starts", "job.requeue"),  # where a job is not started again
-        "job.failure.stacks",
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
     },

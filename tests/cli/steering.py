@@ -15,7 +15,6 @@ from typing import Any
 import trainkit
 from trainkit.backends import backend_of
 from trainkit.run.files import read_json
-from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -120,7 +119,7 @@ class Desk:
         wait_for(lambda: log.exists() and text in log.read_text())
 
     def wait_for_end(self, run: RunDir, attempt: int = 1) -> dict[str, Any]:
-        wait_for(lambda: read_job(run).newest.liveness() is Liveness.GONE)
+        wait_for(lambda: read_job(run).newest.alive() is False)
         return read_json(run.attempt(attempt).end_file)
 
     def status(self, run: RunDir) -> dict[str, Any]:
@@ -131,5 +130,5 @@ class Desk:
         for job_file in self._root.rglob("job.json"):
             run = RunDir(job_file.parent)
             entry = read_job(run).newest
-            if entry is not None and entry.liveness() is Liveness.ALIVE:
+            if entry is not None and entry.alive():
                 backend_of(entry).kill(run, entry)

@@ -18,7 +18,6 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.summary import COLUMNS
 from trainkit.run.end import KILLED, AttemptEnd, read_end
 from trainkit.run.files import read_json
-from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -219,7 +218,7 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
     assert "--collect" in err
     entry = read_job(run).newest
     assert entry is not None
-    wait_for(lambda: entry.liveness() is Liveness.GONE)
+    wait_for(lambda: entry.alive() is False)
     assert (
         read_end(run.attempt(1)) or AttemptEnd()
     ).reason == KILLED  # at once: nobody needs what it could save

@@ -16,7 +16,7 @@ from trainkit.backends.jobs import job_status, live_entry, liveness_probe, open_
 from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
-from trainkit.control.requeue import requeue_run
+from trainkit.control.resume import requeue_run
 from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.end import AttemptEnd

@@ -22,10 +22,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
-from trainkit.run.lock import run_lock
-from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 
 EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 
@@ -77,7 +75,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     yield start
     for job in jobs:
         entry = read_job(job.run).newest if job.run.path.is_dir() else job.entry
-        if entry is not None and entry.liveness() is Liveness.ALIVE:
+        if entry is not None and entry.alive():
             backend_of(entry).kill(job.run, entry)
 
 

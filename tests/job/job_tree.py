@@ -10,7 +10,6 @@ from typing import Any
 
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl
-from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 
@@ -71,7 +70,7 @@ class Job:
         return [int(file.read_text()) for file in files]
 
     def wait(self, timeout_s: float = 120.0) -> None:
-        wait_for(lambda: read_job(self.run).newest.liveness() is Liveness.GONE, timeout_s)
+        wait_for(lambda: read_job(self.run).newest.alive() is False, timeout_s)
 
     def end(self, attempt: int = 1) -> dict[str, Any]:
         self.wait()

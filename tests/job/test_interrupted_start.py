@@ -10,13 +10,12 @@ from job_tree import wait_for
 from trainkit.bench.run_bench import run_here
 from trainkit.contrib.drill.run_drill import Drill
 from trainkit.run.end import read_end
-from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 
 def is_killed(run):
-    wait_for(lambda: read_job(run).newest.liveness() is Liveness.GONE)
+    wait_for(lambda: read_job(run).newest.alive() is False)
     return read_end(run.attempt(1)).state == "cancelled"
 
 

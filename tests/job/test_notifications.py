@@ -23,7 +23,6 @@ from trainkit.job.notifications import (
     end_notification,
     event_notification,
     is_due,
-    notify_end,
     post,
     url_problem,
 )
@@ -112,14 +111,11 @@ def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
 def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     for _ in range(50):
-        notification = end_notification(end_of("restart", "failed", "crash"))
-        assert notification is not None
-        Notifier().send(attempt, notification)  # each attempt of a job may have its own process
-        notifier.send(attempt, notification)
+        end = end_of("restart", "failed", "crash")
+        Notifier().send_end(attempt, end)  # each attempt of a job may have its own process
+        notifier.send_end(attempt, end)
         notifier.wait()
-    notification = end_notification(end_of("failed", "failed", "crash"))
-    assert notification is not None
-    notifier.send(attempt, notification)
+    notifier.send_end(attempt, end_of("failed", "failed", "crash"))
     notifier.wait()
     assert endpoint.events[0] == "requeued"
     assert endpoint.events[-1] == "failed"
@@ -134,9 +130,7 @@ def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhoo
     attempt = make_attempt(tmp_path / "run", ["notify.on=[failed]"])
     notifier = Notifier()
     for action in ("finished", "failed"):
-        notification = end_notification(end_of(action, action))
-        assert notification is not None
-        notifier.send(attempt, notification)
+        notifier.send_end(attempt, end_of(action, action))
     notifier.wait()
     assert endpoint.events == ["failed"]
 
@@ -216,8 +210,10 @@ def test_a_command_that_prints_nothing_is_reported_as_stalled(
 
 def test_the_end_of_a_run_without_a_supervisor_is_reported(tmp_path: Path, endpoint: Webhook) -> None:
     attempt = make_attempt(tmp_path / "run")
-    notify_end(attempt, end_of("stopped", "stopped"))
-    notify_end(attempt, end_of("failed", "failed", "crash"))
+    notifier = Notifier()
+    notifier.send_end(attempt, end_of("stopped", "stopped"))
+    notifier.send_end(attempt, end_of("failed", "failed", "crash"))
+    notifier.wait()
     assert endpoint.events == ["failed"]
 
 
@@ -337,8 +333,7 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
     plan = json.loads(attempt.plan_file.read_text())
     del plan["notify"]
     write_json(attempt.plan_file, plan)
-    notification, notifier = end_notification(end_of("finished", "finished")), Notifier()
-    assert notification is not None
-    notifier.send(attempt, notification)
+    notifier = Notifier()
+    notifier.send_end(attempt, end_of("finished", "finished"))
     notifier.wait()
     assert endpoint.messages == []

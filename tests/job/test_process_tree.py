@@ -12,8 +12,7 @@ from job_tree import is_running, wait_for
 from tests.support.runs import start_local
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json, read_jsonl
-from trainkit.run.lock import run_lock
-from trainkit.run.process import Liveness
+from trainkit.run.rundir import run_lock
 
 SAVES = "save_when_asked()"
 WAITS_TO_END = """
@@ -300,7 +299,7 @@ def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
     job.run.job_file.write_text("")
     with run_lock(job.run):
         entry = start_local(job.run, job.run.config_file.read_text(), job.run.plan_file.read_text(), "resume")
-    wait_for(lambda: entry.liveness() is Liveness.GONE)
+    wait_for(lambda: entry.alive() is False)
     end = read_json(job.run.attempt(2).end_file)
     lock = job.run.supervisor_lock_file
     assert end["reason"].startswith(f"{lock} is held by process {job.entry.pid} on ")
@@ -358,7 +357,7 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job):
     end = read_json(second.end_file)
     assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)
     assert "JSONDecodeError" in end["reason"]
-    wait_for(lambda: entry.liveness() is Liveness.GONE)
+    wait_for(lambda: entry.alive() is False)
 
 
 @pytest.mark.slow

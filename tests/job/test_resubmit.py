@@ -167,10 +167,10 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
 ) -> None:
     """The temporary folder of the host that failed can be what is full."""
 
-    def full(options: Sequence[str]) -> str | None:
+    def full(script: str, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(resubmit_module, "_test_submission", full)
+    monkeypatch.setattr(resubmit_module, "query_start", full)
     monkeypatch.setattr(resubmit_module, "excludable", excludable)
     assert resubmit(run, "7", ["h1"]) == "8"
     assert not any(option.startswith("--exclude") for option in sbatch.argv)

@@ -20,9 +20,8 @@ from trainkit.run.end import Best
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.group import Point, RunGroup, create_task_run
-from trainkit.run.lock import run_lock
 from trainkit.run.record import add_slurm_attempt, claim_entry
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

@@ -8,8 +8,7 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json, write_json
-from trainkit.run.lock import run_lock
-from trainkit.run.process import Liveness, ProcessId
+from trainkit.run.process import ProcessId
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
@@ -19,11 +18,11 @@ from trainkit.run.record import (
     open_attempt,
     read_job,
 )
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 
 
 def test_this_process_is_alive():
-    assert ProcessId.of(os.getpid()).liveness() is Liveness.ALIVE
+    assert ProcessId.of(os.getpid()).alive()
 
 
 def test_process_that_ended_is_gone_even_before_it_is_reaped():
@@ -31,8 +30,8 @@ def test_process_that_ended_is_gone_even_before_it_is_reaped():
         identity = ProcessId.of(child.pid)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert identity.liveness() is Liveness.GONE
-    assert identity.liveness() is Liveness.GONE
+        assert identity.alive() is False
+    assert identity.alive() is False
     with pytest.raises(ProcessLookupError):
         ProcessId.of(child.pid)
 
@@ -40,16 +39,16 @@ def test_process_that_ended_is_gone_even_before_it_is_reaped():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"host": "elsewhere", "boot_id": "another"}, Liveness.UNKNOWN),
-        ({"host": "elsewhere"}, Liveness.ALIVE),  # this host had that name, or a container on it
-        ({"host": "elsewhere", "start_ticks": 1}, Liveness.UNKNOWN),
-        ({"pid": None}, Liveness.UNKNOWN),
-        ({"boot_id": "another"}, Liveness.GONE),
-        ({"start_ticks": 1}, Liveness.GONE),
+        ({"host": "elsewhere", "boot_id": "another"}, None),
+        ({"host": "elsewhere"}, True),  # this host had that name, or a container on it
+        ({"host": "elsewhere", "start_ticks": 1}, None),
+        ({"pid": None}, None),
+        ({"boot_id": "another"}, False),
+        ({"start_ticks": 1}, False),
     ],
 )
 def test_what_cannot_be_known_is_not_guessed(change, expected):
-    assert AttemptRecord(**{**asdict(ProcessId.of(os.getpid())), **change}).liveness() is expected
+    assert AttemptRecord(**{**asdict(ProcessId.of(os.getpid())), **change}).alive() is expected
 
 
 def test_damaged_job_file_is_no_attempts(tmp_path):

@@ -8,7 +8,7 @@ from trainkit.cli.status import read_all
 from trainkit.errors import UsageError
 from trainkit.run import registry
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.registry import Start, find_run, index_file, known_runs, record_over, register
+from trainkit.run.registry import Start, find_run, index_file, iter_known_runs, record_over, register
 from trainkit.run.rundir import RunDir
 
 
@@ -32,7 +32,7 @@ def test_newest_start_first_and_each_run_once(tmp_path):
     runs = [make_run(tmp_path / name, name) for name in ("a", "b")]
     for run in (*runs, runs[0]):
         register(run, run.name)
-    assert [known.name for known in known_runs()] == ["a", "b"]
+    assert [known.name for known in iter_known_runs()] == ["a", "b"]
     assert find_run("last").path == runs[0].path
 
 
@@ -45,7 +45,7 @@ def test_runs_below_here_need_no_index(tmp_path):
 
 def test_folder_that_is_gone_is_forgotten(tmp_path):
     register(RunDir(tmp_path / "gone"), "gone")
-    assert known_runs() == []
+    assert list(iter_known_runs()) == []
 
 
 def test_folder_name_before_config_name(tmp_path):
@@ -105,7 +105,7 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
         return is_file(path)
 
     monkeypatch.setattr(Path, "is_file", refused)
-    assert [known.name for known in known_runs()] == ["mine"]
+    assert [known.name for known in iter_known_runs()] == ["mine"]
     assert find_run("last").path == mine.path
     with pytest.raises(UsageError, match="theirs cannot be read: Permission denied"):
         find_run(str(theirs.path))
@@ -171,7 +171,7 @@ def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
     record_over([Start(runs[5].path, "run-5", "2026-01-01T00:00:05.000Z")])
     assert [status.name for status in statuses_of(15)[0]][-2:] == ["run-1", "run-5"]
     assert next(status.name for status in statuses_of(None)[0]) == "run-29"
-    assert len(statuses_of(None)[0]) == len(known_runs()) == 30
+    assert len(statuses_of(None)[0]) == len(list(iter_known_runs())) == 30
 
 
 def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
     [run] = make_many(tmp_path / "elsewhere", 1)
     monkeypatch.setattr(registry, "append_jsonl", refuse)
     record_over([Start(run.path, "run-0", "2026-01-01T00:00:00.000Z")])
-    assert [item.name for item in known_runs()] == ["run-0"]
+    assert [item.name for item in iter_known_runs()] == ["run-0"]
 
 
 def test_a_run_behind_a_symlink_is_one_run(tmp_path):
@@ -190,4 +190,4 @@ def test_a_run_behind_a_symlink_is_one_run(tmp_path):
     register(RunDir(tmp_path / "here/runs/x"), "x")
     register(run, "x")
     (tmp_path / "disk/runs/y").symlink_to("x")
-    assert [item.name for item in known_runs()] == ["x"]
+    assert [item.name for item in iter_known_runs()] == ["x"]

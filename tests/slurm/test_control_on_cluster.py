@@ -99,7 +99,7 @@ def test_signals_reach_the_steps_alone(cluster: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", HOST_LISTS)
-def test_scontrol_and_clustershell_agree(cluster: Cluster, text: str) -> None:
+def test_scontrol_and_expand_hosts_agree(cluster: Cluster, text: str) -> None:
     """scontrol 22.05 prints nothing for a name with text after its brackets."""
     shown = cluster.run(["scontrol", "show", "hostnames", text], check=True).stdout.split()
     assert expand_hosts(text) == (shown or HOST_LISTS[text])

@@ -224,13 +224,13 @@ def test_find_marked(fake: FakeSlurm) -> None:
     assert fake.calls[0][1:4] == ["--me", "--noheader", "--states=all"]
 
 
-def test_would_start(fake: FakeSlurm, script: Path) -> None:
+def test_would_start(fake: FakeSlurm) -> None:
     fake.add(
         "sbatch",
         "echo 'sbatch: Job 3 to start at 1700000000 using 16 processors on nodes n[2,1] in partition a' >&2",
     )
-    answer = query_start(script, cwd=script.parent)
-    assert fake.calls[0] == ["sbatch", "--test-only", str(script)]
+    answer = query_start("#!/bin/sh\n")
+    assert fake.calls[0][:-1] == ["sbatch", "--test-only"]
     assert answer.start_time == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
     assert answer.nodes == ["n2", "n1"]
     assert answer.message.startswith("Job 3 to start at 2023-11-1")
@@ -241,9 +241,9 @@ def test_would_start_without_partition() -> None:
     assert (answer.start_time, answer.nodes) == (None, ["n1"])
 
 
-def test_would_not_start(fake: FakeSlurm, script: Path) -> None:
+def test_would_not_start(fake: FakeSlurm) -> None:
     fake.add("sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
-        query_start(script, cwd=script.parent)
+        query_start("#!/bin/sh\n")
     with pytest.raises(SlurmRefused, match="cannot parse the output of sbatch --test-only: 'hm'"):
         parse_start_estimate("hm\n")

@@ -10,10 +10,9 @@ import pytest
 from tests.support.groups import make_group
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
-from trainkit.run.lock import run_lock
 from trainkit.run.record import add_slurm_attempt
-from trainkit.run.registry import find_run, find_run_or_group, known_runs, register
-from trainkit.run.rundir import RunDir
+from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs, register
+from trainkit.run.rundir import RunDir, run_lock
 
 POINTS: dict[int, dict[str, Any]] = {index: {"seed": index} for index in (3, 4)}
 
@@ -81,11 +80,11 @@ def test_a_group_is_one_entry_of_the_list(
     group: RunGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_run("12_3")
-    assert [(known.name, known.is_group) for known in known_runs()] == [("group", True)]
+    assert [(known.name, known.is_group) for known in iter_known_runs()] == [("group", True)]
     (tmp_path / "runs").mkdir()
     group.path.rename(tmp_path / "runs/moved")
     monkeypatch.chdir(tmp_path)
-    assert [(known.name, known.is_group) for known in known_runs()] == [("moved", True)]
+    assert [(known.name, known.is_group) for known in iter_known_runs()] == [("moved", True)]
 
 
 def test_a_point_that_was_started_again_is_known_by_its_new_job(

@@ -13,7 +13,6 @@ from trainkit.backends import local
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun, run_here
 from trainkit.run.end import KILLED, read_end
 from trainkit.run.files import write_json
-from trainkit.run.process import Liveness
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.submit.create import defer_sigint
@@ -90,7 +89,7 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     assert steps == ["interrupted", "started"]
     entry = read_job(run).newest
     assert entry is not None
-    assert entry.liveness() is Liveness.GONE
+    assert entry.alive() is False
     end = read_end(run.attempt(1))
     assert end is not None
     assert (end.state, end.reason) == ("cancelled", KILLED)

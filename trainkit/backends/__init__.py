@@ -15,7 +15,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import log_event
 from trainkit.run.files import utc_now
-from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RunDir
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""
-ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,8 @@ class Backend(ABC):
         """The job of an attempt, for a shell on its nodes; raises UsageError unless it is a running one."""
 
     @abstractmethod
-    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
-        """Whether the job of an attempt is running or pending; UNKNOWN when this host cannot tell."""
+    def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
+        """Whether the job of an attempt is running or pending; None when this host cannot tell."""
 
     @abstractmethod
     def status(
@@ -142,7 +140,7 @@ class Backend(ABC):
 
     def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
         """Whether the job has ended."""
-        return self.liveness(run, entry) is not Liveness.ALIVE
+        return not self.alive(run, entry)
 
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
         """Wait until the job has ended; False if it is still alive after `timeout_s`."""
@@ -172,12 +170,12 @@ _CLASSES = {
 
 @cache
 def backend_named(name: str) -> Backend:
-    """The backend of a plan."""
-    module, _, kind = _CLASSES[name].partition(".")
+    """The backend of a plan, or of an attempt: without Slurm none is recorded."""
+    module, _, kind = _CLASSES.get(name, _CLASSES["local"]).partition(".")
     found: Backend = getattr(import_module(f"trainkit.backends.{module}"), kind)()
     return found
 
 
 def backend_of(entry: AttemptRecord) -> Backend:
-    """The backend that runs an attempt; it is not recorded without Slurm."""
-    return backend_named(entry.backend if entry.backend in _CLASSES else "local")
+    """The backend that runs an attempt."""
+    return backend_named(str(entry.backend))

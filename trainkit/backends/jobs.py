@@ -14,14 +14,13 @@ from shlex import quote
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError
-from trainkit.run.end import read_end
+from trainkit.run.end import is_over, read_end
 from trainkit.run.files import parse_time, read_json
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.record import (
     AttemptRecord,
     JobRecord,
     add_slurm_attempt,
-    is_exiting,
     read_job,
     submission_token,
 )
@@ -88,7 +87,7 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     """The newest Slurm job and the pending follow-up jobs of a run that has not recorded its end."""
     entry = job.newest
     newest = None if entry is None else backend_of(entry).queue_id(entry)
-    if entry is None or newest is None or is_exiting(run, entry):
+    if entry is None or newest is None or is_over(run.attempt(entry.attempt)):
         return []
     return [newest, *job.waiting]
 
@@ -201,7 +200,7 @@ def lingering_job(run: RunDir) -> JobInfo | None:
     None if Slurm does not answer. Raises UsageError for a job on a cluster that cannot be queried from here.
     """
     entry = read_job(run).newest
-    if entry is None or not is_exiting(run, entry):
+    if entry is None or not is_over(run.attempt(entry.attempt)):
         return None
     try:
         job = backend_of(entry).job(entry)
@@ -238,7 +237,7 @@ def liveness_probe(
         try:
             job = backend.job(entry)
             alive = in_queue(job)
-            if not alive and not is_exiting(run, entry):
+            if not alive and not is_over(run.attempt(entry.attempt)):
                 follow_ups = filter(in_queue, query_jobs(record.waiting).values())
                 job = next(follow_ups, job)
                 alive = in_queue(job)

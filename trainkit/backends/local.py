@@ -11,16 +11,15 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from trainkit.backends import ALIVE, SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backends import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import descendants, dies_with, module_argv
 from trainkit.job.signals import NOTICE_SIGNALS
-from trainkit.run.end import KILLED
+from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
-from trainkit.run.lock import is_supervised
-from trainkit.run.process import Liveness, boot_id
-from trainkit.run.record import AttemptRecord, add_attempt, is_exiting, open_attempt, read_job
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.process import boot_id
+from trainkit.run.record import AttemptRecord, add_attempt, open_attempt, read_job
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 
 if TYPE_CHECKING:
     from trainkit.slurm.jobs import JobInfo
@@ -76,33 +75,31 @@ class LocalBackend(Backend):
             f"{run.path} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
         )
 
-    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
-        state = entry.liveness()
+    def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
+        alive = entry.alive()
         # Another name of this machine, or a container on it: its kernel knows who holds the lock.
-        if state is Liveness.UNKNOWN and entry.boot_id == boot_id() and not is_supervised(run):
-            return Liveness.GONE
-        return state
+        return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
 
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        return JobStatus(ALIVE[self.liveness(run, entry)])
+        return JobStatus(self.alive(run, entry))
 
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
-        if is_exiting(run, entry):
+        if is_over(run.attempt(entry.attempt)):
             # The supervisor is about to exit and ignores signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
-        state = self.liveness(run, entry)
-        if state is Liveness.UNKNOWN:
+        alive = self.alive(run, entry)
+        if alive is None:
             raise UsageError(
                 f"cannot tell from here whether {run.path} is running: it was started on {entry.host}",
                 hint=f"run `trainkit {command} {quote(str(run.path))}` on that host; if it is gone for good, "
                 f"`trainkit resume {quote(str(run.path))} --as DIR` continues in a new folder",
             )
-        return entry if state is Liveness.ALIVE else None
+        return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
-        if entry.pid is not None and entry.liveness() is Liveness.ALIVE:
+        if entry.pid is not None and entry.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(entry.pid, number)
         return "signalled"

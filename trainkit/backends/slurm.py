@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,17 +19,15 @@ from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_c
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.run.end import KILLED
+from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
-from trainkit.run.process import Liveness
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
     claim_entry,
     copy_submitit_files,
     discard_attempt,
-    is_exiting,
     next_attempt_number,
     open_attempt,
     read_job,
@@ -41,11 +38,11 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, kill_step, send_signal
+from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_by_token, query_start, submit_script
+from trainkit.slurm.submit import find_by_token, submit_script
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
@@ -70,9 +67,9 @@ class SlurmBackend(Backend):
             raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
         return job
 
-    def liveness(self, run: RunDir, entry: AttemptRecord) -> Liveness:
+    def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
         # A job that squeue does not list is not running, whatever accounting says.
-        return Liveness.ALIVE if in_queue(self.job(entry)) else Liveness.GONE
+        return in_queue(self.job(entry))
 
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
@@ -87,9 +84,9 @@ class SlurmBackend(Backend):
 
     def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
         """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
-        if is_exiting(run, entry):
+        if is_over(run.attempt(entry.attempt)):
             return None
-        if self.liveness(run, entry) is Liveness.ALIVE:
+        if self.alive(run, entry):
             return entry
         waiting = read_job(run).waiting
         jobs = query_jobs(waiting)
@@ -113,12 +110,12 @@ class SlurmBackend(Backend):
         if step_id is not None:
             # Before scancel, whose SIGTERM would make the ranks start to save.
             with contextlib.suppress(UsageError):
-                kill_step(entry.job_id, step_id)
+                kill_steps([(entry.job_id, step_id)])
         cancel([entry.job_id])
         write_cancelled(run, entry, KILLED)
 
     def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
-        return is_exiting(run, entry) or super().is_gone(run, entry)
+        return is_over(run.attempt(entry.attempt)) or super().is_gone(run, entry)
 
 
 class SbatchBackend(SlurmBackend):
@@ -300,14 +297,3 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
             f"{', '.join(ids)} {'waits' if len(ids) == 1 else 'wait'} in the queue to continue {job_id}"
         )
     return ids
-
-
-def estimate_start(script: str) -> str:
-    """Slurm's estimate for a script that is not submitted, in one sentence.
-
-    Raises SlurmRefused when Slurm would reject it.
-    """
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        path = Path(folder) / "submit.sbatch"
-        path.write_text(script, encoding="utf-8", errors="surrogateescape")
-        return query_start(path, cwd=Path(folder)).message

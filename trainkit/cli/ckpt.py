@@ -106,9 +106,9 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     Refused while the run is running. Checkpoints set aside as damaged are kept.
     """
     from trainkit.backends.jobs import require_not_running
-    from trainkit.run.lock import run_lock
     from trainkit.run.manifest import best_step, newest_intact, obsolete, published, remove
     from trainkit.run.registry import find_run
+    from trainkit.run.rundir import run_lock
 
     run = find_run(run_name)
     with run_lock(run):

@@ -49,7 +49,7 @@ def run_on_hosts(
     from trainkit.cli.following import kept_terminal, print_end, print_started, show_rank_0
     from trainkit.job.node.host_rendezvous import refuse_wrong_master
     from trainkit.job.step_run import announce, await_end, exit_code_of, run_first_task, run_host, withdraw
-    from trainkit.run.lock import become_sole_supervisor, claim_place
+    from trainkit.run.rundir import become_sole_supervisor, claim_place
 
     if place.node_rank == 0:
         refuse_wrong_master(place)
@@ -84,7 +84,7 @@ def _join(
     from trainkit.job.failure.records import record_refusal
     from trainkit.job.node.rendezvous import await_plan
     from trainkit.job.step_run import await_first_host
-    from trainkit.run.lock import claim_place
+    from trainkit.run.rundir import claim_place
 
     click.echo(f"joining {place.first} as node {place.node_rank}", err=True)
     attempt, version = await_first_host(folder, place, named)

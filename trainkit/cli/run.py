@@ -189,14 +189,14 @@ def _announce_failure(folder: Path, task: SlurmTask, error: TrainkitError) -> bo
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
     """Print the error and kill the step, whose other tasks cannot be reached; returns the exit code."""
-    from trainkit.slurm.control import kill_step
+    from trainkit.slurm.control import kill_steps
 
     click.echo(error.render(), err=True)
     # srun loses output that it has not read when the step ends.
     time.sleep(SRUN_READ_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
-        kill_step(task.job_id, task.step_id, "TERM")
+        kill_steps([(task.job_id, task.step_id)], "TERM")
     return error.exit_code
 
 

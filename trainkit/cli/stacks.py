@@ -6,17 +6,22 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import rank_list
 
 if TYPE_CHECKING:
     from trainkit.job.failure.stacks import Reply
+    from trainkit.run.rundir import AttemptDir, RunDir
+
+WAIT_S = 20.0
+"""Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
 
 
 @click.command(
@@ -32,12 +37,11 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
     is installed.
     """
-    from trainkit.control.rank_stacks import ask_stacks
     from trainkit.job.failure.stacks import explain_silence, group_replies
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
-    attempt, replies, silent = ask_stacks(run, rank)
+    attempt, replies, silent = _ask_stacks(run, rank)
     groups = group_replies(replies)
     if as_json:
         value = {
@@ -60,6 +64,52 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     if silent:
         click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
     return EXIT_OK
+
+
+def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
+    """The running attempt, the replies of its ranks, or of one, and the ranks that did not reply.
+
+    Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
+    """
+    from trainkit.job.failure.stacks import gather
+    from trainkit.plan.launch import LaunchPlan
+
+    attempt = _running_attempt(run)
+    world_size = LaunchPlan.read(attempt.plan_file).world_size
+    if rank is not None and rank >= world_size:
+        raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
+    try:
+        replies = gather(attempt, world_size, rank, WAIT_S)
+    except OSError as error:
+        raise UsageError(
+            f"{attempt.path} cannot be written: {error.strerror}",
+            hint="requesting stacks needs write access to the run folder",
+        ) from error
+    if not replies:
+        raise TrainkitError(
+            f"no rank of {run.path} responded within {WAIT_S:.0f} s",
+            hint=f"`trainkit status {quote(str(run.path))}` shows whether it is still running",
+        )
+    asked = range(world_size) if rank is None else (rank,)
+    return attempt, replies, sorted(set(asked) - {reply.rank for reply in replies})
+
+
+def _running_attempt(run: RunDir) -> AttemptDir:
+    """The attempt whose ranks are running; raises UsageError when there is none."""
+    from trainkit.backends.jobs import live_entry
+
+    entry = live_entry(run, "stacks")
+    if entry is None:
+        raise UsageError(
+            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` shows how it ended"
+        )
+    attempt = run.attempt(entry.attempt)
+    if not any(attempt.logs_dir.glob("rank-*.log")):
+        raise UsageError(
+            f"no rank of attempt {attempt.number} of {run.path} has been started yet",
+            hint=f"`trainkit status {quote(str(run.path))}` shows what it waits for",
+        )
+    return attempt
 
 
 def _group_text(group: Sequence[Reply], all_threads: bool) -> str:

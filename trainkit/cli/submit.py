@@ -181,7 +181,7 @@ def _show(preview: Preview, test_only: bool) -> int:
         raise UsageError(
             "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
         )
-    from trainkit.backends.slurm import estimate_start
+    from trainkit.slurm.submit import query_start
 
-    click.echo(estimate_start(preview.text))
+    click.echo(query_start(preview.text).message)
     return EXIT_OK

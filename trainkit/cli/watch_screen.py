@@ -257,7 +257,7 @@ class RunScreen(ReadingScreen):
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
-        from trainkit.control.requeue import requeue_run
+        from trainkit.control.resume import requeue_run
 
         entry, is_started = requeue_run(self.run_dir)
         if is_started:

@@ -20,9 +20,8 @@ from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
-from trainkit.run.lock import run_lock
 from trainkit.run.record import mark_cancelled, read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
 

@@ -1,33 +1,41 @@
-"""Resuming a run: checks a changed config against its newest checkpoint, and copies that checkpoint."""
+"""Starts a run again: with a changed config, checked against its newest checkpoint, or as it was."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from trainkit.backends import backend_of
-from trainkit.backends.jobs import recover_job_id, require_not_running
+from trainkit.backends.jobs import (
+    live_entry,
+    recover_job_id,
+    require_not_running,
+    wait_until_out_of_queue,
+)
+from trainkit.backends.slurm import print_note
 from trainkit.cluster.target import Target, make_target
-from trainkit.config import LoadedConfig, RunConfig, load_config
+from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
+from trainkit.job.requeue import excludable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.plan.slurm_request import with_excluded
 from trainkit.plan.workload import Workload
-from trainkit.run.end import read_end
+from trainkit.run.end import is_over, read_end
 from trainkit.run.files import read_json
-from trainkit.run.lock import run_lock
 from trainkit.run.manifest import Manifest, newest_intact, published
-from trainkit.run.record import AttemptRecord, is_exiting, read_job
-from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
+from trainkit.run.record import AttemptRecord, mark_requeue_requested, read_job
+from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
 from trainkit.submit.create import start_attempt
 from trainkit.submit.plan_run import gather, plan_run
@@ -187,7 +195,7 @@ def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
     """
     record = read_job(run)
     entry = record.newest
-    if entry is None or not entry.is_slurm or is_exiting(run, entry):
+    if entry is None or is_over(run.attempt(entry.attempt)):
         return []
     return note_bad_hosts(run, record, backend_of(entry).job(entry), cluster_name() or "", warn)[1]
 
@@ -259,3 +267,52 @@ def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool)
         require_not_running(run, "resume")  # under the lock: another command may have started it
         with renewed_code(run, config, plan) if new_code else nullcontext():
             return start_attempt(run, config, plan, "resume")
+
+
+def start_again(run: RunDir, reason: str) -> AttemptRecord:
+    """Start the next attempt of a run that has ended, with the config and plan of its newest one.
+
+    Call with the run's lock held. Raises UsageError for a run that was never started.
+    """
+    newest = read_job(run).newest
+    if newest is None:
+        hint = f"`trainkit resume {quote(str(run.path))}` starts it"
+        raise UsageError(f"{run.path} was never started", hint=hint)
+    attempt = run.attempt(newest.attempt)
+    plan = LaunchPlan.read(attempt.plan_file)
+    if not plan.has_supervisor:
+        hint = f"`trainkit resume {quote(str(run.path))}` plans it anew"
+        where = "in a step that srun started, or on hosts without Slurm"
+        raise UsageError(f"{run.path} ran {where}", hint=hint)
+    hosts = note_dead_job(run, print_note)
+    if hosts and plan.slurm is not None:
+        left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
+        plan = replace(plan, slurm=left_out)
+    return start_attempt(run, read_effective(attempt.config_file), plan, reason)
+
+
+def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
+    """Requeue a run; returns its job.json entry and whether a new attempt was started.
+
+    A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending.
+    """
+    with run_lock(run):
+        recover_job_id(run)
+        wait_until_out_of_queue(run)
+        entry = live_entry(run, "requeue")
+        if entry is None:
+            return start_again(run, "requeue"), True
+        end = read_end(run.attempt(entry.attempt))
+        if end is not None and end.resumes:
+            # The run restarts anyway: there is nothing to signal.
+            job = backend_of(entry).job(entry)
+            outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"
+        else:
+            with suppress(OSError):  # on a full disk the signal alone has to do
+                mark_requeue_requested(run)
+            outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
+            if outcome == "waiting":
+                mark_requeue_requested(run, requested=False)  # else the job would requeue itself at its start
+    if outcome == "waiting":
+        raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
+    return entry, False

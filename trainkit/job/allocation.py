@@ -56,7 +56,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.group import create_task_run
-from trainkit.run.lock import RunLocked, run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
     add_attempt,
@@ -65,7 +64,7 @@ from trainkit.run.record import (
     reopen_attempt,
     superseded_by,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states

@@ -32,7 +32,7 @@ from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between
 from trainkit.run.record import AttemptRecord, read_job, read_rendezvous, superseded_by
 from trainkit.run.rundir import AttemptDir
-from trainkit.slurm.control import kill_step
+from trainkit.slurm.control import kill_steps
 
 DELETED_AFTER_S = 10.0
 """How long the attempt's folder must be missing: longer than a remount of the filesystem takes."""
@@ -315,7 +315,7 @@ class SlurmAttemptWatch(AttemptWatch):
         if step_id is None:
             return False  # before the rendezvous of the step
         try:
-            kill_step(str(slurm_job_id()), step_id, number.name, patience_s=0.0)
+            kill_steps([(str(slurm_job_id()), step_id)], number.name, patience_s=0.0)
         except TrainkitError as error:
             log_line(f"cannot send {number.name} to the tasks of the step: {error}")
             return False

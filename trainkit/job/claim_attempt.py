@@ -13,7 +13,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import is_over, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import refresh_listing, wait_for_json
-from trainkit.run.lock import is_supervised, run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
     AttemptRecord,
@@ -25,7 +24,7 @@ from trainkit.run.record import (
     reopen_attempt,
     set_follow_ups,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, run_lock
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import job_details
@@ -83,7 +82,7 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     if other in (job_id, job_id.partition("_")[0]) or is_over(run.attempt(newest.attempt)):
         return None
     state = JobState.UNKNOWN
-    if newest.is_slurm and other_cluster(newest.cluster) is None:
+    if newest.backend is not None and other_cluster(newest.cluster) is None:
         try:
             state = job_details(other).state
         except SlurmRefused:

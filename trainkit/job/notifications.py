@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import quote
 from typing import Any
@@ -24,7 +24,7 @@ from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.events import Event
-from trainkit.run.files import parse_time, read_object, read_record, utc_now, write_json
+from trainkit.run.files import Record, parse_time, read_object, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
 
@@ -111,6 +111,11 @@ class Notifier:
         """Whether one of these events would be reported."""
         return bool(self._environ.get(policy.webhook or "")) and any(event in policy.on for event in events)
 
+    def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
+        """Send the notification of an ended attempt, if there is one; returns at once."""
+        if (notification := end_notification(end)) is not None:
+            self.send(attempt, notification)
+
     def send(self, attempt: AttemptDir, notification: Notification) -> None:
         """Send a notification unless the config or the rate limit excludes it; returns at once."""
         thread = threading.Thread(target=self._send, args=(attempt, notification), name="notify", daemon=True)
@@ -128,10 +133,9 @@ class Notifier:
     def _send(self, attempt: AttemptDir, notification: Notification) -> None:
         with self._one_at_a_time:
             try:
-                policy = LaunchPlan.read(attempt.plan_file).notify
-                if self.is_for(policy, notification.event):
-                    url = self._environ[policy.webhook or ""]
-                    _send_limited(url, attempt, notification, policy.min_interval_s)
+                plan = LaunchPlan.read(attempt.plan_file)
+                if self.is_for(plan.notify, notification.event):
+                    _send_limited(self._environ[plan.notify.webhook or ""], attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:
                 self._log(error.message if isinstance(error, DeliveryError) else str(error))
 
@@ -142,25 +146,18 @@ class Notifier:
             log_line(f"warning: a notification was not sent: {problem}")
 
 
-def notify_end(attempt: AttemptDir, end: AttemptEnd) -> None:
-    """Notify of the end of an attempt that no supervisor runs."""
-    notification, notifier = end_notification(end), Notifier()
-    if notification is not None:
-        notifier.send(attempt, notification)
-        notifier.wait()
-
-
-def _send_limited(url: str, attempt: AttemptDir, notification: Notification, min_interval_s: float) -> None:
+def _send_limited(url: str, attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> None:
     """Send a notification unless one of its kind was sent recently; counts those that are not sent."""
     file, event = attempt.run.path / STATE_NAME, notification.event
-    state = read_record(State, read_object(file))
-    after = State(state.sent, {**state.withheld, event: state.withheld.get(event, 0) + 1})
+    before = Record(read_object(file))
+    sent, withheld = (dict(before.record(name).values) for name in ("sent", "withheld"))
+    after = {"sent": sent, "withheld": {**withheld, event: withheld.get(event, 0) + 1}}
     try:
-        if is_due(state.sent.get(event), event, datetime.now(timezone.utc), min_interval_s):
-            post(url, message(attempt, notification, state.withheld))
-            after = State({**state.sent, event: utc_now()})
+        if is_due(sent.get(event), event, datetime.now(timezone.utc), plan.notify.min_interval_s):
+            post(url, message(attempt, plan, notification, withheld))
+            after = {"sent": {**sent, event: utc_now()}, "withheld": {}}
     finally:
-        write_json(file, asdict(after))
+        write_json(file, after)
 
 
 def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -> bool:
@@ -172,30 +169,29 @@ def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -
     return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
 
 
-@dataclass(frozen=True)
-class State:
-    """What was sent, as ``notifications.json`` has it."""
+def message(
+    attempt: AttemptDir, plan: LaunchPlan, notification: Notification, withheld: Mapping[str, int]
+) -> str:
+    """The JSON object that the endpoint receives; ``text`` is what chat programs show.
 
-    sent: dict[str, str] = field(default_factory=dict)
-    """Event -> time of its last notification."""
-    withheld: dict[str, int] = field(default_factory=dict)
-    """Event -> number of those that were not sent since the last one of any event."""
+    `withheld` has the number of those that were not sent since the last one of any event, by event.
+    """
+    # Imported where something is sent, because it is slow.
+    from trainkit.config import read_effective
 
-
-def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[str, int]) -> str:
-    """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
-    run = attempt.run
-    entry, name = read_job(run).of_attempt(attempt.number), read_job(run).name
-    step, total_steps = notification.step, _total_steps(attempt)
-    job = f"job {entry and entry.job_id}, attempt {attempt.number}"
+    run, job, total_steps = attempt.run, read_job(attempt.run), None
+    entry, step = job.of_attempt(attempt.number), notification.step
+    if plan.workload.knows_run:  # a COMMAND ignores it
+        total_steps = read_effective(attempt.config_file).train.steps
+    where = f"job {entry and entry.job_id}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
-    text = f"{name} {notification.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
+    more = f"\nnot reported before: {more}" if more else ""
     command = f"trainkit {notification.command} {quote(str(run.path))}"
     value = {
-        "text": f"{text}\n`{command}`",
+        "text": f"{job.name} {notification.text} ({where}{at}){more}\n`{command}`",
         "event": notification.event,
-        "run": name,
+        "run": job.name,
         "run_dir": str(run.path),
         "job_id": entry and entry.job_id,
         "attempt": attempt.number,
@@ -216,16 +212,6 @@ def send_test(url: str, name: str) -> int:
     """Send a test message for a run of this name; returns the status of the answer. Raises DeliveryError."""
     text = f"{name}: this is a test of trainkit; the run would report here"
     return post(url, json.dumps({"text": text, "event": "test", "run": name, "time": utc_now()}))
-
-
-def _total_steps(attempt: AttemptDir) -> int | None:
-    """`train.steps` of the config; None for a COMMAND, which ignores it, and with `train.epochs`."""
-    if not LaunchPlan.read(attempt.plan_file).workload.knows_run:
-        return None
-    # Imported where something is sent, because it is slow.
-    from trainkit.config import read_effective
-
-    return read_effective(attempt.config_file).train.steps
 
 
 def url_problem(url: str) -> str | None:

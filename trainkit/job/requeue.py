@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
 from trainkit.run.group import group_of
-from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_attempt,
@@ -36,7 +34,7 @@ from trainkit.run.record import (
     submission_token,
     submitit_file,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
 from trainkit.slurm.hosts import is_down, node_states
@@ -130,12 +128,10 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     token = submission_token(run, following.number)
     options = [f"--comment={request.comment(token)}", f"--dependency=afterany:{job_id}"]
     try:
-        excluded = excludable(exclude, request)
+        if excluded := excludable(exclude, request):
+            options.append(f"--exclude={with_excluded(request, excluded).sbatch['exclude']}")
     except TrainkitError as error:
         log_line(f"cannot exclude {', '.join(exclude)}: {error.message}")
-        excluded = []
-    if excluded:
-        options.append(f"--exclude={with_excluded(request, excluded).sbatch['exclude']}")
     task = job_id.partition("_")[2]
     if task:
         options.append(f"--array={task}")
@@ -150,19 +146,16 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     return f"{new_id}_{task}" if task else new_id
 
 
-def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> list[str]:
-    """Exclude hosts from the next start of a requeued job; returns the hosts that Slurm will exclude.
+def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> None:
+    """Exclude hosts from the next start of a requeued job, whose resource request is `request`.
 
-    `request` is the resource request of the job. A failure is logged and does not prevent the requeue.
+    A failure is logged and does not prevent the requeue.
     """
     try:
-        excluded = excludable(hosts, request)
-        if excluded:
+        if excluded := excludable(hosts, request):
             exclude_hosts(job_id, str(with_excluded(request, excluded).sbatch["exclude"]))
     except TrainkitError as error:
         log_line(f"cannot exclude {', '.join(hosts)}: {error.message}")
-        return []
-    return excluded
 
 
 def excludable(
@@ -192,19 +185,11 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
     """
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
     try:
-        return _test_submission(option_argv(options))
+        query_start("#!/bin/sh\n", timeout_s=TEST_TIMEOUT_S, extra_argv=option_argv(options))
+    except SlurmRefused as error:
+        return error.message
     except OSError as error:
         raise TrainkitError(f"cannot run sbatch --test-only on this host: {error}") from error
-
-
-def _test_submission(options: Sequence[str]) -> str | None:
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        script = Path(folder) / "nothing.sh"
-        script.write_text("#!/bin/sh\n", encoding="utf-8")
-        try:
-            query_start(script, cwd=script.parent, timeout_s=TEST_TIMEOUT_S, extra_argv=options)
-        except SlurmRefused as error:
-            return error.message
     return None
 
 

@@ -27,12 +27,11 @@ from trainkit.job.node.agent import run_node, run_slurm_task
 from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_notice, record_exit
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.notifications import notify_end
+from trainkit.job.notifications import Notifier
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
-from trainkit.run.lock import is_supervised, is_there
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, is_there
 
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 
@@ -160,7 +159,9 @@ def run_first_task(
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     printer.join()
-    notify_end(attempt, write_end(attempt, outcome, decision))
+    notifier = Notifier()
+    notifier.send_end(attempt, write_end(attempt, outcome, decision))
+    notifier.wait()
     return decision
 
 

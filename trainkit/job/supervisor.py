@@ -31,7 +31,7 @@ from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.node.slurm_step import slurm_job_id
-from trainkit.job.notifications import Notifier, end_notification
+from trainkit.job.notifications import Notifier
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.job.requeue import await_eviction
@@ -41,9 +41,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
-from trainkit.run.lock import RunLocked, become_sole_supervisor
 from trainkit.run.record import is_cancelled, is_cancelled_now, superseded_by
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
 
 
@@ -130,7 +129,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, *refusal)
         for dead in unended:
-            self._notify(dead, read_end(dead) or AttemptEnd())  # its supervisor could not
+            self.notifier.send_end(dead, read_end(dead) or AttemptEnd())  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
             if decision.action == "restart":
@@ -263,13 +262,8 @@ class Supervisor:
             end = write_end(attempt, outcome, decision)
         except OSError as error:
             log_line(f"attempt {attempt.number}: its end could not be written ({error})")
-        self._notify(attempt, end)
+        self.notifier.send_end(attempt, end)
         return decision.exit_code
-
-    def _notify(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        notification = end_notification(end)
-        if notification is not None:
-            self.notifier.send(attempt, notification)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Processes of other hosts cannot be seen from here.
 
 from __future__ import annotations
 
-import enum
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,14 +36,6 @@ def process_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
 
 
-class Liveness(str, enum.Enum):
-    """Whether a process is alive, as far as this host can tell."""
-
-    ALIVE = "alive"
-    GONE = "gone"
-    UNKNOWN = "unknown"
-
-
 def own_host(environ: Mapping[str, str] = os.environ) -> str:
     """The Slurm node name of this host if there is one, else its hostname; the two may differ.
 
@@ -70,22 +61,21 @@ class ProcessId:
             raise ProcessLookupError(pid)
         return cls(os.uname().nodename, boot_id(), pid, stat.start_ticks)
 
-    def liveness(self) -> Liveness:
-        """Whether the process is alive; UNKNOWN when this host cannot tell."""
+    def alive(self) -> bool | None:
+        """Whether the process is alive; None when this host cannot tell."""
         is_named_so, current = self.host == os.uname().nodename, boot_id()
         if not current or (self.boot_id != current and not is_named_so):
-            return Liveness.UNKNOWN
+            return None
         if self.boot_id != current:
-            return Liveness.GONE
+            return False
         try:
             stat = process_stat(self.pid)
         except OSError:
-            return Liveness.UNKNOWN
-        alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks
-        if alive:
-            return Liveness.ALIVE
+            return None
+        if stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks:
+            return True
         # The processes of a container on this host, which has a name of its own, cannot be seen.
-        return Liveness.GONE if is_named_so else Liveness.UNKNOWN
+        return False if is_named_so else None
 
 
 def boot_id() -> str:

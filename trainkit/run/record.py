@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.end import is_over
 from trainkit.run.files import read_json, read_object, read_record, utc_now, write_atomic, write_json
-from trainkit.run.process import Liveness, ProcessId, own_host
+from trainkit.run.process import ProcessId, own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import cluster_name
 
@@ -79,14 +78,9 @@ class AttemptRecord:
     """What another version recorded."""
 
     @property
-    def is_slurm(self) -> bool:
-        """Whether it belongs to a Slurm job, whose state only Slurm knows."""
-        return self.backend in ("sbatch", "submitit", "srun")
-
-    @property
     def has_started(self) -> bool:
         """Whether its supervisor has begun: Slurm can end a job before that."""
-        return not self.is_slurm or self.started_at is not None
+        return self.backend is None or self.started_at is not None
 
     @property
     def takeover(self) -> str:
@@ -97,11 +91,11 @@ class AttemptRecord:
     def is_cancelled(self) -> bool:
         return self.cancelled_at is not None
 
-    def liveness(self) -> Liveness:
-        """Whether its supervisor is alive; UNKNOWN when this host cannot tell."""
+    def alive(self) -> bool | None:
+        """Whether its supervisor is alive; None when this host cannot tell."""
         if self.host is None or self.pid is None:
-            return Liveness.UNKNOWN
-        return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).liveness()
+            return None
+        return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).alive()
 
     def to_dict(self) -> dict[str, Any]:
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "more"}
@@ -306,11 +300,6 @@ def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
     """Record the jobs that wait to continue the run; with the run's lock held."""
     with changed_job(run) as job:
         job.follow_ups = job_ids
-
-
-def is_exiting(run: RunDir, entry: AttemptRecord) -> bool:
-    """Whether the supervisor of an attempt has recorded the end of the run and only has to exit."""
-    return is_over(run.attempt(entry.attempt))
 
 
 def change_newest(run: RunDir, **values: Any) -> None:

@@ -135,11 +135,6 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[KnownRun]:
             yield known
 
 
-def known_runs() -> list[KnownRun]:
-    """Every known run and group that still exists, most recently started first."""
-    return list(iter_known_runs())
-
-
 def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
     """The run or group in a folder, None without one; a missing name or time is read from its files."""
     run, group = RunDir(folder), RunGroup(folder)
@@ -262,7 +257,7 @@ def _matching_name(name: str) -> list[KnownRun]:
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
         in_folder = _folder_hint(Path(text)) or _folder_hint(Path(RUNS_FOLDER, text))
-        raise UsageError(f"unknown run {text!r}", hint=in_folder or _closest_name_hint(text, known_runs()))
+        raise UsageError(f"unknown run {text!r}", hint=in_folder or _closest_name_hint(text))
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"
@@ -286,7 +281,8 @@ def _has_job(known: KnownRun, job_id: str) -> bool:
     return job_id in [*(entry.job_id for entry in job.attempts), *(job.follow_ups or [])]
 
 
-def _closest_name_hint(text: str, known: Sequence[KnownRun]) -> str:
+def _closest_name_hint(text: str) -> str:
+    known = list(iter_known_runs())
     if not known:
         return "no runs yet: `trainkit submit` starts one"
     names = ["last", *(item.name for item in known), *(item.run.name for item in known)]

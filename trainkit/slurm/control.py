@@ -25,7 +25,6 @@ CONTROL_PATIENCE_S = 60.0
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
-_SIGNAL = re.compile(r"(?:SIG)?(?P<name>[A-Z]+[0-9]*)|(?P<number>[0-9]{1,2})")
 _STATUS_OF_DEPENDENCY = re.compile(r"\((?:unfulfilled|fulfilled|failed)\)")
 _VERSION = re.compile(r"(?P<major>\d+)\.(?P<minor>\d+)(?:\.(?P<patch>\d+))?")
 _SETTING = re.compile(r"^(?P<name>[\w/]+)(?:\[\d+\])?\s*=[ \t]?(?P<value>.*)$", re.MULTILINE)
@@ -74,29 +73,17 @@ def cancel_waiting(job_ids: Sequence[str]) -> None:
 
 
 def send_signal(job_ids: Sequence[str], signal: str) -> None:
-    """Send a signal (`USR2`, `SIGTERM`, `12`) to the steps of running jobs."""
-    if _SIGNAL.fullmatch(signal) is None:
-        raise UsageError(f"{signal!r} is not a signal", hint="for example USR2 or TERM")
+    """Send a signal, such as ``USR2`` or ``SIGTERM``, to the steps of running jobs."""
     _scancel([f"--signal={signal}"], map(checked_job_id, job_ids))
-
-
-def kill_step(
-    job_id: str, step_id: str, signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
-) -> None:
-    """Kill a step immediately, with SIGKILL or another signal.
-
-    Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
-    """
-    kill_steps([(job_id, step_id)], signal, patience_s=patience_s)
 
 
 def kill_steps(
     steps: Sequence[tuple[str, str]], signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
-    """Kill steps, given as (job id, step id), in one call; see `kill_step`."""
-    for _, step_id in steps:
-        if not step_id.isdigit():
-            raise UsageError(f"{step_id!r} is not a step id")
+    """Kill steps, given as (job id, step id), immediately, with SIGKILL or another signal.
+
+    Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
+    """
     names = (f"{checked_job_id(job_id)}.{step_id}" for job_id, step_id in steps)
     _scancel([f"--signal={signal}"], names, patience_s)
 

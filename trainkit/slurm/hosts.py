@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
 
 from trainkit.errors import UsageError
 from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, safe_value
 from trainkit.slurm.states import checked_job_id
 
 _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
-_BRACKETS = re.compile(r"(\[[^\[\]]*\])")
+_ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 MAX_HOSTS = 1_000_000
 """More than any cluster has; prevents a typo from exhausting memory."""
@@ -21,78 +23,41 @@ MAX_HOSTS = 1_000_000
 def expand_hosts(text: str) -> list[str]:
     """Every host of a host list, in Slurm's order; raises UsageError if the text is not a host list.
 
-    By ClusterShell, one range at a time because its sets do not preserve the order. Slurm's own command would
-    cost a process, and a container may lack it.
+    Slurm's own command would cost a process, and a container may lack it.
     """
-    text = text.strip()
-    _check(text)
-    return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
-
-
-def _check(text: str) -> None:
-    safe_value(text, "a host list")
-    depth = 0
-    for character in text:
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth not in (0, 1) or not character.isprintable() or character.isspace():
-            raise _not_a_host_list(text)
-    items = _split_outside_brackets(text)
-    if depth or "" in items or sum(_count(item, text) for item in items) > MAX_HOSTS:
-        raise _not_a_host_list(text)
-
-
-def _count(item: str, text: str) -> int:
-    count = 1
-    for part in _BRACKETS.findall(item):
-        ranges = [_RANGE.fullmatch(one) for one in part[1:-1].split(",")]
-        sizes = [int(one["last"] or one["first"]) - int(one["first"]) + 1 for one in ranges if one]
-        if len(sizes) < len(ranges) or min(sizes) < 1:
-            raise _not_a_host_list(text)
-        count *= sum(sizes)
-    return count
-
-
-def _not_a_host_list(text: str) -> UsageError:
-    return UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+    return list(_hosts(text))
 
 
 def first_host(text: str) -> str:
-    """The first host of a host list, without running scontrol."""
-    _check(text)
-    item = _split_outside_brackets(text)[0]
-    return _BRACKETS.sub(lambda found: re.split(r"[-,]", found[0][1:-1])[0], item)
+    """The first host of a host list; raises as `expand_hosts` does."""
+    return next(_hosts(text))
 
 
-def _expand_one(item: str) -> list[str]:
-    from ClusterShell.RangeSet import RangeSet, RangeSetException
-
-    parts = _BRACKETS.split(item)
-    names, brackets = parts[::2], parts[1::2]
-    if not brackets:
-        return [item]
-    try:
-        numbers = [
-            [number for one in bracket[1:-1].split(",") for number in RangeSet(one).striter()]
-            for bracket in brackets
-        ]
-    except RangeSetException:
-        raise _not_a_host_list(item) from None
-    hosts = []
-    # Slurm's order: the last bracket varies fastest, then the first, the second, …
-    for picked in itertools.product(*reversed(numbers[:-1]), numbers[-1]):
-        chosen = [*reversed(picked[:-1]), picked[-1], ""]
-        hosts.append("".join(itertools.chain.from_iterable(zip(names, chosen, strict=True))))
-    return hosts
+def _hosts(text: str) -> Iterator[str]:
+    text = safe_value(text.strip(), "a host list")
+    items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]  # names, and brackets between them
+    ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
+    counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
+    is_whole = ",".join(_ITEM.findall(text)) == text and text.isprintable()
+    if not is_whole or 0 in counts or sum(counts) > MAX_HOSTS:
+        raise UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+    for item, brackets in zip(items, ranges, strict=True):
+        numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]
+        # Slurm's order: the last bracket varies fastest, then the first, the second, …
+        for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):
+            chosen = [*reversed(picked[:-1]), *picked[-1:], ""]
+            yield "".join(chain.from_iterable(zip(item[::2], chosen, strict=True)))
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    items, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            items.append(text[start:index])
-            start = index + 1
-    return [*items, text[start:]]
+def _ranges(bracket: str) -> list[tuple[range, int]]:
+    """The numbers and the width of each range in a bracket; empty if one of them is no range."""
+    found = [_RANGE.fullmatch(one) for one in bracket.split(",")]
+    spans = [
+        (range(int(one["first"]), int(one["last"] or one["first"]) + 1), len(one["first"]))
+        for one in found
+        if one
+    ]
+    return spans if len(spans) == len(found) and all(span for span, _ in spans) else []
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -121,12 +86,7 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
         *("sinfo", "--all", "--Node", "--noheader", f"--nodes={','.join(hosts)}"),
         f"--format=%N{FIELD}%T{RECORD}",
     ]
-    return parse_node_states(query(argv, timeout_s=HOSTS_TIMEOUT_S))
-
-
-def parse_node_states(text: str) -> dict[str, str]:
-    """Parse the output of sinfo, which lists a host once for each of its partitions."""
-    return {record[0]: record[1] for record in records(text, 2)}
+    return dict(records(query(argv, timeout_s=HOSTS_TIMEOUT_S), 2))
 
 
 def is_unavailable(state: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -201,15 +202,19 @@ def _find(submission: _Submission, patience_s: float) -> str | None:
 
 
 def query_start(
-    path: Path, *, cwd: Path, timeout_s: float = SUBMIT_TIMEOUT_S, extra_argv: Sequence[str] = ()
+    script: str, *, timeout_s: float = SUBMIT_TIMEOUT_S, extra_argv: Sequence[str] = ()
 ) -> StartEstimate:
-    """Estimate when and where Slurm would start a script, without submitting it.
+    """Estimate when and where Slurm would start a script, given as its text, without submitting it.
 
-    Raises SlurmRefused when Slurm would not accept it, and SlurmUnreachable.
+    Raises SlurmRefused when Slurm would not accept it, SlurmUnreachable, and OSError when it cannot be
+    written to a temporary file.
     """
     environ = plain_environ(scrubbed(os.environ))
-    argv = ["sbatch", "--test-only", *extra_argv, str(path.absolute())]
-    stdout, stderr = slurm_output(argv, timeout_s, environ=environ, cwd=cwd)
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        path = Path(folder, "submit.sbatch")
+        path.write_text(script, encoding="utf-8", errors="surrogateescape")
+        argv = ["sbatch", "--test-only", *extra_argv, str(path)]
+        stdout, stderr = slurm_output(argv, timeout_s, environ=environ, cwd=path.parent)
     # sbatch prints the estimate to stderr.
     return parse_start_estimate(stderr + stdout)
 

@@ -30,7 +30,6 @@ from trainkit.locks import NEEDS_FLOCK, unsupported
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
-from trainkit.run.lock import run_lock
 from trainkit.run.record import (
     AttemptRecord,
     CodeCopy,
@@ -40,7 +39,7 @@ from trainkit.run.record import (
     read_job,
 )
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, run_lock
 from trainkit.submit.interpreters import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.submit.snapshot import copy_code, wants_copy

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.limits import partition_problems
@@ -76,7 +74,7 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
             return Wait(name, is_asked, None, remark=TOO_BUSY)
         argv = [*options, f"--partition={name}"]
         try:
-            found = query_start(script, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv)
+            found = query_start("#!/bin/sh\n", timeout_s=ASK_TIMEOUT_S, extra_argv=argv)
         except SlurmRefused as error:
             answered.append(name)
             remark = error.sentence.splitlines()[-1] if error.sentence else error.message
@@ -87,9 +85,7 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
         answered.append(name)
         return Wait(name, is_asked, found.start_time, tuple(found.nodes))
 
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder, ThreadPoolExecutor(AT_ONCE) as threads:
-        script = Path(folder) / "nothing.sh"
-        script.write_text("#!/bin/sh\n", encoding="utf-8")
+    with ThreadPoolExecutor(AT_ONCE) as threads:
         waits = list(threads.map(ask, [*names, *others]))
     if lost and not answered:
         raise lost[0]

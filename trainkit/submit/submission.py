@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 from trainkit.backends import JobScript, backend_named
@@ -54,10 +55,10 @@ class ArraySpec:
     @property
     def directive(self) -> str:
         """The value of ``#SBATCH --array``."""
-        limit = "" if self.limit is None else f"%{self.limit}"
-        from ClusterShell.RangeSet import RangeSet
-
-        return str(RangeSet(",".join(map(str, self.indices)))) + limit if self.indices else limit
+        # Indices that follow one another differ from their positions by the same number.
+        spans = [list(span) for _, span in groupby(enumerate(self.indices), lambda item: item[1] - item[0])]
+        texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
+        return ",".join(texts) + ("" if self.limit is None else f"%{self.limit}")
 
 
 def parse_array(text: str) -> ArraySpec:

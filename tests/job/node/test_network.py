@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.job.node import network
-from trainkit.job.node.network import addresses, interface_to, network_environ
+from trainkit.job.node import worker_env as network
+from trainkit.job.node.worker_env import addresses, interface_to, network_environ
 
 
 def test_the_way_to_this_machine_is_the_loopback_interface() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.job import processes
-from trainkit.job.node import trackers
-from trainkit.job.node.trackers import TrackerSender
+from trainkit.job.node import worker_env as trackers
+from trainkit.job.node.worker_env import TrackerSender
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir

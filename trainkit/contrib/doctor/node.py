@@ -27,8 +27,8 @@ from trainkit.contrib.doctor.environment import check_python, check_torch, versi
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.health import host_memory_gib
-from trainkit.job.node.network import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.node.rendezvous import candidate_ports, choose_port, ephemeral_range, is_free
+from trainkit.job.node.worker_env import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.preflight import (
     Finding,
     check_clock,

@@ -18,10 +18,9 @@ from trainkit.errors import UsageError
 from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published
-from trainkit.run.process import Liveness
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.control import kill_step, requeue, run_step
+from trainkit.slurm.control import kill_steps, requeue, run_step
 
 PROC = Path("/proc")
 
@@ -132,7 +131,7 @@ class SlurmFaultInjector(FaultInjector):
         entry, step_id = self._step()
         if entry is None or step_id is None:
             return False
-        kill_step(entry.job_id, step_id)
+        kill_steps([(entry.job_id, step_id)])
         return True
 
     def _step(self) -> tuple[AttemptRecord | None, str | None]:
@@ -185,7 +184,7 @@ def kill_job(run: RunDir) -> bool:
         return False
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
-    while backend_of(entry).liveness(run, entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
+    while backend_of(entry).alive(run, entry) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     return True
 

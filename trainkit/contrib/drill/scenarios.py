@@ -11,17 +11,16 @@ from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
 from trainkit.config import RunConfig
 from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
-from trainkit.control.requeue import start_again
+from trainkit.control.resume import start_again
 from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import read_newest_end
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of, read_events, steps_of
 from trainkit.run.files import JsonlTail
-from trainkit.run.lock import run_lock
 from trainkit.run.manifest import partials, published
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 

@@ -31,7 +31,6 @@ from trainkit.job.failure.records import (
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler, count_oom_kills
 from trainkit.job.node.host_rendezvous import host_rendezvous, lost_host
-from trainkit.job.node.network import network_environ
 from trainkit.job.node.rendezvous import (
     HostPlace,
     Rendezvous,
@@ -44,8 +43,13 @@ from trainkit.job.node.rendezvous import (
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import SlurmTask, StepListener, find_slurm_task, reason_not_a_task
-from trainkit.job.node.trackers import TrackerSender
-from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
+from trainkit.job.node.worker_env import (
+    TrackerSender,
+    network_environ,
+    worker_argv,
+    worker_environ,
+    worker_rank,
+)
 from trainkit.job.preflight import require_node
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, redirect_output
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE

@@ -15,7 +15,6 @@ import time
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.job import processes
-from trainkit.job.node.network import address_towards
 from trainkit.job.node.rendezvous import (
     RENDEZVOUS_TIMEOUT_S,
     HostPlace,
@@ -24,11 +23,11 @@ from trainkit.job.node.rendezvous import (
     new_nonce,
     record_notice,
 )
+from trainkit.job.node.worker_env import address_towards
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_object, wait_for_json, write_json_in_place
-from trainkit.run.lock import is_there
-from trainkit.run.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir, is_there
 
 POLL_S = 0.5
 LONGEST_EXIT_S = 60.0

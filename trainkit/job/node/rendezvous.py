@@ -16,9 +16,8 @@ from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import log_event
+from trainkit.run.events import log_event, read_events
 from trainkit.run.files import (
-    read_jsonl,
     read_record,
     wait_for_json,
     write_json_in_place,
@@ -167,11 +166,8 @@ def record_notice(attempt: AttemptDir, received: signal.Signals, task: SlurmTask
 
 def recorded_notices(attempt: AttemptDir) -> list[tuple[signal.Signals, int | None]]:
     """The signals of `record_notice`, each with the node rank of the host that received it."""
-    return [
-        (signal.Signals[event["signal"]], event.get("node_rank"))
-        for event in read_jsonl(attempt.run.events_file, ["signal"])
-        if event.get("event") == "signal" and event.get("attempt") == attempt.number
-    ]
+    events = read_events(attempt.run, "signal", attempt=attempt.number)
+    return [(signal.Signals[event.values["signal"]], event.count("node_rank")) for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:

@@ -1,17 +1,29 @@
-"""The environment and argv of a worker."""
+"""The environment and argv of what an agent starts: the workers, and the sender to the trackers of the run.
+
+The variables of a worker include those by which gloo and NCCL select their network interfaces.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import json
 import math
 import os
+import signal
+import socket
+import struct
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
+from trainkit.errors import UsageError
+from trainkit.job import processes
 from trainkit.job.node.rendezvous import Rendezvous
-from trainkit.job.processes import module_argv
+from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
@@ -206,3 +218,155 @@ _LAUNCHERS = {
     "megatron": _torchrun,
 }
 """Launcher -> function that returns its module and options for the ranks of one node."""
+
+
+DRAIN_S = 30.0
+"""How long a run that has finished waits until its last steps are sent; `trainkit sync` sends the others."""
+
+
+class TrackerSender:
+    """The process of one attempt. It can be killed at any moment: the next one sends what is missing."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+        argv = module_argv("trainkit.contrib.trackers.sync", str(attempt.run.path))
+        if plan.python is not None and plan.workload.knows_run:
+            argv = (*plan.python, *argv[argv.index("-m") :])
+        environ = configured_environ(plan, os.environ)
+        environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._child: subprocess.Popen[bytes] | None = None
+        try:
+            with attempt.trackers_log.open("ab") as log:
+                self._child = processes.start_child(
+                    argv,
+                    environ=environ,
+                    output=log,
+                    keeps_mask=False,
+                    # Slurm may signal every process of a step.
+                    ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
+                    stdin=subprocess.PIPE,
+                )
+        except OSError as error:  # the ranks run without it
+            log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
+
+    def end(self, *, is_finished: bool) -> None:
+        """End the process, at once unless the run has finished: a job that is preempted must not wait."""
+        child = self._child
+        if child is None:
+            return
+        assert child.stdin is not None
+        if is_finished and not processes.ended(child):
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(b"finished\n")
+                child.stdin.flush()
+            deadline_s = time.monotonic() + DRAIN_S
+            while not processes.ended(child) and (left_s := deadline_s - time.monotonic()) > 0:
+                if processes.wait_for_signal(left_s) not in (None, signal.SIGCHLD):
+                    break
+        if not processes.ended(child):
+            processes.kill_group(child)
+        child.stdin.close()
+        processes.exit_code(child)
+
+
+PRESETS = ("auto", "ib", "socket", "debug")
+SIOCGIFADDR = 0x8915
+SIOCGIFFLAGS = 0x8913
+IFF_UP = 0x1
+IFF_LOOPBACK = 0x8
+IFF_RUNNING = 0x40
+VIRTUAL = ("docker", "virbr")
+"""Prefixes of interfaces that reach no other host; NCCL avoids them too."""
+DISCARD_PORT = 9
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
+    """The variables for a preset or a named interface, and the reason for them in one sentence.
+
+    `peer` is another host of the job; None when all ranks are on this host. gloo gets the interface on the
+    route to it. NCCL, which prefers InfiniBand and can use several interfaces, chooses by itself unless the
+    config names an interface or this host has only one.
+
+    Raises UsageError when this host has no such interface, or no InfiniBand device for the preset ``ib``.
+    """
+    if preset not in PRESETS:
+        names = [name for _, name in socket.if_nameindex()]
+        if preset not in names:
+            raise UsageError(
+                f"launch.network is {preset}, but {socket.gethostname()} has no such interface",
+                hint=f"its interfaces are {', '.join(names)}; presets are {', '.join(PRESETS)}",
+            )
+        return {"GLOO_SOCKET_IFNAME": preset, **_nccl(preset)}, f"interface {preset}: set by launch.network"
+    if peer is None:
+        return {"GLOO_SOCKET_IFNAME": "lo"}, "interface lo: all ranks are on this host"
+    name = interface_to(peer)
+    environ, reason = {}, f"no interface chosen: no route to {peer}"
+    if name is not None:
+        is_only = usable_interfaces() == [name]
+        environ = {"GLOO_SOCKET_IFNAME": name, **(_nccl(name) if is_only else {})}
+        reason = f"interface {name}: the route to {peer}{'' if is_only else '; NCCL chooses its own'}"
+    if preset == "ib":
+        if not INFINIBAND.is_dir() or not any(INFINIBAND.iterdir()):
+            raise UsageError(
+                f"launch.network is ib, but {socket.gethostname()} has no InfiniBand device",
+                hint="`launch.network: socket` uses TCP",
+            )
+        return {**environ, "NCCL_IB_DISABLE": "0"}, f"{reason}; InfiniBand for NCCL"
+    if preset == "socket":
+        return {**environ, "NCCL_IB_DISABLE": "1"}, f"{reason}; NCCL uses sockets only"
+    if preset == "debug":
+        debug = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
+        return {**environ, **debug}, f"{reason}; debug logs of NCCL and torch.distributed"
+    return environ, reason
+
+
+def _nccl(name: str) -> dict[str, str]:
+    # NCCL takes a name for a prefix: without the sign, eth1 would include eth10.
+    return {"NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+def interface_to(host: str) -> str | None:
+    """The interface on the route to a host; None when unknown."""
+    return addresses().get(address_towards(host) or "")
+
+
+def address_towards(host: str) -> str | None:
+    """This host's IPv4 address on the route to another one; None when unknown."""
+    try:
+        found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # selects a route; sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def addresses() -> Mapping[str, str]:
+    """Mapping from each IPv4 address of this host to its interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    found = {name: _ask(SIOCGIFADDR, name) for name in names}
+    return {socket.inet_ntoa(answer[20:24]): name for name, answer in found.items() if answer is not None}
+
+
+def usable_interfaces() -> list[str]:
+    """The interfaces that can reach other hosts: up, with an IPv4 address, neither loopback nor virtual."""
+    return [
+        name
+        for name in addresses().values()
+        if _flags(name) & (IFF_UP | IFF_RUNNING | IFF_LOOPBACK) == IFF_UP | IFF_RUNNING
+        and not name.startswith(VIRTUAL)
+    ]
+
+
+def _flags(name: str) -> int:
+    answer = _ask(SIOCGIFFLAGS, name)
+    return 0 if answer is None else int(struct.unpack("H", answer[16:18])[0])
+
+
+def _ask(request: int, name: str) -> bytes | None:
+    """The kernel's answer about an interface, a struct ifreq; None if it has no such property."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None  # no IPv4 address
