@@ -192,7 +192,7 @@ class Tokens(Task):
 
 def write_tutorial(folder: Path) -> Path:
     """Write the example of docs/own-task.md into a folder; returns its config."""
-    text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text().partition("## An example")[2]
     for kind, name in (("python", "curves.py"), ("yaml", "curves.yaml")):
         block = text.partition(f"```{kind}\n")[2].partition("```")[0]
         (folder / name).write_text(block)
