@@ -311,6 +311,16 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
     assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be
 
 
+@pytest.mark.parametrize("bound", ["gpus-per-task: 1", "gpu-bind: single:1"])
+def test_one_gpu_for_the_task_that_starts_all_ranks_of_a_node(bound: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(f"launch.srun_extra={{{bound}}}", "launch.per=node")
+    [problem] = caught.value.problems
+    assert problem.key == f"launch.srun_extra.{bound.partition(':')[0]}"
+    assert "a task would see 1 GPU, but it starts all" in problem.message
+    assert problem.hint == "remove it, or set launch.per: gpu"
+
+
 def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:
     bound = "launch.srun_extra={gpus-per-task: 1}"
     made = plan(bound)
@@ -326,6 +336,6 @@ def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:
             "launch.srun_extra={gpus-per-task: 1, gpu-bind: none}",
             "launch.srun_extra={gpu-bind: mask_gpu:0xF}",
         ),
-        *("resources.partition=cpu", "launch.per=node", "resources.gpus_per_node=1"),
+        *("resources.partition=cpu", "resources.gpus_per_node=1"),
     ):
         assert plan(*([] if "srun" in fine else [bound]), fine).warnings == (), fine

@@ -196,8 +196,8 @@ ONE_GPU_EACH = (
 """Options that bind one GPU to each task."""
 
 
-def binding_warnings(config: RunConfig) -> Iterator[str]:
-    """A warning for each extra option that binds one GPU to each of the ranks of a node, which are tasks."""
+def bindings_of_one_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, value) of each extra option that binds one GPU to each task."""
     sections = {"resources.extra": config.resources.extra, "launch.srun_extra": config.launch.srun_extra}
     options = [
         (f"{section}.{option}", option, str(value))
@@ -207,4 +207,4 @@ def binding_warnings(config: RunConfig) -> Iterator[str]:
     if not any(item[1:] == ("gpu-bind", "none") for item in options):
         for key, option, value in options:
             if (option, value) in ONE_GPU_EACH:
-                yield f"{key} is {value}: {BOUND_GPU_WARNING}"
+                yield key, value

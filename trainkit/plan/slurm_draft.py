@@ -10,7 +10,7 @@ from trainkit.cluster.limits import limit_problems, spare_capacity
 from trainkit.cluster.model import Cluster, NodeKind, ResourceRequest, matching_nodes
 from trainkit.errors import SlurmError
 from trainkit.formats import time_text
-from trainkit.plan.launch_draft import LaunchDraft, binding_warnings
+from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft, bindings_of_one_gpu
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 from trainkit.plan.workload import PER_RANK
 
@@ -139,11 +139,19 @@ class SlurmDraft(LaunchDraft):
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
         """The Slurm options, after checking the request against the limits of the cluster."""
-        config = self.loaded.config
+        config, launch = self.loaded.config, self.loaded.config.launch
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
-        if device == "cuda" and per == "gpu" and workers_per_node > 1:
-            self.warnings += binding_warnings(config)
+        for key, value in bindings_of_one_gpu(config) if device == "cuda" and workers_per_node > 1 else ():
+            if per == "gpu":
+                self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
+                continue
+            message = (
+                f"is {value}: a task would see 1 GPU, but it starts all {workers_per_node} ranks of its node"
+            )
+            self.problem(
+                key, message, "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
+            )
         tasks = 1 if per == "node" else workers_per_node
         asked = self.asked.with_workers(workers_per_node, device, threads, per)
         reported = {problem.key for problem in self.problems}
