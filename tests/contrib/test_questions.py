@@ -89,7 +89,7 @@ def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is a config, which names its files" in capsys.readouterr().err
     Path(path).write_text("task: causal_lm\n")
     assert main(["data", "validate", path]) == EXIT_USAGE
-    assert "has the task causal_lm" in capsys.readouterr().err
+    assert "task is causal_lm" in capsys.readouterr().err
 
 
 OWN = """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.backends import backend_named
 from trainkit.bench.run_bench import (
     LAYOUT,
     PROFILED_STEPS,
@@ -373,8 +374,9 @@ class _Planner:
         if self.kind == "settings":
             _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
         facts = self.gatherer.facts(loaded)
-        if facts.target.backend == "submitit":
-            raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+        target = facts.target
+        if target.submits_job and (problem := backend_named(target.backend).array_problem(target.reason, "")):
+            raise UsageError(*problem)
         short, changes = with_changes(loaded, own, ORIGIN)
         plan = plan_run(short, facts)
         full, more = with_changes(short, profiler_values(length, plan.world_size), ORIGIN)

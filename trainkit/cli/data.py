@@ -197,8 +197,6 @@ def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
         raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it by itself")
     loaded = load_config(Path(sources[0]))
     name = loaded.config.task
-    if not loaded.config.has_user_task:
-        raise UsageError(f"{sources[0]} has the task {name}", hint="name the files of data.source instead")
     found = [f"{key} {message}" for key, message in sample_problems(loaded)]
     if as_json:
         click.echo(json.dumps({"task": name, "problems": found}, ensure_ascii=False))

@@ -70,8 +70,7 @@ def smoke_problems(loaded: LoadedConfig) -> list[Problem]:
 
     Raises TrainkitError if the process that tries it crashes.
     """
-    values = loaded.config.model_dump_json(by_alias=True)
-    return [loaded.problem(*item) for item in _problems(loaded.config.task, values, None, "--smoke")]
+    return [loaded.problem(*item) for item in _problems_of_task(loaded, "--smoke")]
 
 
 def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
@@ -79,8 +78,15 @@ def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
 
     Raises TrainkitError if the process that reads them crashes.
     """
-    values = loaded.config.model_dump_json(by_alias=True)
-    return [(key, message) for key, message, _ in _problems(loaded.config.task, values, None, "--samples")]
+    return [(key, message) for key, message, _ in _problems_of_task(loaded, "--samples")]
+
+
+def _problems_of_task(loaded: LoadedConfig, option: str) -> list[KeyProblem]:
+    task = loaded.config.task
+    if not loaded.config.has_user_task:
+        hint = "set task to FILE.py:CLASS; `trainkit data validate SRC...` reads texts"
+        raise UsageError(f"there is no task of your own to try: task is {task}", hint=hint)
+    return _problems(task, loaded.config.model_dump_json(by_alias=True), None, option)
 
 
 def _problems(task: str, values: str, timeout_s: float | None, *options: str) -> list[KeyProblem]:
