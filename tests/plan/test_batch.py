@@ -17,7 +17,6 @@ from trainkit.plan.batch import (
     batch_reason,
     fitting_device_sizes,
     fitting_global_sizes,
-    parallel_with,
 )
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
@@ -144,7 +143,8 @@ def test_a_batch_is_found_for_every_layout_of_1_to_64_ranks(schedule: str) -> No
             for pp in (pp for pp in (1, 2, 4) if model % pp == 0):
                 layout = Layout(dp_shard=world_size // model, tp=model // pp, pp=pp)
                 batch = derived(loaded, layout)
-                parallel = parallel_with(loaded.config.parallel, batch)
+                made = {"pp_microbatches": batch.pp_microbatches or 4}
+                parallel = loaded.config.parallel.model_copy(update=made)
                 size, steps = batch.device_batch_size, batch.accumulation_steps
                 assert not list(microbatch_problems(layout, parallel, size, steps)), layout
                 assert size * steps * layout.dp == batch.global_batch_size

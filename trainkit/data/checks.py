@@ -58,6 +58,8 @@ class DataFacts:
     problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY
     """The number of embedding rows: the largest id of its tokens plus one."""
+    mixture: str | None = None
+    """The weights of a mixture as they are used."""
 
 
 def inspect_data(config: DataConfig) -> DataFacts:
@@ -79,12 +81,9 @@ def inspect_data(config: DataConfig) -> DataFacts:
             used.append((name, identity))
     if not found:
         _collect(found, "data.source", lambda: refuse_several(used))
-    return DataFacts(tuple(dict.fromkeys(found)), ANY_VOCABULARY if found else used[0][1].vocab_size)
-
-
-def mixture_note(config: DataConfig) -> str | None:
-    """The weights of a mixture as they are used; None if there is no mixture."""
-    return describe_weights(config) if is_mixture(config) else None
+    vocab_size = ANY_VOCABULARY if found else used[0][1].vocab_size
+    mixture = describe_weights(config) if is_mixture(config) else None
+    return DataFacts(tuple(dict.fromkeys(found)), vocab_size, mixture)
 
 
 def _inspect_source(

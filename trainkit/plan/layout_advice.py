@@ -12,12 +12,10 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.formats import GIB, gib, table
 from trainkit.plan.gpus import Gpu, Hardware
-from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import describe_layout, yaml_text
 from trainkit.plan.layouts import Choice, best_on_layout, choose
 from trainkit.plan.memory import state_bytes
-from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.step_work import work_of
+from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
 """Larger clusters are not tried."""
@@ -82,14 +80,13 @@ MAX_ADVICE = 2
 
 
 def check_memory(
-    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, gpu: Gpu
+    loaded: LoadedConfig, work: StepWork, hardware: Hardware
 ) -> tuple[str | None, Problem | None]:
     """A sentence about the memory of a run, or the problem if it certainly does not fit.
 
     If a name has variants, the one with the most memory counts.
     """
-    hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
-    choice = Choice(work_of(loaded.config, shape, plan.layout, plan.batch), hardware)
+    choice, gpu = Choice(work, hardware), hardware.gpu
     if choice.memory.peak <= gpu.most_memory:
         return _memory_text(choice, gpu), None
     return None, _problem(loaded, choice, gpu)

@@ -9,9 +9,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
-from trainkit.plan.batch import parallel_with
 from trainkit.plan.launch import Batch, Layout
-from trainkit.plan.layout_rules import loss_chunks
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.schedules import SPLIT_BACKWARD
 
@@ -133,6 +131,21 @@ class StepWork:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
+MAX_CHUNK_LOGITS = 2**27
+"""Half a GiB in float32."""
+
+
+def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
+    """Into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
+
+    A split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
+    parallelism and pipelines split the logits themselves.
+    """
+    if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
+        return 1
+    return -(-tokens * shape.vocab_size // MAX_CHUNK_LOGITS)
+
+
 MAX_BLOCK = 256
 """Most elements that share a scale in 8 bits."""
 
@@ -159,11 +172,12 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """The work of a config on a layout with a batch."""
+    """The work of a config on a layout with a batch, whose number of microbatches replaces the config's."""
+    microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
         layout=layout,
-        parallel=parallel_with(config.parallel, batch),
+        parallel=config.parallel.model_copy(update={"pp_microbatches": microbatches}),
         seq_len=config.data.seq_len,
         device_batch_size=batch.device_batch_size,
         accumulation_steps=batch.accumulation_steps,

@@ -65,9 +65,10 @@ class Gatherer:
             cwd = str(Path.cwd())
             found = container_problems(launch, [cwd], cluster.containers, cwd=cwd)
             environment = dataclasses.replace(environment, problems=(*environment.problems, *found))
-        data, missing = None, frozenset[str]()
+        data: DataFacts | None = None
+        missing: tuple[KeyProblem, ...] = ()
         if not workload.is_command:
-            data, missing = self._data_of(loaded.config), frozenset(_missing(loaded.config, resumes))
+            data, missing = self._data_of(loaded.config), tuple(_missing(loaded.config, resumes))
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
@@ -112,17 +113,19 @@ def gather(
     return Gatherer(target).facts(loaded, workload, resumes=resumes)
 
 
-def _missing(config: RunConfig, resumes: bool) -> Iterator[str]:
-    """The keys that name a file or run which does not exist."""
+def _missing(config: RunConfig, resumes: bool) -> Iterator[KeyProblem]:
+    """A problem for each key that names a file or run which does not exist."""
     source = None if resumes else config.model.init_from  # a run with its own checkpoint does not read it
     # A run that others wait for may have no checkpoint yet.
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
-        yield "model.init_from"
-    for key, name in (("task", config.task), ("model.architecture", config.model.architecture)):
-        file, _, _ = name.rpartition(":")
-        # A task may also be in a module; an architecture is always in a file.
-        if file and (key != "task" or file.endswith(".py")) and not Path(file).is_file():
-            yield key
+        message = f"is {source}, which is neither a run folder nor a checkpoint"
+        yield "model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run"
+    key, name = config.model_source
+    file, _, _ = name.rpartition(":")
+    # A task may also be in a module; an architecture is always in a file.
+    if file and (key != "task" or file.endswith(".py")) and not Path(file).is_file():
+        message = f"is {name}, but there is no file {Path(file).absolute()}"
+        yield key, message, "FILE.py is relative to the current folder"
 
 
 def plan_run(
