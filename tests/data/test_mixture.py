@@ -8,11 +8,10 @@ from trainkit.config.training import DataConfig
 from trainkit.data.cache import ensure_prepared, has_validation
 from trainkit.data.checks import inspect_data
 from trainkit.data.dataset_file import read_dataset_file
-from trainkit.data.mixture import MAX_PERIOD, integer_weights
 from trainkit.data.order import source_seed
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.data.sources import DatasetSpec
+from trainkit.data.sources import MAX_PERIOD, DatasetSpec, integer_weights
 from trainkit.errors import UsageError
 from trainkit.task import TokenSamples
 
