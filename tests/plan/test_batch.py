@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError
+from trainkit.folders import shipped_config_names
 from trainkit.plan import batch as batch_module
 from trainkit.plan.batch import (
     BatchRequest,
@@ -20,7 +21,6 @@ from trainkit.plan.batch import (
 )
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
-from trainkit.resources import shipped_config_names
 
 sizes = st.integers(1, 64)
 

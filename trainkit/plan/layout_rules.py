@@ -9,8 +9,7 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.launch import Layout
-from trainkit.plan.schedules import SPLIT_BACKWARD, num_stages
-from trainkit.plan.step_work import StepWork
+from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 
 
 def layout_problems(work: StepWork) -> Iterator[Problem]:

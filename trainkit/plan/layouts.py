@@ -20,8 +20,7 @@ from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.memory import FLOAT32, Memory, RankParams, memory_of, rank_params, stream_bytes
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
-from trainkit.plan.step_work import StepWork, work_of
+from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, work_of
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
