@@ -10,9 +10,10 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import NotifyConfig, RequeueConfig
+from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
 from trainkit.data.checks import DataFacts
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import Hardware, gpu_names, known_gpu, unchecked_memory
@@ -40,18 +41,23 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     except ConfigError as error:
         problems += error.problems
     if not workload.is_command:
-        problems += [loaded.problem(*item) for item in facts.missing]
+        problems += map(_problem, facts.missing)
         if facts.data is not None:
-            plan, found = _with_model(loaded, facts, facts.data, plan)
+            plan, found = _with_model(loaded.config, facts, facts.data, plan)
             problems += found
     if facts.environment is not None:
         found_there = [*facts.environment.problems]
         if plan is not None and plan.device == "cuda" and not problems and facts.environment.gpu_problem:
             found_there.append(facts.environment.gpu_problem)
-        problems += [loaded.problem(*item) for item in found_there]
+        problems += map(_problem, found_there)
     if plan is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError(loaded.located(problems))
     return plan
+
+
+def _problem(found: KeyProblem) -> Problem:
+    key, message, hint = found
+    return Problem(key, message, hint=hint)
 
 
 def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
@@ -64,31 +70,31 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 
 
 def _with_model(
-    loaded: LoadedConfig, facts: Facts, data: DataFacts, plan: LaunchPlan | None
+    config: RunConfig, facts: Facts, data: DataFacts, plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
     """The plan with what its model and data add, and every problem of these."""
-    config, model = loaded.config, loaded.config.model
-    problems = [loaded.problem(*item) for item in data.problems]
+    model = config.model
+    problems = [*map(_problem, data.problems)]
     if config.uses_transformers:
         if model.vocab_size is not None and not problems and data.vocab_size > model.vocab_size:
             message = f"has {data.vocab_size} tokens, but {model.hf} only {model.vocab_size}"
-            problems.append(loaded.problem("data.tokenizer", message, "use the tokenizer of the model"))
+            problems.append(_problem(("data.tokenizer", message, "use the tokenizer of the model")))
         return plan, problems
     shape, notes = None, {"mixture": data.mixture}
     try:
         shape = resolve_model_shape(model, data.vocab_size)
         notes["vocabulary"] = None if problems else vocabulary_note(model, data.vocab_size)
     except ConfigError as error:
-        problems += loaded.located(error.problems)
+        problems += error.problems
     if plan is None:
         return None, problems
     reasons = {name: note for name, note in notes.items() if note is not None}
     plan = replace(plan, reasons={**plan.reasons, **reasons})
     if config.precision.float8:
-        problems += _float8_problems(loaded, plan)
+        problems += _float8_problems(config, plan)
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
-        plan, found = _check_model(loaded, facts, plan, work)
+        plan, found = _check_model(config, facts, plan, work)
         problems += found
     return plan, problems
 
@@ -167,7 +173,7 @@ def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> Launche
     try:
         given = launcher_input(job, workload.argv, workload.launcher)
     except ConfigError as error:
-        draft.collect(error)
+        draft.problems += error.problems
         return LauncherInput()
     description = describe_input(given, workload.launcher)
     if description is not None:
@@ -202,29 +208,29 @@ def _silence_reason(policy: RequeuePolicy) -> str:
     return f"{reported}; ended as a hang after {policy.silence_s:g} s"
 
 
-def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem]:
+def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     if plan.device == "cpu":
-        if loaded.config.device != "cpu":  # that is a contradiction within the config
+        if config.device != "cpu":  # that is a contradiction within the config
             message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
-            yield loaded.problem("precision.float8", message, "float8 requires a GPU")
-    elif not compiles(loaded.config.parallel, plan.layout, plan.device):
+            yield Problem("precision.float8", message, hint="float8 requires a GPU")
+    elif not compiles(config.parallel, plan.layout, plan.device):
         message = "is true, but blocks are not compiled: scaling to float8 would take longer than it saves"
         hint = "remove parallel.compile: false; with pp > 1, use gpipe, 1f1b or interleaved_1f1b"
-        yield loaded.problem("precision.float8", message, hint)
+        yield Problem("precision.float8", message, hint=hint)
 
 
 def _check_model(
-    loaded: LoadedConfig, facts: Facts, plan: LaunchPlan, work: StepWork
+    config: RunConfig, facts: Facts, plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with its memory estimate, and all problems that prevent training the model with it."""
-    config, machine = loaded.config, facts.machine
+    machine = facts.machine
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
-        return plan, loaded.located(batch_problems(work))
-    if found := loaded.located(layout_problems(work)):
+        return plan, [*batch_problems(work)]
+    if found := [*layout_problems(work)]:
         return plan, found
     if plan.device != "cuda":
-        problem = _host_problem(loaded, plan, work, machine)
+        problem = _host_problem(config, plan, work, machine)
         return plan, [] if problem is None else [problem]
     names = gpu_names(config, machine, facts.target)
     gpu, problem = known_gpu(names), None
@@ -235,19 +241,17 @@ def _check_model(
         from trainkit.plan.layout_advice import check_memory
 
         hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
-        reason, problem = check_memory(loaded, work, hardware)
+        reason, problem = check_memory(config, work, hardware)
         if reason is not None:
             plan = replace(plan, reasons={**plan.reasons, "memory": reason})
-    problem = problem or _staging_problem(loaded, plan, work, machine)
+    problem = problem or _staging_problem(config, plan, work, machine)
     return plan, [] if problem is None else [problem]
 
 
-def _staging_problem(
-    loaded: LoadedConfig, plan: LaunchPlan, work: StepWork, machine: Machine
-) -> Problem | None:
+def _staging_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
     """The problem if a node has too little memory for asynchronous saves."""
-    resources, layout = loaded.config.resources, plan.layout
-    if not loaded.config.checkpoint.async_save:
+    resources, layout = config.resources, plan.layout
+    if not config.checkpoint.async_save:
         return None
     ranks_of_a_model = layout.world_size // layout.dp_replicate
     whole = num_params(work.shape) * (FLOAT32 + work.optimizer_bytes)
@@ -263,10 +267,10 @@ def _staging_problem(
     if have is None or need <= have:
         return None
     message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
-    return loaded.problem(key, message, "checkpoint.async: false saves without copies in memory")
+    return Problem(key, message, hint="checkpoint.async: false saves without copies in memory")
 
 
-def _host_problem(loaded: LoadedConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
+def _host_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
     """The problem if the processes of a run on this machine need more memory than it has.
 
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
@@ -277,8 +281,7 @@ def _host_problem(loaded: LoadedConfig, plan: LaunchPlan, work: StepWork, machin
         state //= plan.num_nodes  # the others are other machines
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:
         return None
-    what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
+    what = f"is {config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
     message = f"{what}, but this machine has {gib(machine.memory)}"
-    return loaded.problem(
-        "model.preset", message, "`trainkit plan --gpus N --gpu-type T` shows what would fit"
-    )
+    hint = "`trainkit plan --gpus N --gpu-type T` shows what would fit"
+    return Problem("model.preset", message, hint=hint)

@@ -8,9 +8,11 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path, PurePath
+from threading import Thread
 
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import Target, choose_backend, make_target
@@ -72,19 +74,23 @@ class Gatherer:
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
-        """The target; while Slurm answers, the data is read and another interpreter is asked."""
-        config, launch = loaded.config, loaded.config.launch
+        """The target; while Slurm answers, another interpreter is asked, and the data is read."""
+        launch = loaded.config.launch
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
-        # Imported only where something is waited for.
-        from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(2) as threads:
-            target = threads.submit(make_target, loaded)
-            threads.submit(self._environment_of, config, True, workload)
-            if not workload.is_command:
-                self._data_of(config)
-            return target.result()
+        def look() -> None:
+            with suppress(TrainkitError, OSError):  # raised again when it is needed
+                self._environment_of(loaded.config, True, workload)
+                if not workload.is_command:
+                    self._data_of(loaded.config)
+
+        other = Thread(target=look)
+        other.start()
+        try:
+            return make_target(loaded)
+        finally:
+            other.join()
 
     def _environment_of(self, config: RunConfig, on_slurm: bool, workload: Workload) -> Environment:
         used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})
