@@ -29,15 +29,14 @@ ALLOWED = {
     "errors": set(),
     "folders": set(),
     "locks": set(),
-    "resources": set(),
     "formats": set(),
     # What is asked for, and what will run: pure.
-    "config": {"errors", "folders", "resources", "formats"},
+    "config": {"errors", "folders", "formats"},
     "data": {"errors", "folders", "formats", "locks", "run", "config.training"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "formats", "locks", "slurm", "config.yamlfile"},
-    "cluster": {"errors", "folders", "locks", "resources", "run", "formats", "config", "slurm"},
+    "cluster": {"errors", "folders", "locks", "run", "formats", "config", "slurm"},
     "plan": {"errors", "run", "formats", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
@@ -52,7 +51,7 @@ ALLOWED = {
     },
     # How it gets there.
     "submit": {
-        *("errors", "folders", "locks", "resources", "run", "formats"),
+        *("errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "slurm", "backends"),
         "data.checks",  # what is known of the data before a plan is made
         *("job.processes", "job.node.slurm_step"),
@@ -61,7 +60,7 @@ ALLOWED = {
         *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {
-        *("errors", "folders", "resources", "run", "formats", "config", "plan", "slurm"),
+        *("errors", "folders", "run", "formats", "config", "plan", "slurm"),
         "job.failed_starts",
         "job.failure.launcher_report",  # the agent reads it too
     },
@@ -102,7 +101,7 @@ ALLOWED = {
         *("errors", "folders", "run", "plan", "data.order", "job.signals", "job.rank_env", "trainer"),
     },
     "cli": {
-        *("errors", "resources", "run", "config", "data", "cluster", "plan"),
+        *("errors", "run", "config", "data", "cluster", "plan"),
         *("slurm", "job", "backends", "control", "submit", "observe", "bench", "formats", "folders", "locks"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.

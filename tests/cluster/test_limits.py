@@ -36,7 +36,9 @@ DERIVED = {"workers_per_node": 4, "gpus_per_node": 4, "cpus_per_node": 32}
 
 def request(cluster: Cluster, **values: Any) -> ResourceRequest:
     section = ResourcesConfig(**{key: value for key, value in values.items() if key not in DERIVED})
-    return replace(cluster.request(section), **{key: values.get(key, was) for key, was in DERIVED.items()})
+    return replace(
+        cluster.resource_request(section), **{key: values.get(key, was) for key, was in DERIVED.items()}
+    )
 
 
 def found(cluster: Cluster = WEST, **values: Any) -> list[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from trainkit.cluster.init_files import profile_text
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import ClusterProfile, read_profile
 from trainkit.errors import ConfigError
-from trainkit.resources import shipped_configs
+from trainkit.folders import shipped_configs
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
@@ -119,7 +119,7 @@ profile_version: 2
         'not "12:00:00x"',
         "west.yaml:12: partitions.low.nodes.0.count: should be greater than or equal to 1, not 0",
         'west.yaml:12: partitions.low.nodes.0.memory: should be text such as "64G", not 64',
-        "west.yaml:12: partitions.low.nodes.1.gpus: should be a mapping, not -1",
+        "west.yaml:12: partitions.low.nodes.1.gpus: should be greater than or equal to 1, not -1",
         "west.yaml:12: partitions.low.nodes.1.feature: unknown key\n  hint: did you mean features?",
         "west.yaml:15: partitions.high: should be a mapping, not 3",
         "west.yaml:16: defaults: should be a mapping, not 3",

@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
-from trainkit.resources import default_config, find_shipped_config, shipped_config_names, shipped_configs
+from trainkit.folders import default_config, find_shipped_config, shipped_config_names, shipped_configs
 
 
 @pytest.mark.parametrize(

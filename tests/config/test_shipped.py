@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from trainkit.config import RunConfig, load_config
-from trainkit.resources import shipped_configs
+from trainkit.folders import shipped_configs
 
 FILES = sorted(
     file for file in shipped_configs().rglob("*.yaml") if file.parent.name != "clusters"

@@ -6,13 +6,12 @@ from dataset_content import rows
 
 from trainkit.config.training import DataConfig
 from trainkit.data.cache import ensure_prepared, has_validation
-from trainkit.data.checks import inspect_data, mixture_note
+from trainkit.data.checks import inspect_data
 from trainkit.data.dataset_file import read_dataset_file
-from trainkit.data.mixture import MAX_PERIOD, integer_weights
 from trainkit.data.order import source_seed
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.data.sources import DatasetSpec
+from trainkit.data.sources import MAX_PERIOD, DatasetSpec, integer_weights
 from trainkit.errors import UsageError
 from trainkit.task import TokenSamples
 
@@ -186,8 +185,8 @@ def test_problems_name_the_source(data_config, texts, tmp_path):
 
 def test_weights_are_shown_as_they_are_used(data_config, texts):
     config = data_config(source={texts[0]: 3, texts[1]: 1})
-    assert mixture_note(config) == f"75% {texts[0]}, 25% {texts[1]}"
-    assert mixture_note(data_config(source=texts[0])) is None
+    assert inspect_data(config).mixture == f"75% {texts[0]}, 25% {texts[1]}"
+    assert inspect_data(data_config(source=texts[0])).mixture is None
     data = open_dataset(config, 16, "train")
     assert list(data.describe(["a", "b"])) == [
         "75% a: 90 samples, an epoch every 120",

@@ -11,11 +11,10 @@ from dataset_content import content_of, rows
 
 from tests.support.nfs import nfs_clients
 from trainkit.data.cache import cache_folder, cache_key, ensure_prepared, has_validation
-from trainkit.data.dataset_file import is_dataset
+from trainkit.data.dataset_file import identify, is_dataset
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
 from trainkit.data.sources import DatasetSpec, dataset_spec, find_inputs
-from trainkit.data.tokenizer_identity import identify
 from trainkit.errors import UsageError
 
 

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from trainkit.data.dataset_file import identify
 from trainkit.data.tokenize import Tokenizer
-from trainkit.data.tokenizer_identity import identify
 from trainkit.errors import UsageError
 
 

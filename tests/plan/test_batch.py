@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError
+from trainkit.folders import shipped_config_names
 from trainkit.plan import batch as batch_module
 from trainkit.plan.batch import (
     BatchRequest,
     batch_reason,
     fitting_device_sizes,
     fitting_global_sizes,
-    parallel_with,
 )
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
-from trainkit.resources import shipped_config_names
 
 sizes = st.integers(1, 64)
 
@@ -144,7 +143,8 @@ def test_a_batch_is_found_for_every_layout_of_1_to_64_ranks(schedule: str) -> No
             for pp in (pp for pp in (1, 2, 4) if model % pp == 0):
                 layout = Layout(dp_shard=world_size // model, tp=model // pp, pp=pp)
                 batch = derived(loaded, layout)
-                parallel = parallel_with(loaded.config.parallel, batch)
+                made = {"pp_microbatches": batch.pp_microbatches or 4}
+                parallel = loaded.config.parallel.model_copy(update=made)
                 size, steps = batch.device_batch_size, batch.accumulation_steps
                 assert not list(microbatch_problems(layout, parallel, size, steps)), layout
                 assert size * steps * layout.dp == batch.global_batch_size

@@ -12,6 +12,7 @@ from trainkit.errors import ConfigError
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems, make_layout
 from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.step_work import StepWork
 
 
 def problems(
@@ -24,7 +25,8 @@ def problems(
     section = ParallelConfig.model_validate(parallel)
     shape = resolve_model_shape(ModelConfig(preset="nano", num_layers=num_layers), 257)
     layout = Layout(tp=section.tp, pp=section.pp, cp=section.cp)
-    found = layout_problems(layout, section, shape, device_batch_size, seq_len, accumulation_steps)
+    work = StepWork(shape, layout, section, seq_len, device_batch_size, accumulation_steps)
+    found = layout_problems(work)
     return [f"{item.key} {item.message}; {item.hint}" for item in found]
 
 

@@ -46,10 +46,8 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
         work = choice.work
         assert work.layout.world_size == num_gpus
         assert work.layout.tp <= size
-        batch_size, seq_len = work.device_batch_size, work.seq_len
-        steps = work.accumulation_steps
-        assert list(layout_problems(work.layout, work.parallel, work.shape, batch_size, seq_len, steps)) == []
-        assert work.tokens_per_step == 3 * 512 * seq_len
+        assert list(layout_problems(work)) == []
+        assert work.tokens_per_step == 3 * 512 * work.seq_len
         assert work.samples_per_pass <= 4
     ranks = [choice.rank for choice in found]
     assert ranks == sorted(ranks)

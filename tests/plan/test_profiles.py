@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import load_config
+from trainkit.folders import shipped_configs
 from trainkit.formats import GIB
 from trainkit.plan.gpus import Hardware, find_gpu
 from trainkit.plan.layouts import base_work, choose, configured_layout
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.resources import shipped_configs
 
 WORDS = 32_000
 DEPTHS = {"conservative": 12, "balanced": 16, "aggressive": 20}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.launch import Layout, Place
-from trainkit.plan.schedules import (
+from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
     STAGES_PER_RANK,
     bubble_fraction,

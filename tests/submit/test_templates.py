@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.resources import shipped_templates
+from trainkit.folders import shipped_templates
 from trainkit.submit import script as templates
 from trainkit.submit.environment import JobEnvironment
 from trainkit.submit.script import render

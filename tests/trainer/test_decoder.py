@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, tokens
 from trainkit.plan.launch import Layout
-from trainkit.plan.layout_rules import loss_chunks
 from trainkit.plan.model_shape import PRESETS, num_params
+from trainkit.plan.step_work import loss_chunks
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.batches import IGNORE_LABEL, Microbatch
 from trainkit.trainer.build import repeat_kv_heads

@@ -24,13 +24,14 @@ from trainkit.config.load import Change, Values, short_training, with_changes, w
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
 from trainkit.observe.sweep_report import REPEAT
-from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, possible_batch
+from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, make_batch
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.layout_rules import DEGREES, layout_name, make_layout, parse_layout
+from trainkit.plan.layout_rules import DEGREES, layout_name, layout_problems, make_layout, parse_layout
 from trainkit.plan.layouts import LONG_SEQUENCE, enumerate_layouts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.plan.step_work import work_of
 from trainkit.submit.create import new_folder
 from trainkit.submit.plan_run import Gatherer, plan_run
 from trainkit.submit.submission import LoadedPoint, PlannedPoint, job_difference
@@ -270,7 +271,7 @@ def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
     """A plan without model, layout and batch, which says how many processes there are."""
     neutral = {f"parallel.{name}": -1 if name == "dp_shard" else 1 for name in DEGREES}
     sizes = {"train.device_batch_size": 1, "train.global_batch_size": None}
-    without_data = replace(facts, data=None, missing=frozenset())
+    without_data = replace(facts, data=None, missing=())
     return make_plan(with_values(loaded, {**neutral, **sizes}, ORIGIN), without_data)
 
 
@@ -291,7 +292,9 @@ def layout_settings(
     total = train.global_batch_size or train.device_batch_size * ranks.world_size
     fixed = {GLOBAL, *([MICROBATCHES] if "pp_microbatches" in typed else [])}
     request = BatchRequest(train.device_batch_size, total, parallel, frozenset(fixed))
-    batch = possible_batch(request, layout, shape, config.data.seq_len)
+    batch = make_batch(request, layout, config.data.seq_len)
+    if found := list(layout_problems(work_of(config, shape, layout, batch))):
+        raise ConfigError(found)
     settings = {
         **{f"parallel.{key}": value for key, value in typed.items()},
         **{f"parallel.{name}": getattr(layout, name) for name in DEGREES},

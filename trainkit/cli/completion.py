@@ -58,7 +58,7 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
 
 def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """CONFIG: YAML files and folders here, and the names of shipped configs."""
-    from trainkit.resources import shipped_config_names
+    from trainkit.folders import shipped_config_names
 
     here = sorted(Path().glob(f"{incomplete}*")) if not Path(incomplete).is_absolute() else []
     found = {f"{path}/": "" for path in here if path.is_dir()}
@@ -69,7 +69,7 @@ def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 def complete_profile(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """Profiles of the project and shipped ones."""
-    from trainkit.resources import shipped_configs
+    from trainkit.folders import shipped_configs
 
     folders = (Path("profiles"), Path("configs/profiles"), shipped_configs() / "profiles")
     names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})

@@ -54,7 +54,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     from trainkit.cluster.discovery import discover_cluster
     from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
     from trainkit.cluster.profile import user_folder
-    from trainkit.resources import FIRST_RUN
+    from trainkit.folders import FIRST_RUN
 
     if task is not None:
         if name is not None:

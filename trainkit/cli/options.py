@@ -230,7 +230,7 @@ backend_option = click.option(
 
 def choose_config() -> str:
     """The default config of a command without CONFIG, which is printed to stderr."""
-    from trainkit.resources import default_config
+    from trainkit.folders import default_config
 
     name, reason = default_config(Path.cwd())
     if os.environ.get("SLURM_PROCID", "0") == "0":  # print it once per srun step

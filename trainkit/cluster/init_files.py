@@ -24,9 +24,8 @@ from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProf
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
+from trainkit.folders import FIRST_RUN, ensure_folder, shipped_templates
 from trainkit.formats import memory_text, table, time_text, version_text
-from trainkit.resources import FIRST_RUN, shipped_templates
 
 MAX_KINDS = 20
 """With more kinds of nodes in a partition, a profile merges nodes that differ only in features."""

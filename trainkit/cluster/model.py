@@ -134,7 +134,7 @@ class Cluster:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)
 
-    def request(self, resources: ResourcesConfig) -> ResourceRequest:
+    def resource_request(self, resources: ResourcesConfig) -> ResourceRequest:
         """What the section `resources` requests here, before a plan derives the workers of a node."""
         names = (None,) if resources.partition is None else map(str.strip, resources.partition.split(","))
         return ResourceRequest(

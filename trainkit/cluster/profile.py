@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, PlainValidator, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, ValidationError
 
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
@@ -23,9 +23,8 @@ from trainkit.config.running import SLURM_TIME, OneLine
 from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
-from trainkit.folders import config_folder
+from trainkit.folders import config_folder, shipped_configs
 from trainkit.formats import memory_mib, time_limit_s
-from trainkit.resources import shipped_configs
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
         return Cluster("unknown", reason=reason, error=f"Slurm did not answer ({message})")
     reason = f"{cluster.name}: no profile found, so Slurm was queried (`trainkit init` writes a profile)"
     cluster = replace(cluster, reason=reason)
-    request = cluster.request(resources)
+    request = cluster.resource_request(resources)
     if resources.qos is None or not any(map(request.exceeds, request.partitions)):
         return cluster
     # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.
@@ -198,8 +197,7 @@ Version = Annotated[
 ]
 Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
 GpuCounts = Annotated[
-    dict[str, AtLeastOne] | AtLeastOne,
-    AfterValidator(lambda found: {"": found} if isinstance(found, int) else found),
+    dict[str, AtLeastOne], BeforeValidator(lambda found: {"": found} if type(found) is int else found)
 ]
 
 
@@ -300,21 +298,14 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
     """One problem per key, in the order of the file; list items have the line of their list."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
-        path: list[str] = []
-        value, origin = entry.plain(), entry.origin
-        for part in item["loc"]:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                break  # what follows names a member of a union
-            path.append(str(part))
-            place = entry.find(tuple(path))
-            origin = origin if place is None else place.origin
+        path = tuple(map(str, item["loc"]))
+        ends = range(len(path), -1, -1)
+        origin = next(place.origin for end in ends if (place := entry.find(path[:end])) is not None)
         text = re.sub(r"^(Value error, |Input )| or instance of \w+", "", item["msg"])
         text = text.replace("valid tuple", "list").replace("valid dictionary", "mapping")
-        key, message, hint = ".".join(path), f"{text}, not {show_value(value)}", ""
+        key, message, hint = ".".join(filter(None, path)), f"{text}, not {show_value(item['input'])}", ""
         if item["type"] == "missing":
-            key, message, hint = "name", "is missing", "ClusterName in slurm.conf"
+            message, hint = "is missing", "ClusterName in slurm.conf"
         elif item["type"] == "extra_forbidden":
             match = near(path[-1], _KEYS)
             message, hint = "unknown key", f"did you mean {match}?" if match else ""

@@ -10,7 +10,7 @@ from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import CONFIG_VERSION
 from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
-from trainkit.resources import find_shipped_config, shipped_config_names, shipped_configs
+from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
 
 
 def refuse_newer(entry: Entry) -> None:

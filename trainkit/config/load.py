@@ -27,8 +27,7 @@ from trainkit.config.validation import (
 )
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.folders import config_folder
-from trainkit.resources import shipped_configs
+from trainkit.folders import config_folder, shipped_configs
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
-from trainkit.config.training import DECODER
+from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 
@@ -123,6 +123,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _float8(loaded)
     yield from _state_dtype(loaded)
     yield from _adamw_8bit(loaded)
+    yield from _stages(loaded)
     yield from _document_mask(loaded)
     yield from _pattern(loaded)
     yield from _best_metric(loaded)
@@ -239,6 +240,10 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
     config = loaded.config
     if not config.precision.float8:
         return
+    key, name = config.model_source
+    if key == "task" or name == TRANSFORMERS:
+        hint = "float8 requires trainkit's own decoder"
+        yield loaded.problem("precision.float8", f"is true, but {key} is {name}", hint)
     if config.device == "cpu":
         yield loaded.problem("precision.float8", "is true, but device is cpu", "float8 requires a GPU")
     if config.precision.dtype != "bf16":
@@ -248,6 +253,30 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
         message = f"is true, but parallel.tp is {config.parallel.tp}"
         hint = "float8 with tensor parallelism is not supported yet"
         yield loaded.problem("precision.float8", message, hint)
+
+
+def _stages(loaded: LoadedConfig) -> Iterator[Problem]:
+    """What only a `Model` of trainkit supports: degrees that cut it, and mixtures of data."""
+    config = loaded.config
+    if config.has_decoder:
+        return
+    name = config.model_source[1]
+    reasons = {
+        "pp": f"only models of trainkit can be cut into stages, not that of {name}",
+        "cp": f"only models of trainkit can split a sequence over ranks, not that of {name}",
+    }
+    for key, why in reasons.items():
+        degree = getattr(config.parallel, key)
+        if degree > 1:
+            hint = "use parallel.dp_shard or tp; model.architecture llama, or FILE.py:CLASS, supports it"
+            yield loaded.problem(f"parallel.{key}", f"is {degree}, but {why}", hint)
+    if config.uses_transformers and config.parallel.tp > 1 and config.model.lora is not None:
+        message = f"is {config.parallel.tp}, but model.lora is set, whose adapters cannot be split"
+        yield loaded.problem("parallel.tp", message, "remove parallel.tp; use dp_shard")
+    if config.uses_transformers and isinstance(config.data.source, dict):
+        message = "is a mixture, but model.architecture is transformers"
+        hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
+        yield loaded.problem("data.source", message, hint)
 
 
 def _document_mask(loaded: LoadedConfig) -> Iterator[Problem]:

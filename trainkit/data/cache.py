@@ -21,21 +21,22 @@ from trainkit.data.dataset_file import (
     LAYOUT_VERSION,
     VAL,
     TokenizerIdentity,
+    check_made_by,
     check_shard_sizes,
+    identify,
     is_dataset,
     read_dataset_file,
 )
-from trainkit.data.mixture import components
 from trainkit.data.sources import (
     STDLIB,
     DatasetSpec,
     Input,
+    components,
     dataset_spec,
     find_inputs,
     prepared_folder,
     refuse_val_source,
 )
-from trainkit.data.tokenizer_identity import check_made_by, identify
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, home
 

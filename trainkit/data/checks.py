@@ -6,12 +6,11 @@ Imports neither numpy nor tokenizers, since `submit --dry-run` runs these checks
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainkit.config.training import DataConfig
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
@@ -21,23 +20,26 @@ from trainkit.data.dataset_file import (
     VAL,
     DatasetFile,
     TokenizerIdentity,
+    check_made_by,
     check_shard_sizes,
+    identify,
     is_dataset,
     read_dataset_file,
+    refuse_several,
 )
-from trainkit.data.mixture import components, describe_weights, is_mixture
 from trainkit.data.sources import (
     BOTH,
-    TABLES,
     TEXT,
     DatasetSpec,
     Input,
+    components,
     dataset_spec,
     find_inputs,
+    integer_weights,
+    is_mixture,
     prepared_folder,
     refuse_val_source,
 )
-from trainkit.data.tokenizer_identity import check_made_by, identify, refuse_several
 from trainkit.errors import KeyProblem, UsageError
 
 ANY_VOCABULARY = 1
@@ -48,7 +50,6 @@ _READ_IN_FULL = 2 << 20
 """Bytes up to which texts are read completely; else only sizes and the first rows of some files are."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
-_LONGEST_ROW = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class DataFacts:
     problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY
     """The number of embedding rows: the largest id of its tokens plus one."""
+    mixture: str | None = None
+    """The weights of a mixture as they are used."""
 
 
 def inspect_data(config: DataConfig) -> DataFacts:
@@ -79,12 +82,13 @@ def inspect_data(config: DataConfig) -> DataFacts:
             used.append((name, identity))
     if not found:
         _collect(found, "data.source", lambda: refuse_several(used))
-    return DataFacts(tuple(dict.fromkeys(found)), ANY_VOCABULARY if found else used[0][1].vocab_size)
-
-
-def mixture_note(config: DataConfig) -> str | None:
-    """The weights of a mixture as they are used; None if there is no mixture."""
-    return describe_weights(config) if is_mixture(config) else None
+    vocab_size = ANY_VOCABULARY if found else used[0][1].vocab_size
+    mixture = None
+    if is_mixture(config):
+        weights = integer_weights(config)
+        shares = (f"{100 * weight / sum(weights):.4g}%" for weight in weights)
+        mixture = ", ".join(map(" ".join, zip(shares, config.source, strict=True)))
+    return DataFacts(tuple(dict.fromkeys(found)), vocab_size, mixture)
 
 
 def _inspect_source(
@@ -165,8 +169,12 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     compressed = any(source.compressed for source in inputs)
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         return _count_bytes(spec, inputs)
+    from trainkit.data.units import InputSpan, SpanReader
+
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
-        _check_first_rows(source, spec.text_key)
+        rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, spec.text_key)
+        for _ in islice(rows, _ROWS_READ):
+            pass  # an unusable row raises
     if compressed or any(source.form != TEXT for source in inputs):
         return {TRAIN: math.inf, VAL: math.inf}
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
@@ -192,50 +200,12 @@ def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     return counts
 
 
-def _check_first_rows(source: Input, text_key: str) -> None:
-    from trainkit.data.sources import TableError, read_column
-    from trainkit.data.units import RowError, cell_text, row_error, row_text, table_error
-
-    is_table = source.form in TABLES
-    rows: Iterator[tuple[int, Any]] = read_column(source, text_key) if is_table else _first_lines(source)
-    parse: Callable[[Any, str], bytes] = cell_text if is_table else row_text
-    try:
-        for number, row in islice(rows, _ROWS_READ):
-            try:
-                parse(row, text_key)
-            except RowError as error:
-                raise row_error(source, number, error) from None
-    except TableError as error:
-        raise table_error(source, error) from None
-
-
-def _first_lines(source: Input) -> Iterator[tuple[int, bytes]]:
-    """The first lines of a .jsonl file with their numbers, up to one that is too long; no blank ones."""
-    from trainkit.data.units import open_input
-
-    try:
-        with open_input(source) as stream:
-            for number in range(1, _ROWS_READ + 1):
-                line = stream.readline(_LONGEST_ROW)
-                if len(line) == _LONGEST_ROW:
-                    return
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{source.path} cannot be read: {error}") from None
-
-
 def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[KeyProblem]:
     needed = config.seq_len + 1
     train, val = counts[TRAIN], counts[VAL]
     if train < 2:
-        return [
-            (
-                "data.source",
-                f"{_named(config.source)} contains no text to train on",
-                "name a file with text",
-            )
-        ]
+        message = f"{_named(config.source)} contains no text to train on"
+        return [("data.source", message, "name a file with text")]
     if train < needed:
         message = f"{config.seq_len} is too long for the data: at most {train:,} tokens to train on"
         hint = f"set data.seq_len to at most {train - 1:.0f}, or add more text"

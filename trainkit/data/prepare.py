@@ -33,13 +33,13 @@ from trainkit.data.dataset_file import (
     Options,
     Shard,
     TokenizerIdentity,
+    identify,
     is_dataset,
     read_dataset_file,
     write_shared_json,
 )
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, token_dtype
-from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder

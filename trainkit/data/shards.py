@@ -21,10 +21,10 @@ from trainkit.data.dataset_file import (
     check_shard_size,
     check_shard_sizes,
     read_dataset_file,
+    refuse_several,
 )
-from trainkit.data.mixture import components, integer_weights, is_mixture
 from trainkit.data.order import IntArray, Schedule, sample_index, source_seed
-from trainkit.data.tokenizer_identity import refuse_several
+from trainkit.data.sources import components, integer_weights, is_mixture
 from trainkit.errors import UsageError
 
 MAX_OPEN_SHARDS = 256

@@ -1,24 +1,24 @@
-"""The inputs of a dataset: the options that determine its tokens, and its source files in order.
+"""The sources of a config with their weights, the options that determine their tokens, and their files.
 
-Reads only names and sizes.
+Reads only names and sizes, and imports neither numpy nor tokenizers: `trainkit.data.checks` uses it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainkit.config.training import DataConfig
-from trainkit.data.dataset_file import TRAIN, VAL, is_dataset
-from trainkit.data.tokenizer_identity import BYTES
+from trainkit.data.dataset_file import BYTES, TRAIN, VAL, is_dataset
 from trainkit.errors import UsageError
 
 STDLIB = "stdlib"
@@ -59,6 +59,52 @@ def prepared_folder(config: DataConfig) -> Path | None:
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
     return None
+
+
+MAX_PERIOD = 100_000
+"""Samples after which the order of the sources repeats, at most: weights are rounded to parts of it."""
+
+
+def is_mixture(config: DataConfig) -> bool:
+    """Whether `data.source` maps sources to weights."""
+    return isinstance(config.source, Mapping)
+
+
+def components(config: DataConfig) -> list[DataConfig]:
+    """One config per source of a mixture, in order; any other config is its own component.
+
+    `data.val_source` is prepared with the first texts, and nothing is held out of the others. Prepared
+    datasets keep the key too, so that it is refused as it is for a single one.
+    """
+    if not isinstance(config.source, Mapping):
+        return [config]
+    parts: list[DataConfig] = []
+    is_prepared_with_texts = False
+    for name in config.source:
+        fraction = 0.0 if config.val_source else config.val_fraction
+        part = config.model_copy(update={"source": name, "val_fraction": fraction})
+        if prepared_folder(part) is None:
+            if is_prepared_with_texts:
+                part = part.model_copy(update={"val_source": None})
+            is_prepared_with_texts = True
+        parts.append(part)
+    return parts
+
+
+def integer_weights(config: DataConfig) -> tuple[int, ...]:
+    """The weights of a mixture in lowest terms, such as (7, 3) for 0.7 and 0.3.
+
+    Their sum is at most about `MAX_PERIOD`; weights that need a larger one are rounded, to at least 1.
+    """
+    shares = [Fraction(str(weight)) for weight in cast(Mapping[str, float], config.source).values()]
+    scale = math.lcm(*(share.denominator for share in shares))
+    weights = [int(share * scale) for share in shares]
+    for rounded in (weights, [max(1, round(MAX_PERIOD * share / sum(shares))) for share in shares]):
+        divisor = math.gcd(*rounded)
+        weights = [weight // divisor for weight in rounded]
+        if sum(weights) <= MAX_PERIOD:
+            break
+    return tuple(weights)
 
 
 def refuse_val_source(config: DataConfig, folder: Path) -> None:
@@ -155,7 +201,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
                 f"data source {path} is of an unsupported kind; supported: {KINDS}",
                 hint="rename plain text to .txt, one JSON object per line to .jsonl",
             )
-        yield _input(str(path), path.name, role, *form, path.stat)
+        yield _input(str(path), path.name, role, *form)
         return
     if is_dataset(path):
         raise UsageError(
@@ -163,14 +209,11 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
             hint="make it the only data.source, or give each source a weight: "
             "{" + f"{path.name}: 0.5, …" + "}",
         )
-    found = [(name, entry) for name, entry in _files_below(path, _is_shown) if _is_shown(entry.name)]
+    names = [name for name in _names_below(path, _is_shown) if _is_shown(name.rpartition("/")[2])]
     inputs = [
-        _input(f"{path}/{name}", name, role, *form, entry.stat)
-        for name, entry in sorted(found, key=itemgetter(0))
-        if (form := form_of(name)) is not None
+        _input(f"{path}/{name}", name, role, *form) for name in names if (form := form_of(name)) is not None
     ]
-    names = {name for name, _ in found}
-    for name in sorted(names):
+    for name in names:
         folder, slash, last = name.rpartition("/")
         if last == SAVED_SPLITS:
             raise UsageError(
@@ -199,48 +242,33 @@ def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
         ) from None
     for name in names:
         file = root / folder / name
-        yield _input(str(file), folder + name, role, ARROW, False, file.stat)
+        yield _input(str(file), folder + name, role, ARROW, False)
 
 
 def _is_shown(name: str) -> bool:
     return not name.startswith(".")
 
 
-def _files_below(root: Path, enters: Callable[[str], bool]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every file below a folder with its relative name, unordered; links to folders are not followed.
+def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
+    """The relative name of every file below a folder, sorted; links to folders are not followed."""
 
-    Yields directory entries: creating a path object per file is slow for large sources.
-    """
-    waiting = [("", str(root))]
-    while waiting:
-        below, folder = waiting.pop()
-        try:
-            with os.scandir(folder) as entries:
-                listing = list(entries)
-        except OSError as error:
-            raise UsageError(
-                f"data source {folder} cannot be read: {error.strerror}",
-                hint="make it readable (chmod u+rx), or remove it from data.source",
-            ) from None
-        for entry in listing:
-            if not _is_folder(entry):
-                yield below + entry.name, entry
-            elif enters(entry.name) and not entry.is_symlink():
-                waiting.append((f"{below}{entry.name}/", entry.path))
+    def refuse(error: OSError) -> None:
+        raise UsageError(
+            f"data source {error.filename} cannot be read: {error.strerror}",
+            hint="make it readable (chmod u+rx), or remove it from data.source",
+        )
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = filter(enters, folders)
+        below = folder.removeprefix(str(root)).lstrip("/")
+        found += [f"{below}/{name}" if below else name for name in names]
+    return sorted(found)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _input(path: str, name: str, role: str, form: str, compressed: bool) -> Input:
     try:
-        return entry.is_dir()
-    except OSError:
-        return False  # a circular link, reported when the file is used
-
-
-def _input(
-    path: str, name: str, role: str, form: str, compressed: bool, get_status: Callable[[], os.stat_result]
-) -> Input:
-    try:
-        status = get_status()
+        status = Path(path).stat()
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
@@ -254,26 +282,20 @@ def _input(
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     """The sources of the interpreter, split by file: a hash of its name determines the split."""
     root = stdlib_folder()
-    found = sorted(
-        (
-            (name, entry)
-            for name, entry in (_files_below(root, _is_stdlib_folder) if root.is_dir() else ())
-            if name.endswith(".py") and entry.is_file()
-        ),
-        key=itemgetter(0),
-    )
+    names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
+    found = [name for name in names if name.endswith(".py")]
     if not found:
         raise UsageError(
             f"the standard library of this Python has no sources in {root}",
             hint="set data.source to a text, or use another Python",
         )
     # Below the fraction, and at least the one with the lowest hash.
-    hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name, _ in found}
+    hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
     below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
     validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
-    for name, entry in found:
+    for name in found:
         file_role = role if role != BOTH else VAL if name in validation else TRAIN
-        yield _input(f"{root}/{name}", name, file_role, TEXT, False, entry.stat)
+        yield _input(f"{root}/{name}", name, file_role, TEXT, False)
 
 
 def _is_stdlib_folder(folder: str) -> bool:

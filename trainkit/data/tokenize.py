@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainkit.data.dataset_file import PLACES, SPLITS, Shard, places_file
+from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
 from trainkit.data.sources import FORMS, DatasetSpec, Input
-from trainkit.data.tokenizer_identity import BYTES, identify
 from trainkit.data.units import Piece, SpanReader, Unit
 from trainkit.errors import UsageError
 from trainkit.run import files

@@ -252,7 +252,7 @@ class SpanReader:
             except RowError as error:
                 with open_input(self.source) as again:
                     before = _count_lines(again, span.start)
-                raise row_error(self.source, before + line_number, error) from None
+                raise _row_error(self.source, before + line_number, error) from None
 
     def _cells(self) -> Iterator[tuple[int, bytes]]:
         """The number, counted from 1, and the text of every row of a table."""
@@ -261,24 +261,18 @@ class SpanReader:
                 try:
                     text = cell_text(value, self.key)
                 except RowError as error:
-                    raise row_error(self.source, row, error) from None
+                    raise _row_error(self.source, row, error) from None
                 self._hash.update(len(text).to_bytes(8, "little") + text)
                 yield row, text
         except TableError as error:
-            raise table_error(self.source, error) from None
+            hint = "set data.text_key to a column of strings, or write the file again"
+            raise UsageError(f"{self.source.path}: {error}", hint=hint) from None
 
 
-def row_error(source: Input, row: int, error: RowError) -> UsageError:
+def _row_error(source: Input, row: int, error: RowError) -> UsageError:
     """What is wrong with one row, counted from 1."""
     return UsageError(
         f"{source.path}:{row}: {error}", hint=f"`trainkit data validate {source.path}` lists all such rows"
-    )
-
-
-def table_error(source: Input, error: TableError) -> UsageError:
-    """What is wrong with a table as a whole."""
-    return UsageError(
-        f"{source.path}: {error}", hint="set data.text_key to a column of strings, or write the file again"
     )
 
 

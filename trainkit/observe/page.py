@@ -14,8 +14,8 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.config.names import flatten
 from trainkit.errors import TrainkitError
+from trainkit.folders import shipped_templates
 from trainkit.formats import duration, number, shown_value
-from trainkit.resources import shipped_templates
 from trainkit.run.rundir import RunDir
 
 REPORT_FILE = "report.html"

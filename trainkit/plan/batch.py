@@ -11,8 +11,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Batch, Layout
-from trainkit.plan.layout_rules import divisors_of, layout_problems, microbatch_problems
-from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.layout_rules import divisors_of, microbatch_problems
 
 GLOBAL, DEVICE, MICROBATCHES = (
     "train.global_batch_size",
@@ -62,24 +61,6 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
         raise ConfigError([_problem(request, layout.dp)])
     # No number of microbatches works; `microbatch_problems` reports it later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
-
-
-def possible_batch(request: BatchRequest, layout: Layout, shape: ModelShape, seq_len: int) -> Batch:
-    """As `make_batch`; raises ConfigError also for a layout that the model does not allow."""
-    batch = make_batch(request, layout, seq_len)
-    parallel = parallel_with(request.parallel, batch)
-    size, steps = batch.device_batch_size, batch.accumulation_steps
-    problems = list(layout_problems(layout, parallel, shape, size, seq_len, steps))
-    if problems:
-        raise ConfigError(problems)
-    return batch
-
-
-def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
-    """The section with the number of microbatches that a plan derived."""
-    if batch.pp_microbatches is None:
-        return parallel
-    return parallel.model_copy(update={"pp_microbatches": batch.pp_microbatches})
 
 
 def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: int) -> Batch:

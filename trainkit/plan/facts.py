@@ -49,7 +49,7 @@ class Facts:
     target: Target = LOCAL
     data: DataFacts | None = None
     """None for what trains no model of trainkit: neither model nor data is then checked."""
-    missing: frozenset[str] = frozenset()
-    """The keys that name a file or run which does not exist: task, model.architecture, model.init_from."""
+    missing: tuple[KeyProblem, ...] = ()
+    """The problems of keys that name a file or run which does not exist."""
     environment: Environment | None = None
     """None for a plan of which only the size matters."""

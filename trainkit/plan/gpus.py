@@ -207,7 +207,7 @@ def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
     # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
     from trainkit.cluster.model import matching_nodes
 
-    request = target.cluster.request(config.resources)
+    request = target.cluster.resource_request(config.resources)
     return tuple(
         node
         for partition in request.partitions

@@ -29,6 +29,7 @@ class LaunchDraft:
     loaded: LoadedConfig
     machine: Machine
     problems: list[Problem] = field(default_factory=list)
+    """Without the origins of their keys."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     is_one_node: bool = False
@@ -98,7 +99,7 @@ class LaunchDraft:
         try:
             layout, self.reasons["layout"] = make_layout(self.loaded.config.parallel, world_size)
         except ConfigError as error:
-            self.collect(error)
+            self.problems += error.problems
             # Check the batch anyway, as if every process read different samples.
             return Layout(dp_shard=world_size)
         return layout
@@ -108,7 +109,7 @@ class LaunchDraft:
         try:
             batch = make_batch(request, layout, self.loaded.config.data.seq_len)
         except ConfigError as error:
-            self.collect(error)
+            self.problems += error.problems
             return None
         self.reasons["batch"] = batch_reason(batch, request, layout.dp)
         return batch
@@ -149,10 +150,7 @@ class LaunchDraft:
         return None
 
     def problem(self, key: str, message: str, hint: str = "") -> None:
-        self.problems.append(self.loaded.problem(key, message, hint))
-
-    def collect(self, error: ConfigError) -> None:
-        self.problems += self.loaded.located(error.problems)
+        self.problems.append(Problem(key, message, hint=hint))
 
 
 @dataclass

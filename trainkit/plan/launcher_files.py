@@ -121,7 +121,7 @@ def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: S
             found.append((f"parallel.{key}", f"is {degree}, which --launcher {tool} does not pass on"))
     hint = f"change or remove it; the command can have {tool}'s own options"
     if found:
-        raise ConfigError([job.loaded.problem(key, message, hint) for key, message in found])
+        raise ConfigError([Problem(key, message, hint=hint) for key, message in found])
 
 
 # accelerate

@@ -7,17 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.formats import GIB, gib, table
 from trainkit.plan.gpus import Gpu, Hardware
-from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import describe_layout, yaml_text
 from trainkit.plan.layouts import Choice, best_on_layout, choose
 from trainkit.plan.memory import state_bytes
-from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.step_work import work_of
+from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
 """Larger clusters are not tried."""
@@ -81,18 +78,15 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
 MAX_ADVICE = 2
 
 
-def check_memory(
-    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, gpu: Gpu
-) -> tuple[str | None, Problem | None]:
+def check_memory(config: RunConfig, work: StepWork, hardware: Hardware) -> tuple[str | None, Problem | None]:
     """A sentence about the memory of a run, or the problem if it certainly does not fit.
 
     If a name has variants, the one with the most memory counts.
     """
-    hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
-    choice = Choice(work_of(loaded.config, shape, plan.layout, plan.batch), hardware)
+    choice, gpu = Choice(work, hardware), hardware.gpu
     if choice.memory.peak <= gpu.most_memory:
         return _memory_text(choice, gpu), None
-    return None, _problem(loaded, choice, gpu)
+    return None, _problem(config, choice, gpu)
 
 
 def _memory_text(choice: Choice, gpu: Gpu) -> str:
@@ -101,7 +95,7 @@ def _memory_text(choice: Choice, gpu: Gpu) -> str:
     return text if peak <= gpu.usable else f"{text}: little headroom is left"
 
 
-def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
+def _problem(config: RunConfig, choice: Choice, gpu: Gpu) -> Problem:
     """The problem of a run that does not fit, for the key that affects the largest part."""
     worst, work = choice.memory.at_peak, choice.work
     state = worst.params + worst.gradients + worst.optimizer
@@ -112,7 +106,7 @@ def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
         key, value = "train.device_batch_size", work.device_batch_size
         most = f"{gib(worst.activations + worst.loss)} for activations and loss"
     message = f"is {value}: each GPU needs about {gib(choice.memory.peak)} ({most}), but {_limit(gpu)}"
-    return loaded.problem(key, message, _hint(loaded, choice))
+    return Problem(key, message, hint=_hint(config, choice))
 
 
 def _limit(gpu: Gpu) -> str:
@@ -121,11 +115,11 @@ def _limit(gpu: Gpu) -> str:
     return f"{gpu.name} has {gib(gpu.memory)}"
 
 
-def _hint(loaded: LoadedConfig, choice: Choice) -> str:
-    found = islice(advise(choice, loaded.config.train.global_batch_size), MAX_ADVICE)
+def _hint(config: RunConfig, choice: Choice) -> str:
+    found = islice(advise(choice, config.train.global_batch_size), MAX_ADVICE)
     parts = []
     for advice in found:
-        flags = " ".join(set_flags(settings(advice.choice, loaded.config)))
+        flags = " ".join(set_flags(settings(advice.choice, config)))
         more = advice.choice.hardware.num_gpus
         where = f" on {more} GPUs" if more != choice.hardware.num_gpus else ""
         parts.append(f"{flags or 'the same config'}{where} needs {gib(advice.choice.memory.peak)}")

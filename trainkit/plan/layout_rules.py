@@ -9,41 +9,19 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.launch import Layout
-from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.schedules import SPLIT_BACKWARD, num_stages
+from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 
 
-def layout_problems(
-    layout: Layout,
-    parallel: ParallelConfig,
-    shape: ModelShape,
-    device_batch_size: int,
-    seq_len: int,
-    accumulation_steps: int = 1,
-) -> Iterator[Problem]:
+def layout_problems(work: StepWork) -> Iterator[Problem]:
     """All problems that rule out a layout for a model and a batch."""
-    yield from _tensor_problems(layout, parallel, shape, seq_len)
-    stages = num_stages(layout.pp, parallel.pp_schedule)
-    if layout.pp > 1 and stages > shape.num_layers:
-        message = f"is {layout.pp}, which needs {stages} stages, but the model has {shape.num_layers} layers"
-        hint = f"with {parallel.pp_schedule} it can be at most {shape.num_layers * layout.pp // stages}"
+    yield from _tensor_problems(work)
+    pp, schedule, num_layers = work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers
+    stages = num_stages(pp, schedule)
+    if pp > 1 and stages > num_layers:
+        message = f"is {pp}, which needs {stages} stages, but the model has {num_layers} layers"
+        hint = f"with {schedule} it can be at most {num_layers * pp // stages}"
         yield Problem("parallel.pp", message, hint=hint)
-    yield from batch_problems(layout, parallel, device_batch_size, seq_len, accumulation_steps)
-
-
-MAX_CHUNK_LOGITS = 2**27
-"""Half a GiB in float32."""
-
-
-def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
-
-    A split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
-    parallelism and pipelines split the logits themselves.
-    """
-    if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
-        return 1
-    return -(-tokens * shape.vocab_size // MAX_CHUNK_LOGITS)
+    yield from batch_problems(work)
 
 
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
@@ -57,21 +35,26 @@ def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
     return device == "cuda" and (layout.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD)
 
 
-def batch_problems(
-    layout: Layout,
-    parallel: ParallelConfig,
-    device_batch_size: int,
-    seq_len: int,
-    accumulation_steps: int = 1,
-) -> Iterator[Problem]:
+def batch_problems(work: StepWork) -> Iterator[Problem]:
     """All problems that rule out a layout for a batch, independent of the model."""
-    yield from _context_problems(layout, seq_len)
-    yield from _pipeline_problems(layout, parallel, device_batch_size, accumulation_steps)
+    layout, parallel, schedule = work.layout, work.parallel, work.parallel.pp_schedule
+    if layout.cp > 1 and work.seq_len % (2 * layout.cp):
+        message = f"is {layout.cp}, but data.seq_len {work.seq_len} is not a multiple of 2 x {layout.cp}"
+        hint = "each rank gets two chunks, one from the start and one from the end, to balance the work"
+        yield Problem("parallel.cp", message, hint=hint)
+    if layout.pp > 1 and schedule in SPLIT_BACKWARD:
+        why = f"which {schedule} does not support: it splits the backward pass"
+        if parallel.activation_checkpointing == "selective":
+            hint = "use full or none, or one of gpipe, 1f1b and interleaved_1f1b"
+            yield Problem("parallel.activation_checkpointing", f"is selective, {why}", hint=hint)
+        if parallel.compile:
+            hint = "use one of gpipe, 1f1b and interleaved_1f1b"
+            yield Problem("parallel.compile", f"is true, {why}", hint=hint)
+    yield from microbatch_problems(layout, parallel, work.device_batch_size, work.accumulation_steps)
 
 
-def _tensor_problems(
-    layout: Layout, parallel: ParallelConfig, shape: ModelShape, seq_len: int
-) -> Iterator[Problem]:
+def _tensor_problems(work: StepWork) -> Iterator[Problem]:
+    layout, shape, seq_len = work.layout, work.shape, work.seq_len
     if layout.tp == 1:
         return
     sizes = {
@@ -86,33 +69,10 @@ def _tensor_problems(
             message = f"is {layout.tp}, which does not divide {key} {size}"
             yield Problem("parallel.tp", message, hint=f"it can be {divisors(size, most=layout.tp)}")
     share = seq_len // layout.cp
-    if parallel.sequence_parallel and share % layout.tp:
+    if work.parallel.sequence_parallel and share % layout.tp:
         of = f"data.seq_len {seq_len}" + (f" / parallel.cp {layout.cp}" if layout.cp > 1 else "")
         message = f"is true, but parallel.tp {layout.tp} does not divide {of}"
         yield Problem("parallel.sequence_parallel", message, hint="false does not shard the sequence")
-
-
-def _context_problems(layout: Layout, seq_len: int) -> Iterator[Problem]:
-    if layout.cp > 1 and seq_len % (2 * layout.cp):
-        message = f"is {layout.cp}, but data.seq_len {seq_len} is not a multiple of 2 x {layout.cp}"
-        hint = "each rank gets two chunks, one from the start and one from the end, to balance the work"
-        yield Problem("parallel.cp", message, hint=hint)
-
-
-def _pipeline_problems(
-    layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
-) -> Iterator[Problem]:
-    if layout.pp == 1:
-        return
-    schedule = parallel.pp_schedule
-    if schedule in SPLIT_BACKWARD and parallel.activation_checkpointing == "selective":
-        message = f"is selective, which {schedule} does not support: it splits the backward pass"
-        hint = "use full or none, or one of gpipe, 1f1b and interleaved_1f1b"
-        yield Problem("parallel.activation_checkpointing", message, hint=hint)
-    if schedule in SPLIT_BACKWARD and parallel.compile:
-        message = f"is true, which {schedule} does not support: it splits the backward pass"
-        yield Problem("parallel.compile", message, hint="use one of gpipe, 1f1b and interleaved_1f1b")
-    yield from microbatch_problems(layout, parallel, device_batch_size, accumulation_steps)
 
 
 def microbatch_problems(

@@ -14,14 +14,13 @@ from typing import Literal
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.plan.batch import BatchRequest, possible_batch
+from trainkit.plan.batch import BatchRequest, make_batch
 from trainkit.plan.gpus import Gpu, Hardware
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.memory import FLOAT32, Memory, RankParams, memory_of, rank_params, stream_bytes
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
-from trainkit.plan.step_work import StepWork, work_of
+from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, work_of
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
@@ -378,15 +377,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
 
 def violates_rules(work: StepWork) -> bool:
     """Whether work violates a layout rule."""
-    found = layout_problems(
-        work.layout,
-        work.parallel,
-        work.shape,
-        work.device_batch_size,
-        work.seq_len,
-        work.accumulation_steps,
-    )
-    return next(found, None) is not None
+    return next(layout_problems(work), None) is not None
 
 
 def _with_zero_2(choice: Choice) -> Choice:
@@ -405,10 +396,12 @@ def configured_layout(
     config = loaded.config
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
-        batch = possible_batch(BatchRequest.of(loaded), layout, shape, config.data.seq_len)
+        batch = make_batch(BatchRequest.of(loaded), layout, config.data.seq_len)
     except ConfigError as error:
         return None, loaded.located(error.problems)
-    return Choice(work_of(config, shape, layout, batch), hardware), []
+    work = work_of(config, shape, layout, batch)
+    found = loaded.located(layout_problems(work))
+    return None if found else Choice(work, hardware), found
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:

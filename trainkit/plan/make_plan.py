@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TypeVar
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import NotifyConfig, RequeueConfig
+from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
-from trainkit.data.checks import DataFacts, mixture_note
-from trainkit.errors import ConfigError, Problem
+from trainkit.data.checks import DataFacts
+from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib
-from trainkit.plan.batch import parallel_with
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import gpu_names, known_gpu, unchecked_memory
+from trainkit.plan.gpus import Hardware, gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory import FLOAT32, state_bytes
-from trainkit.plan.model_shape import ModelShape, num_params, resolve_model_shape, vocabulary_note
-from trainkit.plan.step_work import optimizer_bytes
+from trainkit.plan.model_shape import num_params, resolve_model_shape, vocabulary_note
+from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
 
 Policy = TypeVar("Policy", RequeuePolicy, NotifyPolicy)
@@ -42,16 +41,23 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     except ConfigError as error:
         problems += error.problems
     if not workload.is_command:
-        plan, found = _with_model(loaded, facts, plan)
-        problems += found
+        problems += map(_problem, facts.missing)
+        if facts.data is not None:
+            plan, found = _with_model(loaded.config, facts, facts.data, plan)
+            problems += found
     if facts.environment is not None:
         found_there = [*facts.environment.problems]
         if plan is not None and plan.device == "cuda" and not problems and facts.environment.gpu_problem:
             found_there.append(facts.environment.gpu_problem)
-        problems += [loaded.problem(*item) for item in found_there]
+        problems += map(_problem, found_there)
     if plan is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError(loaded.located(problems))
     return plan
+
+
+def _problem(found: KeyProblem) -> Problem:
+    key, message, hint = found
+    return Problem(key, message, hint=hint)
 
 
 def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
@@ -64,32 +70,31 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 
 
 def _with_model(
-    loaded: LoadedConfig, facts: Facts, plan: LaunchPlan | None
+    config: RunConfig, facts: Facts, data: DataFacts, plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
     """The plan with what its model and data add, and every problem of these."""
-    config, data = loaded.config, facts.data
-    problems = list(_init_problems(loaded, facts))
-    if config.has_user_task:
-        return plan, [*problems, *_task_problems(loaded, facts)]
-    if data is None:
-        return plan, problems
-    problems += [loaded.problem(*item) for item in data.problems]
-    mixture = mixture_note(config.data)
-    if plan is not None and mixture is not None:
-        plan = replace(plan, reasons={**plan.reasons, "mixture": mixture})
+    model = config.model
+    problems = [*map(_problem, data.problems)]
     if config.uses_transformers:
-        return plan, [*problems, *_transformers_problems(loaded, data)]
-    shape = None
+        if model.vocab_size is not None and not problems and data.vocab_size > model.vocab_size:
+            message = f"has {data.vocab_size} tokens, but {model.hf} only {model.vocab_size}"
+            problems.append(_problem(("data.tokenizer", message, "use the tokenizer of the model")))
+        return plan, problems
+    shape, notes = None, {"mixture": data.mixture}
     try:
-        shape = resolve_model_shape(config.model, data.vocab_size)
+        shape = resolve_model_shape(model, data.vocab_size)
+        notes["vocabulary"] = None if problems else vocabulary_note(model, data.vocab_size)
     except ConfigError as error:
-        problems += loaded.located(error.problems)
-    if plan is not None and config.precision.float8:
-        problems += _float8_problems(loaded, plan)
-    if plan is not None and shape is not None:
-        note = None if data.problems else vocabulary_note(config.model, data.vocab_size)
-        plan = plan if note is None else replace(plan, reasons={**plan.reasons, "vocabulary": note})
-        plan, found = _check_model(loaded, facts, plan, shape)
+        problems += error.problems
+    if plan is None:
+        return None, problems
+    reasons = {name: note for name, note in notes.items() if note is not None}
+    plan = replace(plan, reasons={**plan.reasons, **reasons})
+    if config.precision.float8:
+        problems += _float8_problems(config, plan)
+    if shape is not None:
+        work = work_of(config, shape, plan.layout, plan.batch, plan.device)
+        plan, found = _check_model(config, facts, plan, work)
         problems += found
     return plan, problems
 
@@ -168,7 +173,7 @@ def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> Launche
     try:
         given = launcher_input(job, workload.argv, workload.launcher)
     except ConfigError as error:
-        draft.collect(error)
+        draft.problems += error.problems
         return LauncherInput()
     description = describe_input(given, workload.launcher)
     if description is not None:
@@ -203,144 +208,80 @@ def _silence_reason(policy: RequeuePolicy) -> str:
     return f"{reported}; ended as a hang after {policy.silence_s:g} s"
 
 
-def _init_problems(loaded: LoadedConfig, facts: Facts) -> Iterator[Problem]:
-    if "model.init_from" in facts.missing:
-        message = f"is {loaded.config.model.init_from}, which is neither a run folder nor a checkpoint"
-        yield loaded.problem("model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run")
-
-
-def _file_problems(loaded: LoadedConfig, facts: Facts, key: str, name: str) -> Iterator[Problem]:
-    """The problem of FILE.py:CLASS whose file does not exist."""
-    if key in facts.missing:
-        message = f"is {name}, but there is no file {Path(name.rpartition(':')[0]).absolute()}"
-        yield loaded.problem(key, message, "FILE.py is relative to the current folder")
-
-
-def _task_problems(loaded: LoadedConfig, facts: Facts) -> Iterator[Problem]:
-    """What a task of the user does not support, and its file if it does not exist."""
-    task = loaded.config.task
-    yield from _file_problems(loaded, facts, "task", task)
-    yield from _no_stages(loaded, task)
-    if loaded.config.precision.float8:
-        message = f"is true, but task is {task}"
-        yield loaded.problem("precision.float8", message, "float8 requires the task causal_lm")
-
-
-def _no_stages(loaded: LoadedConfig, model: str) -> Iterator[Problem]:
-    """The degrees that only a `Model` of trainkit supports, for the model of a task."""
-    reasons = {
-        "pp": f"only models of trainkit can be cut into stages, not that of {model}",
-        "cp": f"only models of trainkit can split a sequence over ranks, not that of {model}",
-    }
-    for key, why in reasons.items():
-        degree = getattr(loaded.config.parallel, key)
-        if degree > 1:
-            hint = "use parallel.dp_shard or tp; model.architecture llama, or FILE.py:CLASS, supports it"
-            yield loaded.problem(f"parallel.{key}", f"is {degree}, but {why}", hint)
-
-
-def _transformers_problems(loaded: LoadedConfig, data: DataFacts) -> Iterator[Problem]:
-    """What models of the transformers library do not support."""
-    model = loaded.config.model
-    yield from _no_stages(loaded, "transformers")
-    if loaded.config.parallel.tp > 1 and model.lora is not None:
-        message = f"is {loaded.config.parallel.tp}, but model.lora is set, whose adapters cannot be split"
-        yield loaded.problem("parallel.tp", message, "remove parallel.tp; use dp_shard")
-    if loaded.config.precision.float8:
-        message = "is true, but model.architecture is transformers"
-        yield loaded.problem("precision.float8", message, "float8 requires trainkit's own decoder")
-    if mixture_note(loaded.config.data) is not None:
-        message = "is a mixture, but model.architecture is transformers"
-        hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
-        yield loaded.problem("data.source", message, hint)
-    if model.vocab_size is not None and not data.problems and data.vocab_size > model.vocab_size:
-        message = f"has {data.vocab_size} tokens, but {model.hf} only {model.vocab_size}"
-        yield loaded.problem("data.tokenizer", message, "use the tokenizer of the model")
-
-
-def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem]:
+def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     if plan.device == "cpu":
-        if loaded.config.device != "cpu":  # that is a contradiction within the config
+        if config.device != "cpu":  # that is a contradiction within the config
             message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
-            yield loaded.problem("precision.float8", message, "float8 requires a GPU")
-    elif not compiles(loaded.config.parallel, plan.layout, plan.device):
+            yield Problem("precision.float8", message, hint="float8 requires a GPU")
+    elif not compiles(config.parallel, plan.layout, plan.device):
         message = "is true, but blocks are not compiled: scaling to float8 would take longer than it saves"
         hint = "remove parallel.compile: false; with pp > 1, use gpipe, 1f1b or interleaved_1f1b"
-        yield loaded.problem("precision.float8", message, hint)
+        yield Problem("precision.float8", message, hint=hint)
 
 
 def _check_model(
-    loaded: LoadedConfig, facts: Facts, plan: LaunchPlan, shape: ModelShape
+    config: RunConfig, facts: Facts, plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with its memory estimate, and all problems that prevent training the model with it."""
-    config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
-    seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
+    machine = facts.machine
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
-        found = loaded.located(batch_problems(plan.layout, parallel, size, seq_len, steps))
-        name = config.model.architecture
-        return plan, [*found, *_file_problems(loaded, facts, "model.architecture", name)]
-    found = loaded.located(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
-    if found:
+        return plan, [*batch_problems(work)]
+    if found := [*layout_problems(work)]:
         return plan, found
     if plan.device != "cuda":
-        problem = _host_problem(loaded, plan, shape, facts.machine)
+        problem = _host_problem(config, plan, work, machine)
         return plan, [] if problem is None else [problem]
-    names = gpu_names(config, facts.machine, facts.target)
-    gpu = known_gpu(names)
+    names = gpu_names(config, machine, facts.target)
+    gpu, problem = known_gpu(names), None
     if gpu is None:
         plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(config, names)))
-        problem = None
     else:
         # Imported only for GPUs: importing the layout search is slow.
         from trainkit.plan.layout_advice import check_memory
 
-        reason, problem = check_memory(loaded, plan, shape, gpu)
+        hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
+        reason, problem = check_memory(config, work, hardware)
         if reason is not None:
             plan = replace(plan, reasons={**plan.reasons, "memory": reason})
-    problem = problem or _staging_problem(loaded, plan, shape, facts.machine)
+    problem = problem or _staging_problem(config, plan, work, machine)
     return plan, [] if problem is None else [problem]
 
 
-def _staging_problem(
-    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
-) -> Problem | None:
+def _staging_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
     """The problem if a node has too little memory for asynchronous saves."""
-    config, layout = loaded.config, plan.layout
+    resources, layout = config.resources, plan.layout
     if not config.checkpoint.async_save:
         return None
     ranks_of_a_model = layout.world_size // layout.dp_replicate
-    whole = num_params(shape) * (FLOAT32 + optimizer_bytes(config.optimizer, shape))
+    whole = num_params(work.shape) * (FLOAT32 + work.optimizer_bytes)
     need = whole * plan.workers_per_node / ranks_of_a_model
     if plan.slurm is None:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {gib(have or 0)}"
     else:
         # Without resources.mem a job gets the partition's default, which is not known here.
-        mib = memory_mib(config.resources.mem or "0")
+        mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
-        value = f"is {config.resources.mem}"
+        value = f"is {resources.mem}"
     if have is None or need <= have:
         return None
     message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
-    return loaded.problem(key, message, "checkpoint.async: false saves without copies in memory")
+    return Problem(key, message, hint="checkpoint.async: false saves without copies in memory")
 
 
-def _host_problem(
-    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
-) -> Problem | None:
+def _host_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
     """The problem if the processes of a run on this machine need more memory than it has.
 
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
     memory would also take down other processes.
     """
-    state = state_bytes(shape, optimizer_bytes(loaded.config.optimizer, shape)) * plan.layout.dp_replicate
+    state = state_bytes(work.shape, work.optimizer_bytes) * plan.layout.dp_replicate
     if not plan.is_here:
         state //= plan.num_nodes  # the others are other machines
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:
         return None
-    what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
+    what = f"is {config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
     message = f"{what}, but this machine has {gib(machine.memory)}"
-    return loaded.problem(
-        "model.preset", message, "`trainkit plan --gpus N --gpu-type T` shows what would fit"
-    )
+    hint = "`trainkit plan --gpus N --gpu-type T` shows what would fit"
+    return Problem("model.preset", message, hint=hint)

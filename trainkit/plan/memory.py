@@ -17,16 +17,16 @@ from functools import cached_property, lru_cache
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
-from trainkit.plan.schedules import (
+from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
     InFlight,
+    StepWork,
     losses_in_flight,
     num_stages,
     stage_layers,
     stages_of,
     worst_in_flight,
 )
-from trainkit.plan.step_work import StepWork
 
 FLOAT32 = 4
 MIN_UNIT_BYTES = 25 * 2**20

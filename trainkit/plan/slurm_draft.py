@@ -25,7 +25,7 @@ class SlurmDraft(LaunchDraft):
     cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
 
     def __post_init__(self) -> None:
-        self.asked = self.cluster.request(self.loaded.config.resources)
+        self.asked = self.cluster.resource_request(self.loaded.config.resources)
         """What the config requests; `request` adds the workers of a node."""
         self.partition = next(iter(self.asked.partitions), self.cluster.partition(None))
         """The first requested partition that exists, else the default one."""

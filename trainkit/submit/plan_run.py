@@ -8,9 +8,11 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path, PurePath
+from threading import Thread
 
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import Target, choose_backend, make_target
@@ -65,25 +67,30 @@ class Gatherer:
             cwd = str(Path.cwd())
             found = container_problems(launch, [cwd], cluster.containers, cwd=cwd)
             environment = dataclasses.replace(environment, problems=(*environment.problems, *found))
-        data, missing = None, frozenset[str]()
+        data: DataFacts | None = None
+        missing: tuple[KeyProblem, ...] = ()
         if not workload.is_command:
-            data, missing = self._data_of(loaded.config), frozenset(_missing(loaded.config, resumes))
+            data, missing = self._data_of(loaded.config), tuple(_missing(loaded.config, resumes))
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
-        """The target; while Slurm answers, the data is read and another interpreter is asked."""
-        config, launch = loaded.config, loaded.config.launch
+        """The target; while Slurm answers, another interpreter is asked, and the data is read."""
+        launch = loaded.config.launch
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
-        # Imported only where something is waited for.
-        from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(2) as threads:
-            target = threads.submit(make_target, loaded)
-            threads.submit(self._environment_of, config, True, workload)
-            if not workload.is_command:
-                self._data_of(config)
-            return target.result()
+        def look() -> None:
+            with suppress(TrainkitError, OSError):  # raised again when it is needed
+                self._environment_of(loaded.config, True, workload)
+                if not workload.is_command:
+                    self._data_of(loaded.config)
+
+        other = Thread(target=look)
+        other.start()
+        try:
+            return make_target(loaded)
+        finally:
+            other.join()
 
     def _environment_of(self, config: RunConfig, on_slurm: bool, workload: Workload) -> Environment:
         used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})
@@ -112,17 +119,19 @@ def gather(
     return Gatherer(target).facts(loaded, workload, resumes=resumes)
 
 
-def _missing(config: RunConfig, resumes: bool) -> Iterator[str]:
-    """The keys that name a file or run which does not exist."""
+def _missing(config: RunConfig, resumes: bool) -> Iterator[KeyProblem]:
+    """A problem for each key that names a file or run which does not exist."""
     source = None if resumes else config.model.init_from  # a run with its own checkpoint does not read it
     # A run that others wait for may have no checkpoint yet.
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
-        yield "model.init_from"
-    for key, name in (("task", config.task), ("model.architecture", config.model.architecture)):
-        file, _, _ = name.rpartition(":")
-        # A task may also be in a module; an architecture is always in a file.
-        if file and (key != "task" or file.endswith(".py")) and not Path(file).is_file():
-            yield key
+        message = f"is {source}, which is neither a run folder nor a checkpoint"
+        yield "model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run"
+    key, name = config.model_source
+    file, _, _ = name.rpartition(":")
+    # A task may also be in a module; an architecture is always in a file.
+    if file and (key != "task" or file.endswith(".py")) and not Path(file).is_file():
+        message = f"is {name}, but there is no file {Path(file).absolute()}"
+        yield key, message, "FILE.py is relative to the current folder"
 
 
 def plan_run(

@@ -56,7 +56,7 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
     Raises SlurmUnreachable when Slurm answers no query.
     """
     assert plan.slurm is not None
-    request = cluster.request(config.resources).with_workers(
+    request = cluster.resource_request(config.resources).with_workers(
         plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
     )
     names = [item.name for item in request.partitions]

@@ -16,10 +16,10 @@ from trainkit.backends import JobScript, backend_named
 from trainkit.config import RunConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
+from trainkit.folders import shipped_templates
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
-from trainkit.resources import shipped_templates
 from trainkit.run.group import RunGroup
 from trainkit.run.record import CodeCopy, submission_token
 from trainkit.run.rundir import STARTS_FOLDER, RunDir

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layout_rules import compiles, loss_chunks
+from trainkit.plan.layout_rules import compiles
+from trainkit.plan.step_work import loss_chunks
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.distributed import World

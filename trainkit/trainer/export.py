@@ -23,10 +23,8 @@ from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
-from trainkit.data.dataset_file import read_dataset_file
-from trainkit.data.mixture import is_mixture
-from trainkit.data.sources import prepared_folder
-from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
+from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
+from trainkit.data.sources import is_mixture, prepared_folder
 from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape

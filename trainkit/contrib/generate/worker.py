@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
-from trainkit.data.dataset_file import read_dataset_file
+from trainkit.data.dataset_file import BYTES, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenize import Tokenizer
-from trainkit.data.tokenizer_identity import BYTES, identify
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir

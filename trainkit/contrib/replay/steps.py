@@ -18,13 +18,11 @@ from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.control.resume import refuse_replay, submission_folder
-from trainkit.data.dataset_file import PLACES, places_file
-from trainkit.data.mixture import components
+from trainkit.data.dataset_file import BYTES, PLACES, places_file
 from trainkit.data.prepare import INPUTS_FILE
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.data.sources import FORMS, ROWS, TEXT, dataset_spec, find_inputs, prepared_folder
+from trainkit.data.sources import FORMS, ROWS, TEXT, components, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
-from trainkit.data.tokenizer_identity import BYTES
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan

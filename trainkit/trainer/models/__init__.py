@@ -14,7 +14,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import Problem
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.plan.schedules import num_stages, stage_layers
+from trainkit.plan.step_work import num_stages, stage_layers
 from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder

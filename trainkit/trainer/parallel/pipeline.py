@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from trainkit.config.running import PipelineSchedule
-from trainkit.plan.schedules import num_stages, stage_layers, stages_of
+from trainkit.plan.step_work import num_stages, stage_layers, stages_of
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardContext, OnLoss
