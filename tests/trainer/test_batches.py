@@ -224,11 +224,6 @@ def test_many_steps_at_once_are_the_steps_one_by_one(dp_size: int) -> None:
             assert torch.equal(micro.sample_keys, expected.sample_keys)
 
 
-def test_a_microbatch_stays_on_the_cpu_uncopied() -> None:
-    micro = source().step_at(0).microbatches[0]
-    assert cast(Any, micro).to(torch.device("cpu")) is micro
-
-
 class NumberedTask:
     """A task of which only the validation data exists."""
 

@@ -7,10 +7,12 @@ its position, never on the number of ranks.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from trainkit.data.order import IntArray
 from trainkit.data.shards import TokenMixture, TokenShards
 from trainkit.plan.launch import Batch
+from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
@@ -36,27 +39,44 @@ class Microbatch:
     labels: Tensor
     sample_keys: Tensor
 
-    def to(self, device: torch.device) -> Microbatch:
-        if device.type == "cpu":
-            return self
-        return Microbatch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.sample_keys.to(device, non_blocking=True),
-        )
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch on the device: tensors, also in mappings, lists, tuples, dataclasses, objects with ``to``."""
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    # Such as the BatchEncoding of a tokenizer, or a PackedSequence, whose batch sizes stay on the CPU.
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        items = [to_device(item, device) for item in value]
+        is_named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*items) if is_named else type(value)(items)
+    if isinstance(value, MutableMapping):
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = to_device(item, device)
+        return moved
+    if is_dataclass(value) and not isinstance(value, type):
+        instance: Any = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(instance, field.name, to_device(getattr(value, field.name), device))
+        return instance
+    return value
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """This rank's share of one optimizer step."""
 
-    microbatches: list[Microbatch]
-    num_tokens: int
-    """Valid labels on this rank."""
+    microbatches: list[Any]
+    num_tokens: int | None
+    """Valid labels on this rank; None of a user's task, whose loss says by what it is divided."""
     num_samples: int
     """Valid samples on all ranks together."""
-    stream: None = None
-    """Token shards are read by position."""
+    stream: StreamState | None = None
+    """The position of a user's stream after the step, on rank 0."""
 
 
 @dataclass(frozen=True)

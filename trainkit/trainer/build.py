@@ -23,6 +23,7 @@ from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
+from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
@@ -38,7 +39,6 @@ from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
-from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.tasks import CausalLM
 from trainkit.trainer.torch_private import shard_offset

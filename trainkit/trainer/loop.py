@@ -23,12 +23,11 @@ from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.forward_backward import ForwardBackward
-from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.metrics import Metrics, RankRecords
 from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.rank_records import RankRecords
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.step_sync import (
     AsyncSum,
@@ -266,27 +265,19 @@ class Trainer:
             return
         step = self.state.step
         for found in self.slow_ranks.add(step, report.rank_times, self.progress.last_step_s):
-            name = f"step={step} rank {found.rank} on {found.host}"
+            shown = f"step={step} rank {found.rank} on {found.host}"
             if found.is_over:
-                log.info(f"{name} is no longer slow")
+                log.info(f"{shown} is no longer slow")
             else:
                 log.warning(
-                    f"{name} is slow since step {found.since_step} ({found.phase}):"
+                    f"{shown} is slow since step {found.since_step} ({found.phase}):"
                     f" {1e3 * found.own_s:.1f} ms a step, the other ranks {1e3 * found.usual_s:.1f} ms"
                 )
-            record_event(
-                self.run,
-                self.attempt,
-                "slow_rank_over" if found.is_over else "slow_rank",
-                rank=found.rank,
-                host=found.host,
-                step=step,
-                since_step=found.since_step,
-                phase=found.phase,
-                ratio=round(found.ratio, 2),
-                own_s=round(found.own_s, 6),
-                usual_s=round(found.usual_s, 6),
-            )
+            event = "slow_rank_over" if found.is_over else "slow_rank"
+            times = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
+            times |= {"ratio": round(found.ratio, 2)}
+            at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
+            record_event(self.run, self.attempt, event, **at, phase=found.phase, **times)
 
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""

@@ -24,13 +24,13 @@ from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
 from trainkit.trainer.load_task import load_task
+from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import Weight, allocate, move_buffers
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import quantized_layers, read_quantized
-from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.stream import StreamData, is_stream, stream_batches
 from trainkit.trainer.task_batches import (

@@ -47,12 +47,11 @@ from trainkit.trainer.distributed import (
 )
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.loop import Trainer
-from trainkit.trainer.metrics import Metrics, TensorBoardLog
+from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.rank_records import LocalGradient, RankRecords
 from trainkit.trainer.slow_ranks import SlowRanks, StepClock
 from trainkit.trainer.tasks import AnyTask, build_task
 
