@@ -75,7 +75,7 @@ REFUSED = {
     "no-attention": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = ()",
-        "parallel.cp is 2, but mine.py:Mine has no module in `attentions`",
+        "parallel.cp is 2, but layer 0 of mine.py:Mine has no module in `attentions`",
     ),
     "some-attention": (
         ["parallel.cp=2"],
@@ -85,17 +85,17 @@ REFUSED = {
     "no-attend": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [layer.mlp for layer in self.layers])",
-        "parallel.cp is 2, but Mlp in `attentions` of mine.py:Mine has no `attend`",
+        "parallel.cp is 2, but layer 0 of mine.py:Mine has no module in `attentions` with `attend`",
     ),
     "whole-in-each-stage": (
         ["parallel.pp=2"],
         f"{INIT}, seq_len)",
-        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: stage 0 has 4 layers instead of 2",
+        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2",
     ),
     "head-in-each-stage": (
         ["parallel.pp=2"],
         f"from dataclasses import replace\n{INIT}, seq_len, stage and replace(stage, has_head=True))",
-        "mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2 stages",
+        "mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2 of them",
     ),
 }
 
