@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from trainkit.errors import Problem
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
 from trainkit.task import Task
-from trainkit.trainer.task_errors import TaskError, errors_of_user, refusal
+from trainkit.trainer.task_errors import TaskError, errors_of_user, import_file, refusal
 
 SHIPPED_TASKS = {MULTIMODAL: "trainkit.contrib.multimodal.task:MultimodalLM"}
 
@@ -67,18 +66,7 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
     path = Path(name).absolute() if run is None else copied_file(run, name)
     if not path.is_file():
         raise refusal(config, f"there is no file {path}", "FILE.py is relative to the current folder")
-    # As for a script: it can import the files next to it.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    module_name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Data workers send instances of its classes by name, and dataclasses look up their module.
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_file(path)
 
 
 def _check(config: RunConfig, found: type[Task]) -> None:

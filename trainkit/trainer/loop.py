@@ -98,9 +98,8 @@ class Trainer:
         gradient, or if no step had both, and CheckpointError if the last state cannot be saved.
         """
         self.progress.enter("begin")
-        best_metric = self.config.checkpoint.best_metric or ""
-        if self.evaluator is None and best_metric.startswith(VAL) and best_metric != "val_loss":
-            raise self._no_best_metric(())
+        if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
+            self._require_best_metric((), of_validation=True)
         if any_rank(bool(self.stop), self.world):
             return self._stop("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
@@ -299,12 +298,12 @@ class Trainer:
     def _log_step(self, report: StepReport, lr: float, validation: StepReport | None) -> None:
         step = self.state.step
         self._steps_done += 1
-        if self._steps_done == 1 and self._saves_in_background:
-            self.saver.allocate_buffers()
         if self._steps_done == 1:
+            if self._saves_in_background:
+                self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
-        if self._steps_done == 1 and self.world.is_main:
-            record_event(self.run, self.attempt, "first_step", step=step)
+            if self.world.is_main:
+                record_event(self.run, self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
@@ -335,9 +334,8 @@ class Trainer:
             shown = [f"{name}={value:.4f}" for name, value in values.items()]
             shown[0] = shown[0] if finite else "val_loss=not-finite"
             log.info(f"step={state.step}/{self.total_steps} {' '.join(shown)}")
-            record_event(
-                self.run, self.attempt, "evaluated", step=state.step, val_loss=val_loss if finite else None
-            )
+            shown_loss = val_loss if finite else None
+            record_event(self.run, self.attempt, "evaluated", step=state.step, val_loss=shown_loss)
         if not finite:
             return True, None
         self._update_best(values)
@@ -347,15 +345,11 @@ class Trainer:
         """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
         metric = self.config.checkpoint.best_metric
         if metric is not None and metric.startswith(VAL) == of_validation and metric not in names:
-            raise self._no_best_metric(names)
-
-    def _no_best_metric(self, names: Collection[str]) -> TrainkitError:
-        where = ", ".join(names) if names else "no validation"
-        return TrainkitError(
-            f"checkpoint.best_metric is {self.config.checkpoint.best_metric}, but there is {where}",
-            hint="name a metric that the task logs, those of the validation with val_, or set it to null",
-            exit_code=EXIT_NO_RESTART,
-        )
+            raise TrainkitError(
+                f"checkpoint.best_metric is {metric}, but there is {', '.join(names) or 'no validation'}",
+                hint="name a metric that the task logs, those of the validation with val_, or set it to null",
+                exit_code=EXIT_NO_RESTART,
+            )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
         """Record the value of `checkpoint.best_metric`, if it is among these and the best one so far."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
@@ -58,6 +60,21 @@ def errors_of_user(
         raise
     except Exception as error:
         raise refusal(config, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file as Python runs a script: it can import the files next to it."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Data workers send instances of its classes by name, and dataclasses look up their module.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def describe(error: BaseException) -> str:

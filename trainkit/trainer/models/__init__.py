@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model, StageSpec
-from trainkit.trainer.task_errors import TaskError
+from trainkit.trainer.task_errors import TaskError, import_file
 
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
@@ -33,13 +31,9 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
         return ARCHITECTURES[name]
     file, _, class_name = name.rpartition(":")
     path = Path(file).absolute() if run is None else copied_file(run, file)
-    spec = importlib.util.spec_from_file_location(f"trainkit_architecture_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise _unknown(name, f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    found = getattr(module, class_name, None)
+    found = getattr(import_file(path), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
     # Not an ABC, whose metaclass nn.Module does not have, so Python itself does not refuse such a class.
