@@ -17,14 +17,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from trainkit.config.schema import RunConfig
 from trainkit.task import Loss, Task
-from trainkit.trainer.batches import Microbatch, to_device
+from trainkit.trainer.causal_lm import Microbatch, to_device
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.task_batches import TaskBatch, seed_generators
-from trainkit.trainer.task_errors import listed, refusal
+from trainkit.trainer.user_code import listed, refusal
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
 """The negative log-likelihood of logits [B, T, vocab] and labels [B, T], float32 []."""

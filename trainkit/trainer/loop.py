@@ -18,6 +18,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedErro
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.build import Batches
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
 from trainkit.trainer.distributed import World, record_event
@@ -37,7 +38,6 @@ from trainkit.trainer.step_sync import (
     any_rank,
     pack_report,
 )
-from trainkit.trainer.tasks import Batches
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights

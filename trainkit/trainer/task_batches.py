@@ -1,7 +1,7 @@
 """The batches of a user's task, read by the worker processes of a `DataLoader`.
 
-The samples of a step depend only on its position, as in `trainkit.trainer.batches`, and so does the state of
-the random number generators for every item: a resume on any number of processes reads the same batches.
+The samples of a step depend only on its position, as in `causal_lm.py`, and so does the state of the random
+number generators for every item: a resume on any number of processes reads the same batches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from trainkit.data.order import sample_index
 from trainkit.errors import Problem
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
-from trainkit.trainer.batches import StepBatch
+from trainkit.trainer.causal_lm import StepBatch
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.task_errors import TaskError
 from trainkit.trainer.torch_private import data_workers
+from trainkit.trainer.user_code import TaskError
 
 log = getLogger(__name__)
 PREFETCH = 2

@@ -16,7 +16,7 @@ from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model, StageSpec
-from trainkit.trainer.task_errors import TaskError, import_file
+from trainkit.trainer.user_code import TaskError, import_file
 
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
