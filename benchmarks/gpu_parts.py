@@ -37,12 +37,12 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import flops_per_token, resolve_model_shape
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.build import build_task
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import INIT_STD, Decoder
 from trainkit.trainer.profiler import summary_of
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.tasks import build_task
 from trainkit.trainer.worker import build_trainer
 
 ROOT = Path(__file__).resolve().parents[1]

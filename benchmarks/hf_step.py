@@ -64,9 +64,9 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.files import read_json
+    from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import World
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
     overrides = [

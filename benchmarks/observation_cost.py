@@ -102,7 +102,7 @@ class Switch:
 
     def watch(self) -> None:
         """Check for hangs once per second, as the watchdog's thread does."""
-        from trainkit.trainer.watchdog import HangDetector
+        from trainkit.trainer.progress import HangDetector
 
         detector = HangDetector(self.watched[0], RequeuePolicy(), lambda: False)
         while True:
@@ -171,8 +171,8 @@ def typical_s(call: Callable[[], object]) -> float:
 
 def parts(switch: Switch) -> dict[str, float]:
     """Seconds of each part of the watching alone."""
+    from trainkit.trainer.progress import HangDetector
     from trainkit.trainer.slow_ranks import WINDOW, SlowRanks, StepClock
-    from trainkit.trainer.watchdog import HangDetector
 
     progress, _, _ = switch.watched
     layout = switch.trainer.plan.layout

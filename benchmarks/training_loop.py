@@ -111,9 +111,9 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.files import read_json
     from trainkit.run.rundir import RunDir
+    from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import exit_process, join_world, select_device
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
     attempt = RunDir(folder).attempt(1)

@@ -67,9 +67,8 @@ from trainkit.trainer.distributed import (
     record_event,
     select_device,
 )
-from trainkit.trainer.progress import Progress, RankInfo
+from trainkit.trainer.progress import Progress, RankInfo, RankStacks, Watchdog, watch_deadline
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 
 log = getLogger(__name__)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -8,6 +8,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,23 +97,20 @@ class StoredWeights:
             shape = (num_rows, *shape[1:])
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
         data = bytearray(math.prod(shape) * stored.dtype.itemsize)
-        _read_exactly(stored.file, data, stored.start + start * row_bytes)
-        tensor = (
-            torch.frombuffer(data, dtype=stored.dtype).view(shape)
-            if data
-            else torch.empty(shape, dtype=stored.dtype)
-        )
+        with _reading(stored.file):
+            _read_exactly(stored.file, data, stored.start + start * row_bytes)
+        flat = torch.frombuffer(data, dtype=stored.dtype) if data else torch.empty(0, dtype=stored.dtype)
         columns = (slice(None), *index[1:])
-        return tensor[columns] if len(index) > 1 else tensor
+        return flat.view(shape)[columns] if len(index) > 1 else flat.view(shape)
 
     def _add_file(self, file: Path) -> None:
-        try:
+        with _reading(file):
             size = file.stat().st_size
             length = bytearray(HEADER_LENGTH.size)
             _read_exactly(file, length, 0)
             [num_bytes] = HEADER_LENGTH.unpack(length)
             if num_bytes > min(MAX_HEADER_BYTES, size):
-                raise WeightsError(f"{file} is not a safetensors file, or it is damaged")
+                raise ValueError("its header is too long")
             header = bytearray(num_bytes)
             _read_exactly(file, header, len(length))
             found = json.loads(header)
@@ -122,19 +120,23 @@ class StoredWeights:
                 first, last = item["data_offsets"]
                 dtype, shape = DTYPES.get(item["dtype"]), tuple(item["shape"])
                 if dtype is None:
-                    raise WeightsError(
-                        f"{file} has {name} as {item['dtype']}",
-                        hint="save the model in bfloat16 or float32",
-                    )
+                    raise ValueError(f"{name} is {item['dtype']}, not bfloat16 or float32")
                 if last - first != math.prod(shape) * dtype.itemsize or data_start + last > size:
-                    raise WeightsError(f"{file} is damaged: {name} is incomplete", hint="download it again")
+                    raise ValueError(f"{name} is incomplete")
                 self._tensors[name] = _Stored(file, data_start + first, dtype, shape)
             self._headers[file] = bytes(header)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{file} is not a safetensors file, or it is damaged: {error}") from None
-        except OSError as error:
-            # A restart may find the disk in order again.
-            raise WeightsError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise WeightsError for a file that cannot be read or does not have the format."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{file} is damaged or of another format: {error}", "download it again") from None
+    except OSError as error:
+        # A restart may find the disk in order again.
+        raise WeightsError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -147,16 +149,11 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} has no {FILE_NAME}",
             hint="save it with `save_pretrained`; model.from_scratch: true needs no weights",
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except OSError as error:
-        raise WeightsError(f"{index} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is damaged: {error}", hint="download it again") from None
-    files = [folder / name for name in names]
-    missing = next((file for file in files if not file.is_file()), None)
-    if missing is not None:
-        raise WeightsError(f"{index} names {missing.name}, which is missing", hint="download it again")
+    with _reading(index):
+        files = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"it names {file.name}, which is missing")
     return files
 
 
@@ -169,7 +166,7 @@ def _read_exactly(file: Path, buffer: bytearray, offset: int) -> None:
             # Linux reads at most 2 GiB at a time.
             num_bytes = os.preadv(descriptor, [view], offset)
             if not num_bytes:
-                raise WeightsError(f"{file} is damaged: it ends too early", hint="download it again")
+                raise ValueError("it ends too early")
             view, offset = view[num_bytes:], offset + num_bytes
     finally:
         os.close(descriptor)

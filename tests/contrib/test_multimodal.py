@@ -20,8 +20,8 @@ from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.load_task import load_task
 from trainkit.trainer.task_check import Smoke
+from trainkit.trainer.user_code import load_task
 from trainkit.trainer.user_task import UserTask
 
 CURVE = MediumFormat("curve", 16, 4)

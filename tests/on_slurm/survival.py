@@ -50,7 +50,7 @@ BUGS = """
 import os, sys
 if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.tasks import CausalLM
+    from trainkit.trainer.causal_lm import CausalLM
     begin_step, nll_sum = Progress.begin_step, CausalLM.nll_sum
     now = 0
     def begin(progress, step):

@@ -150,9 +150,9 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> A
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.files import read_json
+    from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import World, make_world
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
     config = read_effective(attempt.config_file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.trainer.batches import IGNORE_LABEL, Microbatch, PrefetchedBatches, StepBatch
+from trainkit.trainer.causal_lm import IGNORE_LABEL, Microbatch, PrefetchedBatches, StepBatch
 
 
 class RaggedBatches:

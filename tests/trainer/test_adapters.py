@@ -17,9 +17,8 @@ from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
 from trainkit.task import add_adapters
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.load_task import load_task
 from trainkit.trainer.task_check import Smoke, definite_problem
-from trainkit.trainer.task_errors import TaskError
+from trainkit.trainer.user_code import TaskError, load_task
 from trainkit.trainer.user_task import UserTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]

@@ -18,14 +18,15 @@ from trainkit.config import load_config
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
-from trainkit.trainer import tasks
+from trainkit.trainer import causal_lm
 from trainkit.trainer.__main__ import exit_code_of
+from trainkit.trainer.build import build_task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.models.model import Role
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.task_errors import TaskError
+from trainkit.trainer.user_code import TaskError
 
 FILE = Path(gpt.__file__)
 CASES = [
@@ -75,7 +76,7 @@ REFUSED = {
     "no-attention": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = ()",
-        "parallel.cp is 2, but mine.py:Mine has no module in `attentions`",
+        "parallel.cp is 2, but layer 0 of mine.py:Mine has no module in `attentions`",
     ),
     "some-attention": (
         ["parallel.cp=2"],
@@ -85,17 +86,17 @@ REFUSED = {
     "no-attend": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [layer.mlp for layer in self.layers])",
-        "parallel.cp is 2, but Mlp in `attentions` of mine.py:Mine has no `attend`",
+        "parallel.cp is 2, but layer 0 of mine.py:Mine has no module in `attentions` with `attend`",
     ),
     "whole-in-each-stage": (
         ["parallel.pp=2"],
         f"{INIT}, seq_len)",
-        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: stage 0 has 4 layers instead of 2",
+        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2",
     ),
     "head-in-each-stage": (
         ["parallel.pp=2"],
         f"from dataclasses import replace\n{INIT}, seq_len, stage and replace(stage, has_head=True))",
-        "mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2 stages",
+        "mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2 of them",
     ),
 }
 
@@ -105,12 +106,12 @@ def test_refused_before_the_data_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks, "open_dataset", lambda *args: pytest.fail("the data was opened"))
+    monkeypatch.setattr(causal_lm, "open_dataset", lambda *args: pytest.fail("the data was opened"))
     settings, code, message = REFUSED[case]
     Path("mine.py").write_text(code)
     settings = ["model.architecture=mine.py:Mine", *settings]
     with pytest.raises(TaskError) as caught:
-        tasks.build_task(load_config("quickstart", overrides=settings, environ={}).config)
+        build_task(load_config("quickstart", overrides=settings, environ={}).config)
     assert message in caught.value.message
     assert caught.value.hint
     assert exit_code_of(caught.value, Progress().current) == EXIT_NO_RESTART

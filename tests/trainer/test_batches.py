@@ -14,16 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainkit.trainer.batches as batches_module
+import trainkit.trainer.causal_lm as batches_module
 from tests.support.models import ALONE
 from trainkit.config import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, Layout
-from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, Microbatch, PrefetchedBatches, StepBatch
+from trainkit.trainer.causal_lm import (
+    IGNORE_LABEL,
+    BatchSource,
+    CausalLM,
+    Microbatch,
+    PrefetchedBatches,
+    StepBatch,
+)
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.tasks import CausalLM
 
 SEQ_LEN = 4
 DEVICE_BATCH = 2
@@ -222,11 +228,6 @@ def test_many_steps_at_once_are_the_steps_one_by_one(dp_size: int) -> None:
             assert torch.equal(micro.tokens, expected.tokens)
             assert torch.equal(micro.labels, expected.labels)
             assert torch.equal(micro.sample_keys, expected.sample_keys)
-
-
-def test_a_microbatch_stays_on_the_cpu_uncopied() -> None:
-    micro = source().step_at(0).microbatches[0]
-    assert cast(Any, micro).to(torch.device("cpu")) is micro
 
 
 class NumberedTask:

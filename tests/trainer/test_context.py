@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.trainer.build import has_flash_attention, repeat_kv_heads
 from trainkit.trainer.models.decoder import causal_attention
-from trainkit.trainer.parallel.context import _attend_suffix, context_positions, position_slice
+from trainkit.trainer.parallel.context import (
+    _attend_suffix,
+    context_positions,
+    has_flash_attention,
+    position_slice,
+    repeat_kv_heads,
+)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

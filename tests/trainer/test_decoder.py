@@ -14,11 +14,11 @@ from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, 
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import PRESETS, num_params
 from trainkit.plan.step_work import loss_chunks
-from trainkit.trainer.activation_checkpointing import recompute_and_compile
-from trainkit.trainer.batches import IGNORE_LABEL, Microbatch
-from trainkit.trainer.build import repeat_kv_heads
+from trainkit.trainer.build import recompute_and_compile
+from trainkit.trainer.causal_lm import IGNORE_LABEL, Microbatch
 from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward, _ChunkedLoss
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.parallel.context import repeat_kv_heads
 from trainkit.trainer.progress import Progress
 
 

@@ -20,7 +20,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import BEST_LINK, published
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.batches import StepBatch
+from trainkit.trainer.causal_lm import StepBatch
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.precision import LossScale

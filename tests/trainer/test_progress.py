@@ -5,8 +5,7 @@ import time
 import pytest
 
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.trainer.progress import NUM_RECENT, Progress
-from trainkit.trainer.watchdog import SLOW_PHASE_LIMIT_S, HangDetector, phase_limit_s
+from trainkit.trainer.progress import NUM_RECENT, SLOW_PHASE_LIMIT_S, HangDetector, Progress, phase_limit_s
 
 POLICY = RequeuePolicy(hang_factor=20.0, hang_min_s=300.0)
 
@@ -15,8 +14,7 @@ POLICY = RequeuePolicy(hang_factor=20.0, hang_min_s=300.0)
 def clock(monkeypatch):
     """The monotonic time of a progress, to be set as ``clock[0]``."""
     now = [1000.0]
-    monkeypatch.setattr("trainkit.trainer.progress.monotonic", lambda: now[0])
-    monkeypatch.setattr("trainkit.trainer.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainkit.trainer.progress.time.monotonic", lambda: now[0])
     return now
 
 

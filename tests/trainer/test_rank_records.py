@@ -11,8 +11,8 @@ import torch
 
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
-from trainkit.trainer import rank_records
-from trainkit.trainer.rank_records import LocalGradient, RankRecords
+from trainkit.trainer import metrics
+from trainkit.trainer.metrics import LocalGradient, RankRecords
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_a_spike_is_written_at_once(tmp_path: Path) -> None:
 
 
 def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_records, "MAX_BYTES", 2000)
+    monkeypatch.setattr(metrics, "MAX_BYTES", 2000)
     attempt = RunDir(tmp_path).attempt(1)
     attempt.path.mkdir(parents=True)
     records = RankRecords(attempt, 0, "n0", LocalGradient())

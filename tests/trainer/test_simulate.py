@@ -23,7 +23,7 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.batches import MAX_TOKENS_PER_READ
+from trainkit.trainer.causal_lm import MAX_TOKENS_PER_READ
 from trainkit.trainer.simulate import simulate as simulate_rank
 from trainkit.trainer.torch_private import memory_tracker
 

@@ -31,7 +31,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stream import StreamData, is_stream, stream_batches
 from trainkit.trainer.task_batches import Positions, TaskBatches
-from trainkit.trainer.task_errors import TaskError
+from trainkit.trainer.user_code import TaskError
 
 FILE = Path(tasks.__file__)
 STREAM = (f"task={FILE}:ClassifyStream", "optimizer.lr=0.01", "task_args.samples=37")

@@ -28,8 +28,8 @@ from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.model import allocate, local_tensor
 from trainkit.trainer.parallel.tensor import STYLES, fill_shards, find_styles, split_model
 from trainkit.trainer.task_check import Smoke, definite_problem
-from trainkit.trainer.task_errors import TaskError
 from trainkit.trainer.torch_private import join_fake_world
+from trainkit.trainer.user_code import TaskError
 from trainkit.trainer.user_task import UserTask
 
 FILE = Path(split_tasks.__file__)

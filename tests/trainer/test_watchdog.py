@@ -43,7 +43,7 @@ OPTIONS = [
 
 def let_rank_1_sleep() -> None:
     """The data of rank 1 never comes at step 8."""
-    from trainkit.trainer.batches import PrefetchedBatches
+    from trainkit.trainer.causal_lm import PrefetchedBatches
 
     give, num_given = PrefetchedBatches.__next__, 0
 
@@ -102,7 +102,7 @@ HOLDER = """
 import os, sys
 if os.environ.get("RANK") == "1" and "trainkit.trainer" in sys.orig_argv:
     import ctypes
-    from trainkit.trainer.batches import PrefetchedBatches
+    from trainkit.trainer.causal_lm import PrefetchedBatches
     give = PrefetchedBatches.__next__
     num_given = 0
     def give_or_hold(self):

@@ -1,4 +1,4 @@
-"""Hangs of ranks: reads what `trainer/watchdog.py` and `progress_watch.py` report, and names who blocks."""
+"""Hangs of ranks: reads what `trainer/progress.py` and `progress_watch.py` report, and names who blocks."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo
-from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
+from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStacks, Watchdog, watch_deadline
 
 REPLAY_WORKER = "trainkit.contrib.replay.worker"
 

@@ -6,79 +6,77 @@ then memory and initial values: no rank ever allocates more of the model than it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import compiles
 from trainkit.plan.step_work import loss_chunks
-from trainkit.trainer.activation_checkpointing import recompute_and_compile
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.causal_lm import CausalLM, PrefetchedBatches
 from trainkit.trainer.checkpoint.state import StateBuffers
-from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
+from trainkit.trainer.distributed import World, gather_from_all
+from trainkit.trainer.forward_backward import (
+    ForwardBackward,
+    ForwardContext,
+    LossModule,
+    SequentialForwardBackward,
+    TaskForwardBackward,
+)
+from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
     StageSpec,
     Weight,
+    allocate,
     local_tensor,
     move_buffers,
+    shard_index,
     weights_of,
 )
-from trainkit.trainer.parallel.context import apply_context_parallel, position_slice
+from trainkit.trainer.parallel.context import (
+    apply_context_parallel,
+    has_flash_attention,
+    position_slice,
+    repeat_kv_heads,
+)
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
-from trainkit.trainer.parallel.tensor import apply_tensor_parallel
-from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
+from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
+from trainkit.trainer.precision import DTYPES, apply_float8, cast_frozen, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
-from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import fill_normal_
-from trainkit.trainer.tasks import CausalLM
-from trainkit.trainer.torch_private import shard_offset
-from trainkit.trainer.user_task import UserTask, assemble_task, build_module
+from trainkit.trainer.task_batches import TaskBatches, digest_of
+from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS
+from trainkit.trainer.user_code import errors_of_user, refusal
+from trainkit.trainer.user_task import UserTask
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
 
-FLASH_CAPABILITY = (8, 0)
-"""Compute capability of Ampere."""
-
-Attend = Callable[..., Tensor]
-"""Attention of queries [B, H, T, C] to keys and values [B, K, S, C], with a mask or without."""
+AnyTask = CausalLM | UserTask
+Batches = PrefetchedBatches | TaskBatches
+"""The batches of consecutive steps."""
 
 
-def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's flash attention supports this dtype on the device."""
-    if device.type != "cuda" or dtype == torch.float32 or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
+    """The task of a config; a run loads the user's own code from its code snapshot.
 
-
-def repeat_kv_heads(attentions: list[nn.Module]) -> None:
-    """Make attention modules repeat keys and values for every query head.
-
-    For devices and masks without flash attention: for shared keys and values torch would choose a kernel that
-    materialises all scores [B, H, T, S].
+    With `checks_data` this rank looks at the size of every shard, which one of a job does.
     """
-    for attention in attentions:
-        attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]
-
-
-def _repeating(attend: Attend) -> Attend:
-    @wraps(attend)
-    def repeating(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        return attend(q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), *mask)
-
-    return repeating
+    if not config.has_decoder:
+        return UserTask(config, run)
+    return CausalLM(config, run, checks_data)
 
 
 @torch.no_grad()
@@ -86,14 +84,72 @@ def init_parameters(model: Model, seed: int) -> None:
     """Initialise this rank's shard of every parameter from N(0, std²) or with ones, as the model declares."""
     for own_name, param in model.named_parameters():
         name = model.canonical(own_name)
-        shard, offset = local_tensor(param), cast(Sequence[int], (0,) * param.dim())
-        if isinstance(param, DTensor):
-            offset = shard_offset(param)
+        shard, offset = local_tensor(param), [part.start for part in shard_index(param)]
         std = model.init_std(name)
         if std is None:
             shard.fill_(1.0)
         else:
             fill_normal_(shard, std, f"{seed}/{name}", param.shape, offset)
+
+
+def recompute_and_compile(
+    blocks: list[nn.Module],
+    mode: Literal["none", "selective", "full"],
+    *,
+    compiled: bool,
+    preserve_rng_state: bool = False,
+) -> None:
+    """Wrap the forward of each block, in place, in activation checkpointing and in torch.compile.
+
+    `full` recomputes the whole block, `selective` all but attention, every second matmul and the reductions
+    over tensor-parallel ranks. Parameter names do not change. The dropout of `trainkit` is a function of the
+    sample, so the recomputation draws the same mask; other modules need `preserve_rng_state`.
+    """
+    for block in blocks:
+        if mode == "full":
+            # Compile inside `checkpoint`: around it, the compiler would silently fall back to eager.
+            inner = torch.compile(block.forward) if compiled else block.forward
+            block.forward = partial(
+                checkpoint, inner, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+            continue
+        if mode == "selective":
+            block.forward = _selectively(block.forward, preserve_rng_state)
+        if compiled:
+            # Not `block.compile()`, which would include the FSDP hooks and fail on them.
+            block.forward = torch.compile(block.forward)
+
+
+def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
+    """The function with selective checkpointing; a closure, since the compiler cannot trace `partial`."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            inner,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=_selective_contexts,
+            **kwargs,
+        )
+
+    return forward
+
+
+def _selective_contexts() -> Any:
+    """A new policy per call, so that matmuls are counted from the start of each block."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in ATTENTION_OPS or op in REDUCTION_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.mm.default:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -111,7 +167,7 @@ class BuiltModel:
 
 
 def build(
-    task: CausalLM | UserTask,
+    task: AnyTask,
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
@@ -262,7 +318,88 @@ def _build_part(
     return model
 
 
-def set_determinism(deterministic: bool) -> None:
-    """If `deterministic`, make torch use only deterministic kernels and raise for operations without one."""
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose weights have the type of their statistics, float32."""
+
+
+def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
+    """The model of this rank on its device, wrapped for data parallelism."""
+    model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
+    check_same_weights(model, config, world)
+    with errors_of_user(config, "layers() failed"):
+        layers = task.task.layers(model)
+    module = LossModule(model, task.task, config)
+    values: Mapping[str, Tensor] = {}
+    if plan.layout.tp > 1:
+        assert world.mesh is not None
+        styles = find_styles(task.task, config, model, plan.layout.tp)
+        values = split_model(config, model, styles, world.mesh["tp"])
+    recompute_and_compile(
+        layers,
+        parallel.activation_checkpointing,
+        compiled=parallel.compile is True,
+        preserve_rng_state=True,
+    )
+    if world.mesh is None or reduces_on_host(world):
+        if dtype != torch.float32:
+            cast_frozen(model, dtype, BATCH_NORMS)
+        allocate(module, world.device)
+        return module.to(world.device)
+    apply_data_parallel(
+        module,
+        world.mesh,
+        plan.layout,
+        dtype,
+        layers=layers,
+        float32=[item for item in model.modules() if isinstance(item, BATCH_NORMS)],
+        zero=parallel.zero,
+        offload=parallel.offload,
+    )
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
+        # The ranks reduce the gradients of all parameters, also of those that a batch does not use.
+        cast(Any, module).set_reduce_scatter_unused_params(True)
+    allocate(module, torch.device("cpu") if parallel.offload else world.device)
+    fill_shards(model, values)
+    if parallel.offload:
+        move_buffers(module, world.device)
+        return module
+    return module.to(world.device)
+
+
+def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> None:
+    """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
+    found = gather_from_all(digest_of(model), world)
+    different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+    if different is not None:
+        message = f"build_model() returned another model on rank {different} than on rank 0"
+        hint = "read the same files, and do not seed random, numpy.random or torch"
+        raise refusal(config, message, hint)
+
+
+def assemble_task(
+    task: UserTask,
+    config: RunConfig,
+    world: World,
+    progress: Progress,
+    module: LossModule,
+    local_gradient: LocalGradient | None = None,
+) -> tuple[list[Weight], TaskForwardBackward]:
+    """The weights of a built model and its forward and backward passes."""
+    model, dtype = module.model, DTYPES[config.precision.dtype]
+    module.train()
+    is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
+    masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
+    weights = []
+    # Whether frozen parameters have the same values at every start, and checkpoints do not need them.
+    is_reread = bool(getattr(task.task, "rereads_frozen", False))
+    for name, param in model.named_parameters():
+        master, cast_param = (masters[param], param) if param in masters else (param, None)
+        options = task.task.parameter_options(name, param)
+        is_read = name in module.read_names
+        weights.append(
+            Weight(name, master, cast=cast_param, options=options, is_read=is_read, is_reread=is_reread)
+        )
+    offload = config.parallel.offload
+    switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
+    forward_backward = TaskForwardBackward(module, switch, progress, config, world)
+    return weights, forward_backward

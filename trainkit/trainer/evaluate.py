@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from trainkit.config.schema import RunConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.trainer.build import AnyTask
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_sum, pack_report
-from trainkit.trainer.tasks import AnyTask
 
 
 class Evaluator:

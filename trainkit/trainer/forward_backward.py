@@ -17,14 +17,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from trainkit.config.schema import RunConfig
 from trainkit.task import Loss, Task
-from trainkit.trainer.batches import Microbatch
+from trainkit.trainer.causal_lm import Microbatch, to_device
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.task_batches import TaskBatch, seed_generators
-from trainkit.trainer.task_errors import listed, refusal
+from trainkit.trainer.user_code import listed, refusal
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
 """The negative log-likelihood of logits [B, T, vocab] and labels [B, T], float32 []."""
@@ -73,7 +73,7 @@ class ForwardContext:
 
     def local_batch(self, micro: Microbatch) -> Microbatch:
         """A microbatch on the device, restricted to the positions of this rank."""
-        micro = micro.to(self._device)
+        micro = to_device(micro, self._device)
         if self._positions is None:
             return micro
         at = self._positions
@@ -249,7 +249,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
 
     def _forward(self, micro: TaskBatch) -> tuple[Tensor, Tensor]:
         device = self._world.device
-        micro = micro.to(device)
+        micro = to_device(micro, device)
         seed_generators(micro.seed)
         torch.manual_seed(micro.seed)  # on the device too
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):

@@ -32,7 +32,7 @@ from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
 from trainkit.trainer.quantization import quantize_linears, restore_linears
-from trainkit.trainer.task_errors import TaskError, errors_of_user
+from trainkit.trainer.user_code import TaskError, errors_of_user
 
 log = getLogger(__name__)
 LOCAL = {"local_files_only": True, "trust_remote_code": False}

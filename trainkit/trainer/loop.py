@@ -18,17 +18,17 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedErro
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.build import Batches
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.forward_backward import ForwardBackward
-from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.metrics import Metrics, RankRecords
 from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.rank_records import RankRecords
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.step_sync import (
     AsyncSum,
@@ -38,7 +38,6 @@ from trainkit.trainer.step_sync import (
     any_rank,
     pack_report,
 )
-from trainkit.trainer.tasks import Batches
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -99,9 +98,8 @@ class Trainer:
         gradient, or if no step had both, and CheckpointError if the last state cannot be saved.
         """
         self.progress.enter("begin")
-        best_metric = self.config.checkpoint.best_metric or ""
-        if self.evaluator is None and best_metric.startswith(VAL) and best_metric != "val_loss":
-            raise self._no_best_metric(())
+        if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
+            self._require_best_metric((), of_validation=True)
         if any_rank(bool(self.stop), self.world):
             return self._stop("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
@@ -266,27 +264,19 @@ class Trainer:
             return
         step = self.state.step
         for found in self.slow_ranks.add(step, report.rank_times, self.progress.last_step_s):
-            name = f"step={step} rank {found.rank} on {found.host}"
+            shown = f"step={step} rank {found.rank} on {found.host}"
             if found.is_over:
-                log.info(f"{name} is no longer slow")
+                log.info(f"{shown} is no longer slow")
             else:
                 log.warning(
-                    f"{name} is slow since step {found.since_step} ({found.phase}):"
+                    f"{shown} is slow since step {found.since_step} ({found.phase}):"
                     f" {1e3 * found.own_s:.1f} ms a step, the other ranks {1e3 * found.usual_s:.1f} ms"
                 )
-            record_event(
-                self.run,
-                self.attempt,
-                "slow_rank_over" if found.is_over else "slow_rank",
-                rank=found.rank,
-                host=found.host,
-                step=step,
-                since_step=found.since_step,
-                phase=found.phase,
-                ratio=round(found.ratio, 2),
-                own_s=round(found.own_s, 6),
-                usual_s=round(found.usual_s, 6),
-            )
+            event = "slow_rank_over" if found.is_over else "slow_rank"
+            times = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
+            times |= {"ratio": round(found.ratio, 2)}
+            at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
+            record_event(self.run, self.attempt, event, **at, phase=found.phase, **times)
 
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
@@ -308,12 +298,12 @@ class Trainer:
     def _log_step(self, report: StepReport, lr: float, validation: StepReport | None) -> None:
         step = self.state.step
         self._steps_done += 1
-        if self._steps_done == 1 and self._saves_in_background:
-            self.saver.allocate_buffers()
         if self._steps_done == 1:
+            if self._saves_in_background:
+                self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
-        if self._steps_done == 1 and self.world.is_main:
-            record_event(self.run, self.attempt, "first_step", step=step)
+            if self.world.is_main:
+                record_event(self.run, self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
@@ -344,9 +334,8 @@ class Trainer:
             shown = [f"{name}={value:.4f}" for name, value in values.items()]
             shown[0] = shown[0] if finite else "val_loss=not-finite"
             log.info(f"step={state.step}/{self.total_steps} {' '.join(shown)}")
-            record_event(
-                self.run, self.attempt, "evaluated", step=state.step, val_loss=val_loss if finite else None
-            )
+            shown_loss = val_loss if finite else None
+            record_event(self.run, self.attempt, "evaluated", step=state.step, val_loss=shown_loss)
         if not finite:
             return True, None
         self._update_best(values)
@@ -356,15 +345,11 @@ class Trainer:
         """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
         metric = self.config.checkpoint.best_metric
         if metric is not None and metric.startswith(VAL) == of_validation and metric not in names:
-            raise self._no_best_metric(names)
-
-    def _no_best_metric(self, names: Collection[str]) -> TrainkitError:
-        where = ", ".join(names) if names else "no validation"
-        return TrainkitError(
-            f"checkpoint.best_metric is {self.config.checkpoint.best_metric}, but there is {where}",
-            hint="name a metric that the task logs, those of the validation with val_, or set it to null",
-            exit_code=EXIT_NO_RESTART,
-        )
+            raise TrainkitError(
+                f"checkpoint.best_metric is {metric}, but there is {', '.join(names) or 'no validation'}",
+                hint="name a metric that the task logs, those of the validation with val_, or set it to null",
+                exit_code=EXIT_NO_RESTART,
+            )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
         """Record the value of `checkpoint.best_metric`, if it is among these and the best one so far."""

@@ -1,12 +1,19 @@
-"""Training metrics: one record and one log line per logged step."""
+"""Training metrics: one record and one log line per logged step, and what each rank computed by itself.
+
+On the steps that are logged, a rank keeps its share of the loss, a checksum of its gradient before it is
+reduced, and the sum of squares of its gradient afterwards, so that `trainkit replay` can name the one that
+erred. They travel to the host with the step report, without another copy or collective, and are written to
+``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from logging import getLogger
@@ -14,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from trainkit.folders import ensure_folder
 from trainkit.formats import time_text
 from trainkit.plan.gpus import peak_flops
-from trainkit.run.files import append_jsonl, utc_now
-from trainkit.run.rundir import RunDir
+from trainkit.run.files import append_jsonl, utc_now, write_atomic
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.step_sync import StepReport
@@ -204,13 +213,8 @@ class Metrics:
         return round(samples_per_s * self._flops_per_sample / (self._peak_flops * self._world.size), 4)
 
     def flush(self) -> None:
-        """Write the pending records; those that cannot be written, as on a full disk, are kept."""
-        try:
-            while self._unwritten:
-                append_jsonl(self._run.metrics_file, self._unwritten[0])
-                self._unwritten.popleft()
-        except OSError as error:
-            log.error(f"cannot write metrics.jsonl ({error}); {len(self._unwritten)} records kept in memory")
+        """Write the pending records; those that cannot be written are kept."""
+        write_pending(self._run.metrics_file, self._unwritten)
 
     def _line(self, record: LoggedStep, val_loss: float | None) -> str:
         eta_s = (self._total_steps - record.step) * record.step_s
@@ -224,6 +228,17 @@ class Metrics:
             f" mem_gib={record.mem_gib_peak:.2f} data_wait_s={record.data_wait_s:.4f}"
             f" step_s={record.step_s:.3f} eta={time_text(round(eta_s))}"
         )
+
+
+def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
+    """Append records to a file of JSON lines; those that cannot be written, as on a full disk, are kept."""
+    try:
+        ensure_folder(file.parent, 0o700)
+        while pending:
+            append_jsonl(file, pending[0])
+            pending.popleft()
+    except OSError as error:
+        log.error(f"cannot write {file.name} ({error}); {len(pending)} records kept in memory")
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -243,3 +258,91 @@ def device_peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type == "cpu":
         return None
     return peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
+MAX_BYTES = 2**20
+"""A larger file loses its older half."""
+MAX_PENDING = 10_000
+FLUSH_S = 60.0
+SPIKE_RATIO = 3.0
+"""A gradient norm of this many times the last one is written at once: what follows may end the process."""
+CHECKSUM_BITS = 52
+"""What a float64 represents exactly."""
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LocalGradient:
+    """A checksum of this rank's gradient before its reduction; any changed bit changes it.
+
+    It adds the bits as whole numbers, so it does not depend on the order of the sum.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        """Whether the gradient of the current step is wanted."""
+        self._sums: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, grads: Sequence[Tensor]) -> None:
+        """Add gradients that are about to be reduced."""
+        if self.is_due:
+            self._sums += [
+                grad.detach().view(_WORDS[grad.element_size()]).sum(dtype=torch.int64) for grad in grads
+            ]
+
+    def take(self, device: torch.device) -> Tensor:
+        """The checksum of the step, float64 []; NaN where no gradient is reduced, or not by trainkit."""
+        sums, self._sums = self._sums, []
+        if not sums:
+            return torch.full((), math.nan, dtype=torch.float64, device=device)
+        total = torch.stack([item.to(device) for item in sums]).sum()
+        return (total & ((1 << CHECKSUM_BITS) - 1)).double()
+
+
+class RankRecords:
+    """Keeps and writes the records of this rank."""
+
+    def __init__(self, attempt: AttemptDir, rank: int, host: str, local_gradient: LocalGradient) -> None:
+        self._file = attempt.rank_record(rank)
+        self._host = host
+        self._local_gradient = local_gradient
+        self.values: list[Tensor] = []
+        """The sum of the loss, checksum and sum of squares of the current step, float64 [] each."""
+        self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
+        self._flushed_s = time.monotonic()
+        self._last_norm = math.inf
+
+    def begin_step(self, *, is_due: bool) -> None:
+        """Begin a step, which is recorded if it is due."""
+        self.values, self._local_gradient.is_due = [], is_due
+
+    def keep_loss(self, sums: Tensor) -> None:
+        """Keep this rank's share of the loss, the first of the sums."""
+        if self._local_gradient.is_due:
+            self.values.append(sums.detach().double().view(-1)[0].clone())
+
+    def keep_gradient(self, square_sum: Tensor, device: torch.device) -> None:
+        """Keep the checksum of the gradient, and the sum of squares of what this rank has of it reduced."""
+        if self._local_gradient.is_due:
+            self.values += [self._local_gradient.take(device), square_sum.to(device)]
+
+    def add(self, step: int, grad_norm: float, own: Sequence[float]) -> None:
+        """Add the record of a step with the values of `values`; without any, the step is not due."""
+        if not own:
+            return
+        values = dict(zip(("loss_sum", "local_gradient", "square_sum"), own, strict=True))
+        shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        self._pending.append({"step": step, "host": self._host, **shown})
+        is_spike = not grad_norm <= SPIKE_RATIO * self._last_norm
+        self._last_norm = grad_norm
+        if is_spike or time.monotonic() - self._flushed_s > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending records; those that cannot be written are kept."""
+        self._flushed_s = time.monotonic()
+        write_pending(self._file, self._pending)
+        with contextlib.suppress(OSError):
+            if self._file.stat().st_size > MAX_BYTES:
+                lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+                write_atomic(self._file, "".join(lines[len(lines) // 2 :]))

@@ -1,17 +1,39 @@
-"""The step and phase that a rank is in, for the watchdog and for error records.
+"""The step and phase that a rank is in, and its watchdogs: of the deadline after a stop signal, and of hangs.
 
 The training thread writes, other threads read. Each update assigns one tuple, so readers see either the old
 or the new state without a lock. A step makes a handful of updates.
+
+Stacks are read in Python by a thread that holds the GIL, so the other threads are paused. faulthandler's C
+handler reads stacks of running threads, and crashed a busy process in about one of 250 calls; it is installed
+only for SIGQUIT, the last resort for a rank that never releases the GIL.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import monotonic
+from logging import getLogger
+from pathlib import Path
+from types import FrameType
 from typing import Literal, NamedTuple
+
+from trainkit.errors import EXIT_STUCK
+from trainkit.folders import ensure_folder
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan, RequeuePolicy
+from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.rundir import AttemptDir
+
+log = getLogger(__name__)
 
 Phase = Literal[
     "start",
@@ -64,7 +86,7 @@ class Progress:
     """Tracks the step and phase of this rank, and the duration of its recent steps."""
 
     def __init__(self) -> None:
-        self._current: tuple[int | None, Phase, int, float] = (None, "start", 0, monotonic())
+        self.current = CurrentPhase(None, "start", 0, time.monotonic())
         self._completed: set[Phase] = set()
         self._began_s = 0.0
         self._num_steps = 0
@@ -72,33 +94,29 @@ class Progress:
 
     def enter(self, phase: Phase) -> None:
         """Enter the next phase of the step."""
-        step, before, index, _ = self._current
+        step, before, index, _ = self.current
         self._completed.add(before)
-        self._current = (step, phase, index + 1, monotonic())
+        self.current = CurrentPhase(step, phase, index + 1, time.monotonic())
 
-    @contextmanager
+    @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Enter a phase for the duration of the block, and afterwards the phase before it again."""
-        before = self._current[1]
+        before = self.current.phase
         self.enter(phase)
         yield
         self.enter(before)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, in phase `data`."""
-        self._completed.add(self._current[1])
-        self._began_s = now = monotonic()
-        self._current = (step, "data", 0, now)
+        self._completed.add(self.current.phase)
+        self._began_s = now = time.monotonic()
+        self.current = CurrentPhase(step, "data", 0, now)
 
     def end_step(self) -> None:
         """Record the duration of the step and enter phase `record`, which is not part of it."""
         self.enter("record")
-        self._recent_s[self._num_steps % NUM_RECENT] = self._current[3] - self._began_s
+        self._recent_s[self._num_steps % NUM_RECENT] = self.current.since_s - self._began_s
         self._num_steps += 1
-
-    @property
-    def current(self) -> CurrentPhase:
-        return CurrentPhase(*self._current)
 
     @property
     def last_step_s(self) -> float:
@@ -114,3 +132,250 @@ class Progress:
     def has_completed(self, phase: Phase) -> bool:
         """Whether this process has completed this phase at least once; the first time may take long."""
         return phase in self._completed
+
+
+POLL_S = 1.0
+EXIT_AFTER_S = 60.0
+"""Seconds after which a hanging rank exits if its supervisor has not killed it."""
+SLOW_PHASE_LIMIT_S = 30 * 60.0
+"""Minimum time limit of slow phases: saving, and the first run of any phase, which may compile."""
+SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
+UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
+"""Tokenising the data may take hours, and the startup barrier has its own timeout."""
+SUSPENDED_S = 10.0
+"""A longer gap between two checks means that the process was suspended; that time does not count."""
+NUM_COLLECTIVES = 200
+
+
+def deadline_margin_s(grace_s: float) -> float:
+    """Seconds before the end of the grace period at which a stuck rank exits."""
+    return min(10.0, 0.2 * grace_s)
+
+
+def watch_deadline(stop: StopRequest, grace_s: float, stacks: RankStacks) -> None:
+    """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
+
+    Writes the stacks of all threads first. A checkpoint that is being written is not published.
+    """
+
+    def watch() -> None:
+        stop.received.wait()
+        time.sleep(max(0.0, grace_s - deadline_margin_s(grace_s)))
+        reason = f"still running {grace_s - deadline_margin_s(grace_s):.0f} s after {stop.signal_name}"
+        try:
+            stacks.append(reason)
+            _print_line(f"{reason}: exiting before the job is killed; stacks: {stacks.file}")
+        finally:
+            os._exit(EXIT_STUCK)
+
+    threading.Thread(target=watch, name="deadline", daemon=True).start()
+
+
+def _print_line(text: str) -> None:
+    """Print a line to stderr, not through the log, whose lock the hanging thread may hold."""
+    with contextlib.suppress(OSError):  # a full disk must not end the watchdog
+        os.write(2, f"{text}\n".encode())
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A phase that exceeded its time limit."""
+
+    current: CurrentPhase
+    waited_s: float
+    limit_s: float
+
+
+def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> float | None:
+    """The time limit of a phase in seconds; None for phases without one."""
+    if policy.hang_factor is None or phase in UNWATCHED_PHASES:
+        return None
+    median_step_s = progress.median_step_s
+    if median_step_s is None:
+        return max(SLOW_PHASE_LIMIT_S, policy.hang_min_s)
+    limit_s = max(policy.hang_min_s, policy.hang_factor * median_step_s)
+    is_fast = phase not in SLOW_PHASES and progress.has_completed(phase)
+    return limit_s if is_fast else max(SLOW_PHASE_LIMIT_S, limit_s)
+
+
+class HangDetector:
+    """Detects that this rank hangs; `others_hang` returns whether another rank has reported a hang."""
+
+    def __init__(self, progress: Progress, policy: RequeuePolicy, others_hang: Callable[[], bool]) -> None:
+        self._progress = progress
+        self._policy = policy
+        self._others_hang = others_hang
+        self._checked_s = self._resumed_s = time.monotonic()
+
+    def check(self, now_s: float) -> Hang | None:
+        """The hang of this rank, or None; call about once per second."""
+        if now_s > self._checked_s + SUSPENDED_S:
+            self._resumed_s = now_s
+        self._checked_s = now_s
+        current = self._progress.current
+        limit = phase_limit_s(current.phase, self._progress, self._policy)
+        waited_s = now_s - max(current.since_s, self._resumed_s)
+        if limit is None or waited_s < self._policy.hang_min_s / 2:
+            return None
+        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
+        return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
+
+
+@dataclass(frozen=True)
+class Watchdog:
+    """Reports a hang of this rank in the attempt's folder.
+
+    The supervisor then ends all ranks; a rank that it does not end exits with code 70.
+    """
+
+    attempt: AttemptDir
+    rank_info: RankInfo
+    plan: LaunchPlan
+    progress: Progress
+    stacks: RankStacks
+
+    def start(self) -> None:
+        """Start watching, unless the config disables hang detection."""
+        if self.plan.requeue.hang_factor is not None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        detector = HangDetector(self.progress, self.plan.requeue, self._others_hang)
+        poll_s = min(POLL_S, self.plan.requeue.hang_min_s / 10)
+        while True:
+            time.sleep(poll_s)
+            hang = detector.check(time.monotonic())
+            if hang is None:
+                continue
+            try:
+                self._report(hang)
+            except (OSError, RuntimeError, ValueError) as error:
+                _print_line(f"the hang report is incomplete ({error})")
+            self._wait_for_progress(hang, poll_s)
+            _print_line("no longer hanging: training continues")
+            with contextlib.suppress(OSError):
+                self._record.unlink(missing_ok=True)
+
+    def _others_hang(self) -> bool:
+        """Whether a rank currently reports a hang; a rank that makes progress again removes its report."""
+        try:
+            return any(self.attempt.hangs_dir.glob("rank-*.json"))
+        except OSError:
+            return False
+
+    @property
+    def _record(self) -> Path:
+        return self.attempt.rank_hang(self.rank_info.rank)
+
+    def _report(self, hang: Hang) -> None:
+        """Write the step, phase and stack of this rank for `job.hangs`."""
+        step, phase, phase_index, _ = hang.current
+        message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
+        _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
+        ensure_folder(self.attempt.hangs_dir)
+        record = {**vars(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
+        record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
+        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
+        write_json(self._record, record)
+        self.stacks.append(message)
+        dump_collectives(self.stacks.file.with_suffix(".collectives.json"), self.plan.device)
+
+    def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
+        """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
+        exit_s = time.monotonic() + EXIT_AFTER_S
+        while self.progress.current == hang.current:
+            if time.monotonic() > exit_s:
+                _print_line(f"the supervisor did not end this rank within {EXIT_AFTER_S:.0f} s: exiting")
+                os._exit(EXIT_STUCK)
+            time.sleep(poll_s)
+
+
+def dump_collectives(path: Path, device: str) -> None:
+    """Write the newest collectives of this rank, from torch's flight recorder."""
+    from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
+
+    trace = flight_record(device)
+    if trace is None:
+        return
+    trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
+    write_json(path, trace)
+
+
+def thread_stacks() -> dict[str, list[str]]:
+    """Thread -> its frames, innermost first; the main thread comes first, the calling one is left out."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    order = sorted(frames, key=lambda ident: ident != main)
+    # Threads started by C++ have no name, and names may repeat.
+    return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
+
+
+def training_stack() -> list[str]:
+    """The frames of the main thread, which runs the training loop, innermost first."""
+    return _walk(sys._current_frames()[threading.main_thread().ident or 0])
+
+
+def _walk(innermost: FrameType) -> list[str]:
+    found = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        found.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        frame = frame.f_back
+    return found
+
+
+class RankStacks:
+    """Writes the stacks of this rank to its file, and answers `trainkit stacks`."""
+
+    def __init__(self, attempt: AttemptDir, rank: int, progress: Progress) -> None:
+        self.file = attempt.rank_stacks(rank)
+        self._attempt = attempt
+        self._rank = rank
+        self._progress = progress
+
+    def listen(self, stop: StopRequest) -> None:
+        """Start answering requests for stacks and SIGQUIT."""
+        try:
+            ensure_folder(self.file.parent)
+            # Opened here, since the C handler cannot open a file.
+            faulthandler.register(signal.SIGQUIT, self.file.open("a"), all_threads=True)
+        except OSError as error:
+            log.error(f"cannot write stacks to {self.file} ({error})")
+        threading.Thread(target=self._answer, args=(stop,), name="stacks", daemon=True).start()
+
+    def append(self, reason: str) -> None:
+        """Append the stacks of all threads to the file."""
+        text = [f"# {utc_now()} rank {self._rank} on {socket.gethostname()}: {reason}"]
+        for name, frames in thread_stacks().items():
+            text += ["", f"Thread {name} (most recent call first):", *(f"  {frame}" for frame in frames)]
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write("\n".join(text) + "\n\n")
+
+    def close(self) -> None:
+        """Remove the file if it is empty."""
+        faulthandler.unregister(signal.SIGQUIT)
+        with contextlib.suppress(OSError):
+            if self.file.stat().st_size == 0:
+                self.file.unlink()
+
+    def _answer(self, stop: StopRequest) -> None:
+        while True:
+            stop.stacks_requested.wait()
+            stop.stacks_requested.clear()
+            try:
+                self._reply()
+            except (OSError, ValueError) as error:
+                log.error(f"cannot answer the request for stacks ({error})")
+
+    def _reply(self) -> None:
+        """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
+        for request in sorted((self.file.parent / "requests").glob("*.json")):
+            reply = request.with_suffix("") / f"rank-{self._rank:04d}.json"
+            if reply.exists() or read_json(request)["rank"] not in (None, self._rank):
+                continue
+            step, phase, _, since_s = self._progress.current
+            answer = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "how": "asked"}
+            answer |= {"step": step, "phase": phase, "since_s": round(time.monotonic() - since_s, 3)}
+            write_json(reply, {**answer, "threads": thread_stacks()})

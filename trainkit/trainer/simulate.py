@@ -24,15 +24,14 @@ from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import Simulation
-from trainkit.trainer.batches import Microbatch
-from trainkit.trainer.build import BuiltModel, assemble, build_model_parts
+from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
+from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
 from trainkit.trainer.models.model import Model, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.tasks import CausalLM, build_task
 from trainkit.trainer.torch_private import (
     DispatchMode,
     FakeTensors,

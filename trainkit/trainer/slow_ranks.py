@@ -13,8 +13,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -134,43 +134,46 @@ class StepClock:
         return event
 
 
-def _elapsed_s(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
-    if isinstance(first, float) or isinstance(last, float):
-        assert isinstance(first, float)
-        assert isinstance(last, float)
-        return last - first
-    return float(first.elapsed_time(last)) / 1e3
+def _elapsed_s(first: Any, last: Any) -> float:
+    """The seconds between two results of `StepClock._now`."""
+    return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slowdown:
-    """A rank that became slow, or is no longer slow."""
+    """A rank that seems slow; `SlowRanks.add` returns it once it certainly is, and when that is over."""
 
     rank: int
     host: str
-    is_over: bool
-    phase: Phase
-    """Where most of the difference is."""
     since_step: int
-    own_s: float
+    phase: Phase = "compute"
+    """Where most of the difference is."""
+    own_s: float = 0.0
     """Seconds of a step before its first collective."""
-    usual_s: float
+    usual_s: float = 0.0
     """The seconds of the other ranks."""
+    is_over: bool = False
+    level: int = 0
+    """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
+    slow_s: float = 0.0
+    is_certain: bool = False
 
     @property
     def ratio(self) -> float:
         return self.own_s / self.usual_s if self.usual_s else math.inf
 
-
-@dataclass
-class _Episode:
-    """A rank that seems slow."""
-
-    since_step: int
-    level: int = 0
-    """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
-    slow_s: float = 0.0
-    is_reported: bool = False
+    def changes(self, *, is_slow: bool, window_s: float) -> bool:
+        """Count a window; returns whether the slowdown has become certain, or a certain one has ended."""
+        self.is_over = not is_slow
+        if self.is_over:
+            self.level -= 1
+            return self.is_certain and self.level == 0
+        self.level = min(WINDOWS, self.level + 1)
+        self.slow_s += window_s
+        if self.is_certain or self.level < WINDOWS or self.slow_s < MIN_SLOW_S:
+            return False
+        self.is_certain = True
+        return True
 
 
 class SlowRanks:
@@ -186,7 +189,7 @@ class SlowRanks:
             for rank in range(layout.world_size):
                 self._groups[layout.place(rank).pp].append(rank)
         self._steps_s: list[float] = []
-        self._episodes: dict[int, _Episode] = {}
+        self._slow: dict[int, Slowdown] = {}
         self._has_started = False
         self.slowest: dict[str, float | str] | None = None
         """The rank with the longest time before its first collective in the newest window, slow or not, as
@@ -232,26 +235,13 @@ class SlowRanks:
                         "other_ranks_s": round(usual_s, 6),
                     }
                 is_slow = own_s > RATIO * usual_s and own_s - usual_s > min_excess_s
-                if is_slow or rank in self._episodes:
-                    waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
-                    phase: Phase = "data" if waits else "compute"
-                    found = Slowdown(rank, self._hosts[rank], not is_slow, phase, first, own_s, usual_s)
-                    if (episode := self._judge(found, sum(steps_s))) is not None:
-                        changed.append(replace(found, since_step=episode.since_step))
+                if not (is_slow or rank in self._slow):
+                    continue
+                found = self._slow.setdefault(rank, Slowdown(rank, self._hosts[rank], first))
+                waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
+                found.phase, found.own_s, found.usual_s = "data" if waits else "compute", own_s, usual_s
+                if found.changes(is_slow=is_slow, window_s=sum(steps_s)):
+                    changed.append(found)
+                if found.level == 0:
+                    del self._slow[rank]
         return changed
-
-    def _judge(self, found: Slowdown, window_s: float) -> _Episode | None:
-        """Count a window of a rank; returns the slowdown that has just begun or ended."""
-        episode = self._episodes.setdefault(found.rank, _Episode(found.since_step))
-        if found.is_over:
-            episode.level -= 1
-            if episode.level > 0:
-                return None
-            del self._episodes[found.rank]
-            return episode if episode.is_reported else None
-        episode.level = min(WINDOWS, episode.level + 1)
-        episode.slow_s += window_s
-        if episode.is_reported or episode.level < WINDOWS or episode.slow_s < MIN_SLOW_S:
-            return None
-        episode.is_reported = True
-        return episode

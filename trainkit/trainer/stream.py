@@ -30,7 +30,7 @@ from trainkit.trainer.task_batches import (
     read_in_worker,
     seed_generators,
 )
-from trainkit.trainer.task_errors import TRACEBACK_HINT, TaskError, describe, line_of, refusal
+from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line_of, refusal
 
 log = getLogger(__name__)
 NUM_FIRST = 3

@@ -1,18 +1,17 @@
 """The batches of a user's task, read by the worker processes of a `DataLoader`.
 
-The samples of a step depend only on its position, as in `trainkit.trainer.batches`, and so does the state of
-the random number generators for every item: a resume on any number of processes reads the same batches.
+The samples of a step depend only on its position, as in `causal_lm.py`, and so does the state of the random
+number generators for every item: a resume on any number of processes reads the same batches.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import mmap
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from logging import getLogger
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -27,10 +26,10 @@ from trainkit.data.order import sample_index
 from trainkit.errors import Problem
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
-from trainkit.trainer.checkpoint.state import StreamState
+from trainkit.trainer.causal_lm import StepBatch
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.task_errors import TaskError
 from trainkit.trainer.torch_private import data_workers
+from trainkit.trainer.user_code import TaskError
 
 log = getLogger(__name__)
 PREFETCH = 2
@@ -53,48 +52,6 @@ class TaskBatch:
     """Seed of the random number generators during the pass."""
     weight: float = 1.0
     """Factor of the loss: 0 for a batch that only lets this rank take part in the collectives of a pass."""
-
-    def to(self, device: torch.device) -> TaskBatch:
-        if device.type == "cpu":
-            return self
-        return TaskBatch(to_device(self.data, device), self.seed, self.weight)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """A batch on the device: tensors, also in mappings, lists, tuples, dataclasses, objects with ``to``."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    # Such as the BatchEncoding of a tokenizer, or a PackedSequence, whose batch sizes stay on the CPU.
-    if callable(getattr(value, "to", None)):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        items = [to_device(item, device) for item in value]
-        is_named = isinstance(value, tuple) and type(value) is not tuple
-        return type(value)(*items) if is_named else type(value)(items)
-    if isinstance(value, MutableMapping):
-        moved = copy.copy(value)
-        for key, item in value.items():
-            moved[key] = to_device(item, device)
-        return moved
-    if is_dataclass(value) and not isinstance(value, type):
-        instance: Any = copy.copy(value)
-        for field in fields(value):
-            object.__setattr__(instance, field.name, to_device(getattr(value, field.name), device))
-        return instance
-    return value
-
-
-@dataclass(frozen=True)
-class TaskStepBatch:
-    """This rank's share of one optimizer step."""
-
-    microbatches: list[TaskBatch]
-    num_samples: int
-    """Samples on all ranks together."""
-    num_tokens: None = None
-    """The loss says by what it is divided."""
-    stream: StreamState | None = None
-    """The position of a stream after the step, on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -326,13 +283,13 @@ class TaskBatches:
         self._loader: ForkedLoader | None = loader
         self._iterator: Iterator[Any] | None = None
 
-    def __iter__(self) -> Iterator[TaskStepBatch]:
+    def __iter__(self) -> Iterator[StepBatch]:
         """Begin at the first step, with the same workers."""
         assert self._loader is not None
         self._at, self._iterator = self._start, iter(self._loader)
         return self
 
-    def __next__(self) -> TaskStepBatch:
+    def __next__(self) -> StepBatch:
         if self._iterator is None:
             iter(self)
         assert self._iterator is not None
@@ -345,7 +302,7 @@ class TaskBatches:
             microbatches.append(TaskBatch(*batch))
         num_samples = self._positions.num_samples(self._at)
         self._at += self._positions.batch.global_batch_size
-        return TaskStepBatch(microbatches, num_samples, stream=state)
+        return StepBatch(microbatches, None, num_samples, state)
 
     def close(self) -> None:
         """Let the workers end."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from trainkit.adapters import has_adapters, require
 from trainkit.config.schema import RunConfig
@@ -19,18 +18,10 @@ from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.run.manifest import BASE_FINGERPRINT
 from trainkit.run.rundir import RunDir
 from trainkit.task import Samples, Stream, Task
-from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.state import TrainingState
-from trainkit.trainer.distributed import World, gather_from_all
-from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
-from trainkit.trainer.load_task import load_task
-from trainkit.trainer.models.model import Weight, allocate, move_buffers
-from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
-from trainkit.trainer.parallel.tensor import fill_shards, find_styles, split_model
-from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
-from trainkit.trainer.progress import Progress
+from trainkit.trainer.distributed import World
+from trainkit.trainer.models.model import allocate
 from trainkit.trainer.quantization import quantized_layers, read_quantized
-from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.stream import StreamData, is_stream, stream_batches
 from trainkit.trainer.task_batches import (
@@ -43,10 +34,7 @@ from trainkit.trainer.task_batches import (
     read_in_worker,
     seed_generators,
 )
-from trainkit.trainer.task_errors import TRACEBACK_HINT, describe, errors_of_user, refusal
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules whose weights have the type of their statistics, float32."""
+from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
 
 
 class UserTask:
@@ -232,86 +220,3 @@ def digest_of_item(samples: Samples, seed: int, index: int) -> tuple[str, str]:
         return digest_of(samples[index]), ""
     except Exception as error:  # whatever the user's code raises
         return "", describe(error)
-
-
-def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
-    """The model of this rank on its device, wrapped for data parallelism."""
-    model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
-    check_same_weights(model, config, world)
-    with errors_of_user(config, "layers() failed"):
-        layers = task.task.layers(model)
-    module = LossModule(model, task.task, config)
-    values: Mapping[str, Tensor] = {}
-    if plan.layout.tp > 1:
-        assert world.mesh is not None
-        styles = find_styles(task.task, config, model, plan.layout.tp)
-        values = split_model(config, model, styles, world.mesh["tp"])
-    recompute_and_compile(
-        layers,
-        parallel.activation_checkpointing,
-        compiled=parallel.compile is True,
-        preserve_rng_state=True,
-    )
-    if world.mesh is None or reduces_on_host(world):
-        if dtype != torch.float32:
-            cast_frozen(model, dtype, BATCH_NORMS)
-        allocate(module, world.device)
-        return module.to(world.device)
-    apply_data_parallel(
-        module,
-        world.mesh,
-        plan.layout,
-        dtype,
-        layers=layers,
-        float32=[item for item in model.modules() if isinstance(item, BATCH_NORMS)],
-        zero=parallel.zero,
-        offload=parallel.offload,
-    )
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
-        # The ranks reduce the gradients of all parameters, also of those that a batch does not use.
-        cast(Any, module).set_reduce_scatter_unused_params(True)
-    allocate(module, torch.device("cpu") if parallel.offload else world.device)
-    fill_shards(model, values)
-    if parallel.offload:
-        move_buffers(module, world.device)
-        return module
-    return module.to(world.device)
-
-
-def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> None:
-    """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
-    found = gather_from_all(digest_of(model), world)
-    different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
-    if different is not None:
-        message = f"build_model() returned another model on rank {different} than on rank 0"
-        hint = "read the same files, and do not seed random, numpy.random or torch"
-        raise refusal(config, message, hint)
-
-
-def assemble_task(
-    task: UserTask,
-    config: RunConfig,
-    world: World,
-    progress: Progress,
-    module: LossModule,
-    local_gradient: LocalGradient | None = None,
-) -> tuple[list[Weight], TaskForwardBackward]:
-    """The weights of a built model and its forward and backward passes."""
-    model, dtype = module.model, DTYPES[config.precision.dtype]
-    module.train()
-    is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
-    masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
-    weights = []
-    # Whether frozen parameters have the same values at every start, and checkpoints do not need them.
-    is_reread = bool(getattr(task.task, "rereads_frozen", False))
-    for name, param in model.named_parameters():
-        master, cast_param = (masters[param], param) if param in masters else (param, None)
-        options = task.task.parameter_options(name, param)
-        is_read = name in module.read_names
-        weights.append(
-            Weight(name, master, cast=cast_param, options=options, is_read=is_read, is_reread=is_reread)
-        )
-    offload = config.parallel.offload
-    switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
-    forward_backward = TaskForwardBackward(module, switch, progress, config, world)
-    return weights, forward_backward

@@ -28,7 +28,7 @@ from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import BuiltModel, build, set_determinism
+from trainkit.trainer.build import AnyTask, BuiltModel, build, build_task
 from trainkit.trainer.checkpoint.loader import (
     choose_checkpoint,
     load_initial_weights,
@@ -47,14 +47,12 @@ from trainkit.trainer.distributed import (
 )
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.loop import Trainer
-from trainkit.trainer.metrics import Metrics, TensorBoardLog
+from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.rank_records import LocalGradient, RankRecords
 from trainkit.trainer.slow_ranks import SlowRanks, StepClock
-from trainkit.trainer.tasks import AnyTask, build_task
 
 log = getLogger(__name__)
 T = TypeVar("T")
@@ -89,7 +87,8 @@ def join_and_build(
         )
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
-    set_determinism(config.train.deterministic)
+    if config.train.deterministic:  # kernels without one raise an error
+        torch.use_deterministic_algorithms(True)
     device = select_device(plan.device, env.local_rank, is_task=plan.per == "gpu")
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.

@@ -18,7 +18,7 @@ from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.events import log_event
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.batches import BatchSource
+from trainkit.trainer.causal_lm import BatchSource
 
 SEQ_LEN = 40
 LAYOUTS = (

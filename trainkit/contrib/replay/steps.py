@@ -187,7 +187,7 @@ def _items(at: RunStep) -> Iterator[StepSample]:
     """The items of a user's task, which another process reads: only the trainer may import torch."""
     request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
     request |= {"start": at.start, "stop": at.stop}
-    argv = module_argv("trainkit.trainer.items")
+    argv = module_argv("trainkit.trainer.task_check", "--items")
     done = subprocess.run(argv, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["killed"])[-1].strip()

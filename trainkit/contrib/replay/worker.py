@@ -16,11 +16,10 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import append_jsonl
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.batches import IGNORE_LABEL, Microbatch, StepBatch
+from trainkit.trainer.causal_lm import IGNORE_LABEL, CausalLM, Microbatch, StepBatch
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import all_reduce_sum
-from trainkit.trainer.tasks import CausalLM
 from trainkit.trainer.worker import end_position, join_and_build
 
 SAMPLES_FILE = "sample_losses.jsonl"

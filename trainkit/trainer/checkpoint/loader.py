@@ -39,7 +39,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
-from trainkit.trainer.task_errors import listed
+from trainkit.trainer.user_code import listed
 
 log = getLogger(__name__)
 SETTLE_S = 65.0

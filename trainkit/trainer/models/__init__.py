@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.data.checks import tokenizer_vocab_size
 from trainkit.errors import Problem
@@ -19,7 +16,7 @@ from trainkit.run.record import copied_file
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model, StageSpec
-from trainkit.trainer.task_errors import TaskError
+from trainkit.trainer.user_code import TaskError, import_file
 
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
@@ -34,13 +31,9 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
         return ARCHITECTURES[name]
     file, _, class_name = name.rpartition(":")
     path = Path(file).absolute() if run is None else copied_file(run, file)
-    spec = importlib.util.spec_from_file_location(f"trainkit_architecture_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise _unknown(name, f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    found = getattr(module, class_name, None)
+    found = getattr(import_file(path), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
     # Not an ABC, whose metaclass nn.Module does not have, so Python itself does not refuse such a class.
@@ -52,11 +45,11 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
 
 def _unknown(name: str, reason: str) -> TaskError:
     hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
-    return TaskError(Problem("model.architecture", f"is {name}, but {reason}", hint=hint))
+    return _refusal("model.architecture", f"is {name}, but {reason}", hint)
 
 
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
-    """Raise TaskError for context or pipeline parallelism that it does not support."""
+    """Raise TaskError for context or pipeline parallelism that an architecture does not support."""
     name, parallel, seq_len = config.model.architecture, config.parallel, config.data.seq_len
     if name in ARCHITECTURES or parallel.cp == parallel.pp == 1:
         return
@@ -64,51 +57,29 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
     with torch.device("meta"):
         whole = architecture(shape, seq_len, None)
         if parallel.cp > 1:
-            _refuse_without_attention(name, whole, parallel)
-        if parallel.pp > 1:
-            _refuse_uncut(name, whole, parallel, seq_len)
-
-
-def _refuse_without_attention(name: str, whole: Model, parallel: ParallelConfig) -> None:
-    """Without an `attend` to replace, a rank would use only its own slice of the sequence."""
-    attentions = list(whole.attentions)
-    found = f"is {parallel.cp}, but"
-    hint = "context parallelism replaces `attend` of the modules in `attentions`; use parallel.cp 1"
-    if not attentions:
-        raise _refusal("parallel.cp", f"{found} {name} has no module in `attentions`", hint)
-    for index, layer in enumerate(whole.layers):
-        modules = set(layer.modules())
-        if not any(attention in modules for attention in attentions):
-            raise _refusal(
-                "parallel.cp", f"{found} layer {index} of {name} has no module in `attentions`", hint
-            )
-    for attention in attentions:
-        if not callable(getattr(attention, "attend", None)):
-            kind = type(attention).__name__
-            raise _refusal("parallel.cp", f"{found} {kind} in `attentions` of {name} has no `attend`", hint)
-
-
-def _refuse_uncut(name: str, whole: Model, parallel: ParallelConfig, seq_len: int) -> None:
-    """The stages must divide the layers and parameters of the whole model."""
-    stages = num_stages(parallel.pp, parallel.pp_schedule)
-    found = f"is {parallel.pp}, but {name} cannot be cut into {stages} stages:"
-    hint = "create only the layers of `stage`, see trainkit/trainer/models/decoder.py; or use parallel.pp 1"
-    owners: Counter[str] = Counter()
-    for index, layers in enumerate(stage_layers(whole.shape.num_layers, stages)):
-        spec = StageSpec(layers, index == 0, index == stages - 1)
-        model = type(whole)(whole.shape, seq_len, spec)
-        if len(model.layers) != len(layers):
-            message = f"stage {index} has {len(model.layers)} layers instead of {len(layers)}"
-            raise _refusal("parallel.pp", f"{found} {message}", hint)
-        # Under their own names: tied parameters are in two stages.
-        owners.update(parameter for parameter, _ in model.named_parameters(remove_duplicate=False))
-    expected = {parameter for parameter, _ in whole.named_parameters(remove_duplicate=False)}
-    for parameter in sorted(expected | owners.keys()):
-        if parameter not in expected:
-            raise _refusal("parallel.pp", f"{found} the whole model has no parameter {parameter}", hint)
-        if owners[parameter] != 1:
-            message = f"parameter {parameter} is in {owners[parameter]} stages"
-            raise _refusal("parallel.pp", f"{found} {message}", hint)
+            # Without an `attend` to replace, a rank would use only its own slice of the sequence.
+            replaced = {item for item in whole.attentions if callable(getattr(item, "attend", None))}
+            for index, layer in enumerate(whole.layers):
+                if not replaced & set(layer.modules()):
+                    found = f"layer {index} of {name} has no module in `attentions` with `attend`"
+                    hint = "context parallelism replaces `attend` of these modules; use parallel.cp 1"
+                    raise _refusal("parallel.cp", f"is {parallel.cp}, but {found}", hint)
+        if parallel.pp == 1:
+            return
+        stages = num_stages(parallel.pp, parallel.pp_schedule)
+        counts: Counter[str] = Counter()
+        for index, layers in enumerate(stage_layers(shape.num_layers, stages)):
+            part = architecture(shape, seq_len, StageSpec(layers, index == 0, index == stages - 1))
+            # Under their own names: tied parameters are in two stages.
+            counts.update(parameter for parameter, _ in part.named_parameters(remove_duplicate=False))
+        expected = Counter(parameter for parameter, _ in whole.named_parameters(remove_duplicate=False))
+    wrong = min((counts - expected) + (expected - counts), default=None)
+    if wrong is not None:
+        found = f"{name} cannot be cut into {stages} stages: parameter {wrong} is in {counts[wrong]} of them"
+        hint = (
+            "create only the layers of `stage`, as trainkit/trainer/models/decoder.py; or use parallel.pp 1"
+        )
+        raise _refusal("parallel.pp", f"is {parallel.pp}, but {found}", hint)
 
 
 def _refusal(key: str, message: str, hint: str) -> TaskError:

@@ -7,7 +7,9 @@ one from the back, which balances the work of causal attention.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -73,3 +75,35 @@ def _gather(local: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
     chunks = all_gather_dim(local.contiguous(), 3, group).chunk(2 * cp, dim=3)
     front, back = chunks[::2], chunks[1::2]
     return torch.cat((*front, *reversed(back)), dim=3)
+
+
+FLASH_CAPABILITY = (8, 0)
+"""Compute capability of Ampere."""
+Attend = Callable[..., Tensor]
+"""Attention of queries [B, H, T, C] to keys and values [B, K, S, C], with a mask or without."""
+
+
+def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's flash attention supports this dtype on the device."""
+    if device.type != "cuda" or dtype == torch.float32 or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+def repeat_kv_heads(attentions: list[nn.Module]) -> None:
+    """Make attention modules repeat keys and values for every query head.
+
+    For devices and masks without flash attention: for shared keys and values torch would choose a kernel that
+    materialises all scores [B, H, T, S].
+    """
+    for attention in attentions:
+        attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]
+
+
+def _repeating(attend: Attend) -> Attend:
+    @wraps(attend)
+    def repeating(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        return attend(q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), *mask)
+
+    return repeating

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import GradientSwitch
+from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import Model
-from trainkit.trainer.rank_records import LocalGradient, observe_reduce_scatter
 from trainkit.trainer.torch_private import after_backward, replicate
 
 # Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
@@ -169,6 +169,37 @@ def gradient_switch(
         observe_reduce_scatter(model, local_gradient)
     # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
     return model.set_requires_all_reduce
+
+
+class ObservedReduceScatter:
+    """The reduce-scatter of FSDP, which shows the gradient to a `LocalGradient` first."""
+
+    def __init__(self, local_gradient: LocalGradient) -> None:
+        self._local_gradient = local_gradient
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._local_gradient.add([input_tensor])
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return work
+
+
+def observe_reduce_scatter(model: nn.Module, local_gradient: LocalGradient) -> None:
+    """Have the gradients of a sharded model be shown before they are reduced."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(ObservedReduceScatter(local_gradient))  # type: ignore[arg-type]
 
 
 MIN_BUCKET_BYTES = 4 * 2**20

@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.step_work import num_stages, stage_layers, stages_of
-from trainkit.trainer.batches import Microbatch
+from trainkit.trainer.causal_lm import Microbatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardContext, OnLoss
 from trainkit.trainer.models.model import StageSpec, local_tensor

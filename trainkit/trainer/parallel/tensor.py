@@ -30,8 +30,8 @@ from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
 from trainkit.trainer.models.model import Role, local_tensor, shard_index
-from trainkit.trainer.task_errors import TaskError, errors_of_user, refusal
 from trainkit.trainer.torch_private import ModuleStyle, with_params
+from trainkit.trainer.user_code import TaskError, errors_of_user, refusal
 
 SEQUENCE_DIM = 1
 

@@ -1,0 +1,294 @@
+"""The built-in task, next-token prediction on token shards, and its batches, prefetched in threads.
+
+Steps consume samples at consecutive global positions. Microbatch m of rank r takes `device_batch_size`
+samples from position ``start + (m x dp + r) x device_batch_size``, so the samples of a step depend only on
+its position, never on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainkit.config.schema import RunConfig
+from trainkit.data.cache import has_validation
+from trainkit.data.order import IntArray
+from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
+from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.run.rundir import RunDir
+from trainkit.safetensors import StoredWeights
+from trainkit.trainer.checkpoint.state import StreamState, TrainingState
+from trainkit.trainer.distributed import World
+from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
+from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
+from trainkit.trainer.models.model import Model, StageSpec
+from trainkit.trainer.stateless_random import hash_int32, stable_key
+
+IGNORE_LABEL = -100
+"""Label of padding in the last batch of the data, ignored by the loss and the token count."""
+MAX_TOKENS_PER_READ = 1 << 16
+MAX_STEPS_PER_READ = 64
+"""Maximum number of small steps that are read together; see `BatchSource.steps_at`."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The input of one forward pass: tokens and labels int64 [B, T], sample_keys int32 [B]."""
+
+    tokens: Tensor
+    labels: Tensor
+    sample_keys: Tensor
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch on the device: tensors, also in mappings, lists, tuples, dataclasses, objects with ``to``."""
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    # Such as the BatchEncoding of a tokenizer, or a PackedSequence, whose batch sizes stay on the CPU.
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        items = [to_device(item, device) for item in value]
+        is_named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*items) if is_named else type(value)(items)
+    if isinstance(value, MutableMapping):
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = to_device(item, device)
+        return moved
+    if is_dataclass(value) and not isinstance(value, type):
+        instance: Any = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(instance, field.name, to_device(getattr(value, field.name), device))
+        return instance
+    return value
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's share of one optimizer step."""
+
+    microbatches: list[Any]
+    num_tokens: int | None
+    """Valid labels on this rank; None of a user's task, whose loss says by what it is divided."""
+    num_samples: int
+    """Valid samples on all ranks together."""
+    stream: StreamState | None = None
+    """The position of a user's stream after the step, on rank 0."""
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Reads the batch at any position; stateless, so threads can share it."""
+
+    dataset: TokenShards | TokenMixture
+    batch: Batch
+    dp_rank: int
+    dp_size: int
+    seed: int
+    shuffle: bool
+    end_position: int | None
+    """Position after the last sample; None if only the number of steps ends the training."""
+    pin_memory: bool = False
+
+    def step_at(self, position: int) -> StepBatch:
+        """The batch of the step whose first sample is at `position`."""
+        return self.steps_at(position, 1)[0]
+
+    def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
+        """The batches of consecutive steps, read together to amortise the overhead of each operation."""
+        size = self.batch.global_batch_size
+        starts = position + size * np.arange(num_steps, dtype=np.int64)
+        stops = starts + size
+        if self.end_position is not None:  # the data may end within a step
+            stops = np.minimum(stops, self.end_position)
+        rows = self._positions(starts)
+        valid = rows < stops[:, None, None]
+        tokens = np.zeros((*rows.shape, self.dataset.seq_len + 1), dtype=np.int64)
+        if valid.any():
+            index = self.dataset.sample_index(rows[valid], self.seed, self.shuffle)
+            tokens[valid] = self.dataset.read(index)
+        data = torch.from_numpy(tokens)
+        inputs, labels = data[..., :-1].contiguous(), data[..., 1:].contiguous()
+        labels[~torch.from_numpy(valid)] = IGNORE_LABEL
+        keys = self._sample_keys(torch.from_numpy(rows))
+        if self.pin_memory:
+            inputs, labels, keys = inputs.pin_memory(), labels.pin_memory(), keys.pin_memory()
+        num_tokens = (valid.sum(axis=(1, 2)) * self.dataset.seq_len).tolist()
+        num_samples = np.maximum(stops - starts, 0).tolist()
+        steps = zip(inputs.unbind(), labels.unbind(), keys.unbind(), num_tokens, num_samples, strict=True)
+        return [
+            StepBatch(
+                [Microbatch(*micro) for micro in zip(i.unbind(), t.unbind(), k.unbind(), strict=True)], n, m
+            )
+            for i, t, k, n, m in steps
+        ]
+
+    def _positions(self, starts: IntArray) -> IntArray:
+        """The positions that this rank reads, int64 [steps, microbatches, B]."""
+        micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
+        offsets = micro[:, None] * self.batch.device_batch_size
+        return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
+
+    def _sample_keys(self, positions: Tensor) -> Tensor:
+        """A dropout key per sample, int32, derived from its position in the training."""
+        low = (positions & 0x7FFFFFFF).to(torch.int32)
+        return hash_int32(
+            low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
+        )
+
+
+class PrefetchedBatches:
+    """Iterates over a source's steps from `position`, prefetched by `num_workers` threads.
+
+    Copying tokens out of memory maps releases the GIL, so threads suffice: there are no processes to fork or
+    to clean up after a crash. Small steps are read in groups.
+    """
+
+    def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
+        self._source = source
+        self._start = self._position = position
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
+        self._ahead = max(2, num_workers)
+        self._queue: deque[Future[list[StepBatch]]] = deque()
+        self._ready: deque[StepBatch] = deque()
+        batch = source.batch
+        samples = batch.device_batch_size * batch.accumulation_steps
+        self._num_steps = max(
+            1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // (samples * source.dataset.seq_len))
+        )
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Begin at the first step again."""
+        self._position = self._start
+        self._queue.clear()
+        self._ready.clear()
+        return self
+
+    def __next__(self) -> StepBatch:
+        if not self._ready:
+            self._ready.extend(self._next_steps())
+        return self._ready.popleft()
+
+    def _next_steps(self) -> list[StepBatch]:
+        if self._pool is None:
+            return self._source.steps_at(self._advance(), self._num_steps)
+        while len(self._queue) <= self._ahead:
+            self._queue.append(self._pool.submit(self._source.steps_at, self._advance(), self._num_steps))
+        return self._queue.popleft().result()
+
+    def _advance(self) -> int:
+        position = self._position
+        self._position += self._num_steps * self._source.batch.global_batch_size
+        return position
+
+    def close(self) -> None:
+        """Stop prefetching, without waiting for reads in progress."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class CausalLM:
+    """Next-token prediction on token shards."""
+
+    def __init__(self, config: RunConfig, run: RunDir | None, checks_data: bool) -> None:
+        seq_len = config.data.seq_len
+        # Before the data is prepared, which may take long.
+        self._model_class = load_architecture(config.model.architecture, run)
+        refuse_unsupported_layout(config, self._model_class)
+        self.train_data = open_dataset(config.data, seq_len, "train", checks_data)
+        evaluates = config.train.eval_every is not None and has_validation(config.data, checks_data)
+        self.val_data = open_dataset(config.data, seq_len, "val", checks_data) if evaluates else None
+        self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
+        self.num_params = self._model_class.num_params(self.shape)
+        self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
+        self.reads_weights = config.model.hf is not None and not config.model.from_scratch
+        """Whether the initial weights are those of `model.hf`."""
+        self._stored: StoredWeights | None = None
+        self._config = config
+        self._seq_len = seq_len
+
+    def build_model(self, stage: StageSpec | None = None) -> Model:
+        """The model, or one pipeline stage of it, on the meta device."""
+        with torch.device("meta"):
+            model = self._model_class(self.shape, self._seq_len, stage)
+        if self._config.data.document_mask:
+            assert isinstance(model, Decoder)
+            model.eos_id = self.train_data.eos_id
+        return model
+
+    def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
+        """Read a part of the initial value of a parameter."""
+        if self._stored is None:  # not before: a resumed run does without the files
+            self._stored = StoredWeights(Path(str(self._config.model.hf)))
+        return read_decoder_weight(self._stored, name, index)
+
+    def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The negative log-likelihood, summed over all valid labels, float32 []."""
+        nll_sum = F.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
+        )
+        # A DTensor with loss parallelism, which splits logits over the vocabulary.
+        return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
+
+    def data_identity(self) -> dict[str, object]:
+        return {
+            "fingerprint": self.train_data.fingerprint,
+            "data.seq_len": self._seq_len,
+            "data.shuffle": self._config.data.shuffle,
+            "seed": self._config.seed,
+        }
+
+    def describe_data(self) -> str:
+        data = self.train_data
+        counts = f"{data.num_tokens:,} training tokens in {data.num_samples:,} samples of {self._seq_len}"
+        if isinstance(data, TokenShards):
+            return f"{self._config.data.source}: {counts}"
+        return f"mixture: {counts}; {'; '.join(data.describe(self._config.data.source))}"
+
+    def train_batches(
+        self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
+    ) -> PrefetchedBatches:
+        """The training batches of this rank from a state on, up to position `end` if it is not None."""
+        shuffle = self._config.data.shuffle
+        return self._batches(self.train_data, plan.batch, world, state.samples_seen, end, shuffle)
+
+    def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
+        """The validation batches of this rank; can be iterated over again and again."""
+        assert self.val_data is not None
+        return self._batches(self.val_data, batch, world, 0, num_samples, shuffle=False)
+
+    def _batches(
+        self,
+        data: TokenShards | TokenMixture,
+        batch: Batch,
+        world: World,
+        start: int,
+        end: int | None,
+        shuffle: bool,
+    ) -> PrefetchedBatches:
+        source = BatchSource(
+            dataset=data,
+            batch=batch,
+            dp_rank=world.dp_rank,
+            dp_size=world.layout.dp,
+            seed=self._config.seed,
+            shuffle=shuffle,
+            end_position=end,
+            pin_memory=world.device.type == "cuda",
+        )
+        return PrefetchedBatches(source, start, self._config.data.num_workers)

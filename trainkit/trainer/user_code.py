@@ -1,0 +1,179 @@
+"""The user's own code: imports the class of a task, and says with file and line why it cannot be trained."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from trainkit.config.schema import MULTIMODAL, RunConfig
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+from trainkit.run.record import copied_file, copied_folder
+from trainkit.run.rundir import RunDir
+from trainkit.task import Task
+
+TRACEBACK_HINT = "run it in a Python shell to see the traceback"
+
+
+class TaskError(TrainkitError):
+    """A task that cannot be trained; a restart would not change that."""
+
+    exit_code = EXIT_NO_RESTART
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key} {problem.message}", problem.hint)
+        self.problem = problem
+
+
+def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
+    """The error of a task, or of `model.hf`, that cannot be trained, for its `message` after "but"."""
+    key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
+    return TaskError(Problem(key, f"is {value}, but {message}", hint=hint))
+
+
+def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
+    """An error of a task or a model as the problem of a config key."""
+    if isinstance(error, TaskError):
+        return error.problem
+    key, _, message = error.message.partition(" ")
+    if key.startswith(("model.lora", "model.hf", "model.quantize")):
+        return Problem(key, message, hint=error.hint)
+    if config.has_user_task:
+        return refusal(config, error.message, error.hint).problem
+    return Problem("model.hf", error.message, hint=error.hint)
+
+
+@contextmanager
+def errors_of_user(
+    config: RunConfig, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise TaskError, with file and line, for whatever the user's code raises.
+
+    Errors of the types in `but` are raised as they are: a restart may help.
+    """
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except but:
+        raise
+    except Exception as error:
+        raise refusal(config, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file as Python runs a script: it can import the files next to it."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Data workers send instances of its classes by name, and dataclasses look up their module.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def describe(error: BaseException) -> str:
+    """An exception as text, with the innermost line of a file outside installed packages."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{text} ({error.filename}:{error.lineno})"
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_installed = "site-packages" in frame.filename or frame.filename.startswith(
+            ("<", sys.prefix, package)
+        )
+        if not is_installed and not frame.filename.startswith(sys.base_prefix):
+            return f"{text} ({frame.filename}:{frame.lineno})"
+    return text
+
+
+def line_of(function: object) -> str:
+    """`` at FILE:LINE`` of a function in Python; empty for others."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+SHIPPED_TASKS = {MULTIMODAL: "trainkit.contrib.multimodal.task:MultimodalLM"}
+
+
+def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
+    """Create the task of a config; raises TaskError if it cannot be imported or created."""
+    if config.uses_transformers:
+        # By its name, since that module imports this one.
+        task: Task = importlib.import_module("trainkit.trainer.hf_task").HFCausalLM(config)
+        return task
+    found = load_task_class(config, run)
+    with errors_of_user(config, f"{found.__name__}() failed"):
+        return found(config, **config.task_args)
+
+
+def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
+    """The class that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
+
+    A run imports it from its code snapshot, so later edits have no effect. Raises TaskError if it cannot be
+    imported, is not a complete Task, or does not take ``task_args``.
+    """
+    module_name, _, class_name = SHIPPED_TASKS.get(config.task, config.task).rpartition(":")
+    with errors_of_user(config, "cannot be imported"):
+        module = _import(config, module_name, run)
+    found = getattr(module, class_name, None)
+    where = module.__file__ or module_name
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        hint = "a task is a subclass of trainkit.task.Task"
+        raise refusal(config, f"{where} has no class {class_name} that is a Task", hint)
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        place = f"{where}:{inspect.getsourcelines(found)[1]}"
+        raise refusal(config, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
+    _check(config, found)
+    return found
+
+
+def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
+    if not name.endswith(".py"):
+        folder = str(Path.cwd() if run is None else copied_folder(run))
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # something that the module itself imports
+            hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
+            raise refusal(config, f"there is no module {error.name}", hint) from None
+    path = Path(name).absolute() if run is None else copied_file(run, name)
+    if not path.is_file():
+        raise refusal(config, f"there is no file {path}", "FILE.py is relative to the current folder")
+    return import_file(path)
+
+
+def _check(config: RunConfig, found: type[Task]) -> None:
+    """Raise TaskError if a class does not take `task_args`, or does not support the layout."""
+    tp = config.parallel.tp
+    if tp > 1 and found.tensor_plan is Task.tensor_plan:
+        message = f"is {tp}, but {found.__name__} does not define tensor_plan"
+        hint = "it names the modules to split, see docs/own-task.md; or remove parallel.tp and use dp_shard"
+        raise TaskError(Problem("parallel.tp", message, hint=hint))
+    signature = inspect.signature(found)
+    try:
+        signature.bind(config, **config.task_args)
+    except TypeError as error:
+        known = list(signature.parameters)[1:]
+        takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
+        raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
