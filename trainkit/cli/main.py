@@ -67,21 +67,25 @@ SECTIONS = {
 }
 """Heading -> its commands, each with its line in ``trainkit --help``."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
-"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `CONTRIB`."""
-CONTRIB = {
-    "doctor": "trainkit.contrib.doctor.command",
-    "drill": "trainkit.contrib.drill.command",
-    "generate": "trainkit.contrib.generate.command",
-    "replay": "trainkit.contrib.replay.command",
-    "sync": "trainkit.contrib.trackers.command",
-    "ui": "trainkit.contrib.trackers.ui",
+"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `ELSEWHERE`."""
+ELSEWHERE = {
+    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "requeue", "shell", "stacks")},
+    "completion": "cli.help:completion",
+    "schema": "cli.check:schema",
+    # What no run needs: no module of the core imports them.
+    "doctor": "contrib.doctor.command:command",
+    "drill": "contrib.drill.command:command",
+    "generate": "contrib.generate.command:command",
+    "replay": "contrib.replay.command:command",
+    "sync": "contrib.trackers.command:command",
+    "ui": "contrib.trackers.ui:command",
 }
-"""Commands that no run needs: no module of the core imports them."""
 
 
 def load_command(name: str) -> click.Command:
     """Import one of `COMMANDS`."""
-    command = importlib.import_module(CONTRIB.get(name, f"trainkit.cli.{name}")).command
+    module, _, own_name = ELSEWHERE.get(name, f"cli.{name}:command").partition(":")
+    command = getattr(importlib.import_module(f"trainkit.{module}"), own_name)
     assert isinstance(command, click.Command)
     return command
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.help import Command, examples
+from trainkit.cli.hosts import HostOptions, host_options, hosts_target, run_on_hosts
 from trainkit.cli.options import (
     ConfigRequest,
-    HostOptions,
-    host_options,
     named_folder,
     one_node_config_options,
 )
@@ -54,7 +53,6 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     terminal closes.
     """
     from trainkit.cli.following import follow_run, print_started
-    from trainkit.cli.hosts import hosts_target, run_on_hosts
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
