@@ -60,7 +60,7 @@ def command(
     """
     from trainkit.backends.jobs import liveness_probe
     from trainkit.job.failed_starts import batch_log
-    from trainkit.observe.follow import follow, start_of_last
+    from trainkit.observe.logs import follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
     from trainkit.run.record import AttemptRecord, read_job
     from trainkit.run.registry import find_attempt, find_run

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.run_text import Evidence, Text, clean, json_line, read_log
+from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end

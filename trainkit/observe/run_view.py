@@ -10,12 +10,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.formats import duration, time_limit_s
+from trainkit.formats import duration, relative_path, time_limit_s
 from trainkit.observe.attempt_files import AttemptFiles
-from trainkit.observe.follow import last_lines
-from trainkit.observe.run_text import clean
+from trainkit.observe.logs import clean, last_lines
 from trainkit.observe.status import RunStatus
-from trainkit.observe.status_text import relative_path
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between
