@@ -70,6 +70,7 @@ COMMANDS = {name: text for commands in SECTIONS.values() for name, text in comma
 ELSEWHERE = {
     **{name: f"cli.control:{name}" for name in ("attach", "cancel", "requeue", "shell", "stacks")},
     "completion": "cli.help:completion",
+    "env": "cli.run:env",
     "schema": "cli.check:schema",
     # What no run needs: no module of the core imports them.
     "doctor": "contrib.doctor.command:command",
