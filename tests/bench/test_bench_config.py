@@ -105,7 +105,7 @@ def test_a_bench_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 3)
     planned = layouts_of_four(tmp_path)
     assert [point.name for point in planned.points] == ["dp_shard=4", "dp_replicate=4", "tp=4"]
-    assert planned.left_out[:2] == ("pp=4", "dp_replicate=2,dp_shard=2")
+    assert planned.left_out[:2] == ["pp=4", "dp_replicate=2,dp_shard=2"]
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, **degrees: int) -> None:

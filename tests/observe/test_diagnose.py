@@ -22,9 +22,9 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
 from trainkit.errors import UsageError
-from trainkit.observe import run_text
+from trainkit.observe import logs
 from trainkit.observe.diagnose import Diagnosis, diagnose
-from trainkit.observe.run_text import read_log
+from trainkit.observe.logs import read_log
 from trainkit.observe.signatures import load_signatures
 from trainkit.run.end import WITHOUT_RECORD
 from trainkit.run.files import as_utc, write_json
@@ -170,7 +170,7 @@ def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.Monke
     text = read_log(path, tmp_path, "log")
     assert text is not None
     assert text.evidence(len(text.lines) - 1).line == 100_001
-    assert len(text.lines) == run_text.MAX_LAST_LINES
+    assert len(text.lines) == logs.MAX_LAST_LINES
 
 
 def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None:

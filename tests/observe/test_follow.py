@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.observe.follow import LogTail, follow, last_lines, run_is_over
+from trainkit.observe.logs import LogTail, follow, last_lines, run_is_over
 from trainkit.run.files import parse_record, write_json
 from trainkit.run.rundir import RunDir
 

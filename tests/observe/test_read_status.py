@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cli.status import run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.status import read_status
-from trainkit.observe.status_text import run_details, runs_rows
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory

@@ -1,5 +1,5 @@
+from trainkit.cli.status import restarts_line
 from trainkit.observe.status import find_restarts
-from trainkit.observe.status_text import restarts_line
 from trainkit.run.events import Event
 from trainkit.run.history import attempts_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +85,87 @@ class BenchRequest:
     """Keep the config's name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedBench:
-    """A bench before its first run."""
+    """A bench before its first run: the points that can run, and why others cannot."""
 
     kind: Kind
     request: BenchRequest
-    points: list[BenchPoint]
-    changes: list[Change]
+    gatherer: Gatherer = field(default_factory=Gatherer)
+    points: list[BenchPoint] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     """The changes to the config for all runs."""
-    impossible: Mapping[str, str]
-    """Name of an impossible point -> reason."""
-    left_out: tuple[str, ...] = ()
+    errors: dict[str, ConfigError] = field(default_factory=dict)
+    """Name of a point that cannot run -> why."""
+    left_out: list[str] = field(default_factory=list)
     """Names of possible layouts beyond the maximum."""
+
+    @property
+    def impossible(self) -> dict[str, str]:
+        """Name of an impossible point -> reason."""
+        return {name: error.problems[0].sentence for name, error in self.errors.items()}
+
+    def add_layout(
+        self,
+        loaded: LoadedConfig,
+        layout: Layout,
+        ranks: LaunchPlan,
+        shape: ModelShape,
+        typed: JsonObject | None = None,
+    ) -> None:
+        """Plan a layout; a `typed` one must be possible, of the others only the first ones run."""
+        name = layout_name(layout, {key: item for key, item in (typed or {}).items() if key not in DEGREES})
+        if name in (point.name for point in self.points):
+            raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
+        try:
+            settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed or {})
+            if typed is None and len(self.points) == MAX_LAYOUTS:
+                self.left_out.append(name)
+                return
+            own = with_values(loaded, settings, f"layout {name}")
+        except ConfigError as error:
+            if typed is not None:
+                raise
+            self.errors[name] = error
+            return
+        self.add({LAYOUT: name}, settings, own, notes)
+        if typed is not None and name in self.errors:
+            raise self.errors[name]
+
+    def add(
+        self,
+        values: JsonObject,
+        settings: Mapping[str, object],
+        loaded: LoadedConfig | ConfigError,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        """Plan a point whose config is `loaded`, or has an error."""
+        try:
+            if isinstance(loaded, ConfigError):
+                raise loaded
+            config, plan, changes = self._shortened(loaded, values)
+        except ConfigError as error:
+            self.errors[point_name(values)] = error
+            return
+        self.points.append(BenchPoint(values, settings, notes, config, plan))
+        self.changes = self.changes or changes
+
+    def _shortened(
+        self, loaded: LoadedConfig, values: JsonObject
+    ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
+        """The config and plan of a point, and what a bench changes in it."""
+        length = self.request.length
+        own = bench_values(loaded.config, self.kind, length, self.request.keep_name)
+        if self.kind == "settings":
+            _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
+        facts = self.gatherer.facts(loaded)
+        target = facts.target
+        if target.submits_job and (problem := backend_named(target.backend).array_problem(target.reason, "")):
+            raise UsageError(*problem)
+        short, changes = with_changes(loaded, own, ORIGIN)
+        plan = plan_run(short, facts)
+        full, more = with_changes(short, profiler_values(length, plan.world_size), ORIGIN)
+        return full.config, plan, [*changes, *more]
 
     @property
     def name(self) -> str:
@@ -159,8 +227,8 @@ class PlannedBench:
         return {
             "layouts" if self.kind == "layouts" else "points": points,
             "repeats": self.request.repeats,
-            "impossible": dict(self.impossible),
-            "left_out": list(self.left_out),
+            "impossible": self.impossible,
+            "left_out": self.left_out,
         }
 
     def create(self, folder: Path, run_names: Sequence[str]) -> Bench:
@@ -229,10 +297,17 @@ def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> Plann
 
     Raises the ConfigError of the first point if none can run, and UsageError for a key that a bench sets.
     """
-    planner = _Planner("settings", request, Gatherer())
+    planned = PlannedBench("settings", request)
     for point in points:
-        planner.add(point.values, point.values, point.loaded)
-    return planner.planned()
+        planned.add(point.values, point.values, point.loaded)
+    return _checked(planned)
+
+
+def _checked(planned: PlannedBench) -> PlannedBench:
+    """The bench; raises the ConfigError of the first point if none can run."""
+    if not planned.points:
+        raise next(iter(planned.errors.values()))
+    return planned
 
 
 def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[str]) -> PlannedBench:
@@ -246,8 +321,8 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
         or_own=True,
     )
-    planner = _Planner("layouts", request, Gatherer())
-    facts = planner.gatherer.facts(loaded)
+    planned = PlannedBench("layouts", request)
+    facts = planned.gatherer.facts(loaded)
     assert facts.data is not None
     shape, ranks = resolve_model_shape(loaded.config.model, facts.data.vocab_size), _ranks(loaded, facts)
     for text in layouts:
@@ -255,7 +330,7 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         own = with_values(loaded, {f"parallel.{key}": value for key, value in typed.items()}, origin)
         try:
             layout = make_layout(own.config.parallel, ranks.world_size)[0]
-            planner.add_layout(own, layout, ranks, shape, typed)
+            planned.add_layout(own, layout, ranks, shape, typed)
         except ConfigError as error:
             problems = [Problem(item.key, item.message, origin, item.hint) for item in error.problems]
             raise ConfigError(problems) from None
@@ -263,8 +338,8 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         splits_sequence = loaded.config.parallel.cp > 1 or loaded.config.data.seq_len >= LONG_SEQUENCE
         found = enumerate_layouts(ranks.world_size, ranks.workers_per_node, splits_sequence)
         for layout in sorted(found, key=_complexity):
-            planner.add_layout(loaded, layout, ranks, shape)
-    return planner.planned()
+            planned.add_layout(loaded, layout, ranks, shape)
+    return _checked(planned)
 
 
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
@@ -303,87 +378,6 @@ def layout_settings(
         "parallel.pp_microbatches": batch.pp_microbatches or parallel.pp_microbatches,
     }
     return settings, tuple(f"{note} to fit this layout" for note in batch_changes(batch, request))
-
-
-class _Planner:
-    """Collects the points of a bench that can run, and why others cannot."""
-
-    def __init__(self, kind: Kind, request: BenchRequest, gatherer: Gatherer) -> None:
-        self.kind, self.request, self.gatherer = kind, request, gatherer
-        self._points: list[BenchPoint] = []
-        self._changes: list[Change] = []
-        self._errors: dict[str, ConfigError] = {}
-        self._left_out: list[str] = []
-
-    def planned(self) -> PlannedBench:
-        """The bench; raises the ConfigError of the first point if none can run."""
-        if not self._points:
-            raise next(iter(self._errors.values()))
-        impossible = {name: error.problems[0].sentence for name, error in self._errors.items()}
-        left_out = tuple(self._left_out)
-        return PlannedBench(self.kind, self.request, self._points, self._changes, impossible, left_out)
-
-    def add_layout(
-        self,
-        loaded: LoadedConfig,
-        layout: Layout,
-        ranks: LaunchPlan,
-        shape: ModelShape,
-        typed: JsonObject | None = None,
-    ) -> None:
-        """Plan a layout; a `typed` one must be possible, of the others only the first ones run."""
-        name = layout_name(layout, {key: item for key, item in (typed or {}).items() if key not in DEGREES})
-        if name in (point.name for point in self._points):
-            raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
-        try:
-            settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed or {})
-            if typed is None and len(self._points) == MAX_LAYOUTS:
-                self._left_out.append(name)
-                return
-            own = with_values(loaded, settings, f"layout {name}")
-        except ConfigError as error:
-            if typed is not None:
-                raise
-            self._errors[name] = error
-            return
-        self.add({LAYOUT: name}, settings, own, notes)
-        if typed is not None and name in self._errors:
-            raise self._errors[name]
-
-    def add(
-        self,
-        values: JsonObject,
-        settings: Mapping[str, object],
-        loaded: LoadedConfig | ConfigError,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        """Plan a point whose config is `loaded`, or has an error."""
-        try:
-            if isinstance(loaded, ConfigError):
-                raise loaded
-            config, plan, changes = self._shortened(loaded, values)
-        except ConfigError as error:
-            self._errors[point_name(values)] = error
-            return
-        self._points.append(BenchPoint(values, settings, notes, config, plan))
-        self._changes = self._changes or changes
-
-    def _shortened(
-        self, loaded: LoadedConfig, values: JsonObject
-    ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
-        """The config and plan of a point, and what a bench changes in it."""
-        length = self.request.length
-        own = bench_values(loaded.config, self.kind, length, self.request.keep_name)
-        if self.kind == "settings":
-            _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
-        facts = self.gatherer.facts(loaded)
-        target = facts.target
-        if target.submits_job and (problem := backend_named(target.backend).array_problem(target.reason, "")):
-            raise UsageError(*problem)
-        short, changes = with_changes(loaded, own, ORIGIN)
-        plan = plan_run(short, facts)
-        full, more = with_changes(short, profiler_values(length, plan.world_size), ORIGIN)
-        return full.config, plan, [*changes, *more]
 
 
 def _refuse_set_by_bench(values: JsonObject, own: Values) -> None:

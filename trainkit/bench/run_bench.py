@@ -23,10 +23,16 @@ from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
-from trainkit.observe.follow import run_is_over
-from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus, read_newest_end
+from trainkit.observe.group import (
+    NOT_STARTED,
+    GroupFiles,
+    GroupStatus,
+    PointStatus,
+    read_newest_end,
+    state_counts,
+)
+from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import read_status
-from trainkit.observe.status_text import state_counts
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from difflib import get_close_matches
-from functools import reduce
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
@@ -29,13 +28,14 @@ from trainkit.bench.summary import (
     write_plots,
     write_summary,
 )
-from trainkit.cli.cancel import cancel_bench
+from trainkit.cli.control import cancel_bench
 from trainkit.cli.following import print_copied
 from trainkit.cli.help import Group, examples, warn
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
     GroupRequest,
+    combined,
     config_options_unless,
     json_option,
     named_folder,
@@ -101,7 +101,7 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
     repeats = f"Run all {what} N times, one round after another, to see how much they vary."
     at_once = "On Slurm: maximum runs in parallel; default: 1, so that none disturbs another."
     collect = "Write the summary of the bench in DIR; start nothing."
-    options = (
+    return combined(
         click.option(
             "--steps", type=count, default=STEPS, metavar="N", help=f"Steps per run; default: {STEPS}."
         ),
@@ -120,7 +120,6 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
         click.option("--collect", metavar="DIR", help=collect),
         json_option,
     )
-    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
 @command.command(

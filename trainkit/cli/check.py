@@ -1,4 +1,4 @@
-"""`trainkit check`: lists every problem of a config, and when its job would start."""
+"""`trainkit check`: lists every problem of a config, and when its job would start; `trainkit schema`."""
 
 from __future__ import annotations
 
@@ -125,6 +125,20 @@ def command(
         warn(text)
     click.echo(f"{request.path}: no problems{_and_warnings(len(plan.warnings))}", err=True)
     return EXIT_OK
+
+
+@click.command(
+    cls=Command, epilog=examples("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
+)
+def schema() -> None:
+    """Print the JSON schema of the config, for editors that complete and check YAML.
+
+    For editors with the YAML language server, start the config with the line
+    "# yaml-language-server: $schema=trainkit.schema.json".
+    """
+    from trainkit.config import RunConfig
+
+    click.echo(json.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
 
 
 def _send_test(config: RunConfig) -> None:

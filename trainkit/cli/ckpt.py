@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -18,8 +19,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import size, table
 
 if TYPE_CHECKING:
-    from trainkit.observe.checkpoints import ListedCheckpoint
-    from trainkit.run.manifest import Checkpoint
+    from trainkit.run.manifest import Checkpoint, ListedCheckpoint
     from trainkit.run.rundir import RunDir
 
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
@@ -46,13 +46,13 @@ def ls(run_name: str, as_json: bool) -> int:
 
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
-    from trainkit.observe.checkpoints import list_checkpoints
+    from trainkit.run.manifest import list_checkpoints
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     listed = list_checkpoints(run)
     if as_json:
-        click.echo(json.dumps([item.to_dict() for item in listed], ensure_ascii=False))
+        click.echo(json.dumps([asdict(item) for item in listed], ensure_ascii=False))
     elif listed:
         click.echo(table([HEADING, *(_row(item) for item in listed)]))
     else:

@@ -17,7 +17,7 @@ from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.observe.diagnose import Diagnosis
-    from trainkit.observe.run_text import Evidence
+    from trainkit.observe.logs import Evidence
 
 
 COLUMNS = 80

@@ -17,7 +17,7 @@ from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.formats import plural
-from trainkit.observe.follow import LogTail, follow, last_lines
+from trainkit.observe.logs import LogTail, follow, last_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail

@@ -60,7 +60,7 @@ def command(
     """
     from trainkit.backends.jobs import liveness_probe
     from trainkit.job.failed_starts import batch_log
-    from trainkit.observe.follow import follow, start_of_last
+    from trainkit.observe.logs import follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
     from trainkit.run.record import AttemptRecord, read_job
     from trainkit.run.registry import find_attempt, find_run
@@ -103,18 +103,19 @@ def command(
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
     """A function that lists the selected logs of an attempt."""
-    from trainkit.observe.attempt_files import AttemptFiles
+    from trainkit.observe.attempt_files import log_of, ranks_of_nodes
+    from trainkit.run.history import read_plan
 
     def logs_of(attempt: AttemptDir) -> list[Path]:
         if all_ranks:
             return sorted(attempt.logs_dir.glob("*.log"))
         if node is not None:
-            nodes = AttemptFiles(attempt, None).nodes
+            nodes = ranks_of_nodes(read_plan(attempt))
             if not nodes:
                 return [attempt.node_log(node)]  # without a plan nothing is known of its ranks
             if node >= len(nodes):
                 raise UsageError(f"the run has no node {node}", hint=f"its nodes are 0 to {len(nodes) - 1}")
             return [attempt.node_log(node), *map(attempt.rank_log, nodes[node])]
-        return [AttemptFiles(attempt, None).log_of(rank or 0)]
+        return [log_of(attempt, read_plan(attempt), rank or 0)]
 
     return logs_of

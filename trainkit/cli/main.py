@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,21 +66,26 @@ SECTIONS = {
 }
 """Heading -> its commands, each with its line in ``trainkit --help``."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
-"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `CONTRIB`."""
-CONTRIB = {
-    "doctor": "trainkit.contrib.doctor.command",
-    "drill": "trainkit.contrib.drill.command",
-    "generate": "trainkit.contrib.generate.command",
-    "replay": "trainkit.contrib.replay.command",
-    "sync": "trainkit.contrib.trackers.command",
-    "ui": "trainkit.contrib.trackers.ui",
+"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `ELSEWHERE`."""
+ELSEWHERE = {
+    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "requeue", "shell", "stacks")},
+    "completion": "cli.help:completion",
+    "env": "cli.run:env",
+    "schema": "cli.check:schema",
+    # What no run needs: no module of the core imports them.
+    "doctor": "contrib.doctor.command:command",
+    "drill": "contrib.drill.command:command",
+    "generate": "contrib.generate.command:command",
+    "replay": "contrib.replay.command:command",
+    "sync": "contrib.trackers.command:command",
+    "ui": "contrib.trackers.ui:command",
 }
-"""Commands that no run needs: no module of the core imports them."""
 
 
 def load_command(name: str) -> click.Command:
     """Import one of `COMMANDS`."""
-    command = importlib.import_module(CONTRIB.get(name, f"trainkit.cli.{name}")).command
+    module, _, own_name = ELSEWHERE.get(name, f"cli.{name}:command").partition(":")
+    command = getattr(importlib.import_module(f"trainkit.{module}"), own_name)
     assert isinstance(command, click.Command)
     return command
 
@@ -241,9 +245,6 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid (?P<type>integer|float)")
-
-
 PROGRAM = re.compile(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)|.*\.py")
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
@@ -261,17 +262,6 @@ OTHER_NAMES = {
 """Option -> those of Slurm's commands and of launchers that mean the same."""
 
 
-def _command_of(args: Sequence[str]) -> str:
-    """The command line that was meant where a program to run has no ``--`` before it; empty without one."""
-    if not args or args[0] not in ("submit", "run") or (args[0] == "submit" and "--" in args):
-        return ""
-    args = [arg for arg in args if arg != "--"]
-    own = list(itertools.takewhile(lambda arg: not PROGRAM.fullmatch(arg), args[1:]))
-    first = ["submit", "--follow"] if args[0] == "run" else ["submit"]
-    program = args[1 + len(own) :]
-    return shlex.join(["trainkit", *first, *own, "--", *program]) if program else ""
-
-
 def _from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
     """Convert a click error; most are usage errors and exit with 2."""
     message = error.format_message().rstrip(".")
@@ -282,15 +272,10 @@ def _from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErr
         same = [name for name in known if error.option_name in OTHER_NAMES.get(name, ())]
         names = same or error.possibilities or ()
         hint = f"did you mean {' or '.join(sorted(names))}?" if names else ""
-    elif (
-        isinstance(error, click.BadParameter) and (found := NOT_A_NUMBER.match(error.message)) and error.param
-    ):
-        option = max(error.param.opts, key=len)
-        kind = "a whole number" if found["type"] == "integer" else "a number"
-        message = f"{option} is {found['value']}, which is not {kind}"
-        hint = f"for example: {option} 2"
-    if isinstance(error, click.UsageError) and (meant := _command_of(args)):
-        hint = f"a program of your own comes after --: `{meant}`"
+    if isinstance(error, click.UsageError) and args[:1] in (["submit"], ["run"]):
+        has_command = args[0] == "submit" and "--" in args
+        if not has_command and any(map(PROGRAM.fullmatch, args)):
+            hint = "a program of your own comes after --, as in `trainkit submit -- python train.py`"
     if isinstance(error, click.UsageError) and not hint and error.ctx is not None:
         hint = f"see `{error.ctx.command_path} --help`"
     return TrainkitError(message[:1].lower() + message[1:], hint, error.exit_code or EXIT_FAILED)

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from trainkit.cli.completion import complete_config, complete_profile, complete_run, complete_setting
-from trainkit.cli.help import Command
+from trainkit.cli.help import Command, complete_config, complete_profile, complete_run, complete_setting
 from trainkit.errors import ConfigError, UsageError
 from trainkit.formats import JsonObject
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
-    from trainkit.job.node.rendezvous import HostPlace
     from trainkit.plan.workload import Workload
     from trainkit.submit.submission import ArraySpec, LoadedPoint
 
@@ -74,107 +72,63 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
     return None if text is None else Path(text)
 
 
-def json_option(function: Function) -> Function:
-    """``--json``, given as `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")(function)
-
-
-def shape_options(function: Function) -> Function:
-    """``--nodes`` and ``--gpus-per-node``, given as `nodes` and `gpus_per_node`."""
-    function = click.option(
-        "--gpus-per-node",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="GPUs per node; worker processes per node on a machine without GPUs.",
-    )(function)
-    return click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Number of nodes.")(function)
-
-
-def set_option(function: Function) -> Function:
-    """``--set KEY=VALUE``, repeatable, given as `overrides`."""
-    return click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        shell_complete=complete_setting,
-        help="Set one config value; repeatable.",
-    )(function)
-
-
-def host_options(function: Function) -> Function:
-    """The place of this host among several without Slurm, given as `host: HostOptions`."""
-
-    @functools.wraps(function)
-    def wrapper(
-        node_rank: int | None, master_addr: str | None, master_port: int | None, **others: Any
-    ) -> Any:
-        return function(host=HostOptions(node_rank, master_addr, master_port), **others)
-
-    decorated: Any = wrapper
-    for decorate in (
-        click.option(
-            "--master-port",
-            type=click.IntRange(1, 65_535),
-            metavar="PORT",
-            help="Free port of that host, the same on every host.",
-        ),
-        click.option("--master-addr", metavar="HOST", help="Address of the host with --node-rank 0."),
-        click.option(
-            "--node-rank",
-            type=click.IntRange(min=0),
-            metavar="I",
-            help="Node rank of this host, from 0; start the same command on every host.",
-        ),
-    ):
-        decorated = decorate(decorated)
-    return decorated  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class HostOptions:
-    """The options of `host_options` as typed."""
-
-    node_rank: int | None
-    master_addr: str | None
-    master_port: int | None
-
-    def place(self, nodes: int | None) -> HostPlace | None:
-        """The place of this host among `nodes` hosts; None without the options.
-
-        Raises UsageError when some are missing or the node rank is not one of the nodes.
-        """
-        from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace
-
-        given = {
-            "--nodes": nodes,
-            "--node-rank": self.node_rank,
-            "--master-addr": self.master_addr,
-            "--master-port": self.master_port,
-        }
-        if all(value is None for name, value in given.items() if name != "--nodes"):
-            return None
-        missing = [name for name, value in given.items() if value is None]
-        node_rank, addr, port = self.node_rank, self.master_addr, self.master_port
-        if nodes is None or node_rank is None or not addr or port is None:
-            typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-            raise UsageError(
-                f"{typed}: {', '.join(missing) or '--master-addr'} is missing",
-                hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
-                "with its own I from 0 to N-1",
-            )
-        if node_rank >= nodes:
-            raise UsageError(
-                f"--node-rank {node_rank} is not one of {nodes} nodes",
-                hint=f"node ranks are numbered from 0 to {nodes - 1}; --nodes sets how many there are",
-            )
-        return HostPlace(node_rank, nodes, LOCAL_ADDR if addr == "localhost" else addr, port)
-
-
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    shell_complete=complete_setting,
+    help="Set one config value; repeatable.",
+)
+profile_option = click.option(
+    "--profile",
+    metavar="NAME",
+    shell_complete=complete_profile,
+    help="Profile applied over the config.",
+)
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "sbatch", "submitit", "local"]),
+    help="Where the run starts; auto: Slurm where there is one, else this machine.",
+)
+launcher_option = click.option(
+    "--launcher",
+    type=click.Choice(["python", "torchrun", "accelerate", "deepspeed", "lightning", "megatron"]),
+    default="python",
+    help="How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
+)
+after_option = click.option(
+    "--after",
+    multiple=True,
+    metavar="RUN",
+    shell_complete=complete_run,
+    help="Start once RUN has finished successfully; repeatable.",
+)
+run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
+"""A job id, a run name, a run folder or `last`."""
 config_argument = click.argument(
     "config", type=click.Path(), metavar="[CONFIG]", required=False, shell_complete=complete_config
 )
 """A file, or the name of a shipped config."""
+
+
+def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator, which lists them in this order."""
+    return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
+
+
+shape_options = combined(
+    click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Number of nodes."),
+    click.option(
+        "--gpus-per-node",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="GPUs per node; worker processes per node on a machine without GPUs.",
+    ),
+)
+
+
 CONFIG_HELP = (
     "CONFIG is a file or a shipped config such as quickstart or models/8b. Default: ./config.yaml, else the "
     "file that `trainkit init` wrote here, else quickstart."
@@ -183,7 +137,7 @@ CONFIG_HELP = (
 
 def config_options(function: Function) -> Function:
     """CONFIG and all options that change its values, given together as `request: ConfigRequest`."""
-    return _request_options(function, lambda command: shape_options(slurm_options(command)))
+    return _request_options(function, shape_options, slurm_options, backend_option)
 
 
 def config_options_unless(option: str) -> Callable[[Function], Function]:
@@ -191,41 +145,26 @@ def config_options_unless(option: str) -> Callable[[Function], Function]:
 
     `request` is then None unless CONFIG was typed.
     """
-
-    def decorate(function: Function) -> Function:
-        return _request_options(
-            function, lambda command: shape_options(slurm_options(command)), unless=option
-        )
-
-    return decorate
+    return lambda function: _request_options(
+        function, shape_options, slurm_options, backend_option, unless=option
+    )
 
 
 def one_node_config_options(function: Function) -> Function:
     """Like `config_options`, for a command that runs here: on one node, or on this node of several."""
-
-    def shape(command: Any) -> Any:
-        command = click.option(
+    gpus: dict[str, Any] = {
+        "type": click.IntRange(min=1),
+        "metavar": "N",
+        "help": "GPUs to use; number of worker processes on a machine without GPUs.",
+    }
+    return _request_options(
+        function,
+        click.option("--gpus-per-node", **gpus),
+        click.option("--procs", hidden=True, **gpus),  # the former name, kept for scripts
+        click.option(
             "--nodes", type=click.IntRange(min=1), metavar="N", help="Number of hosts, with --node-rank."
-        )(command)
-        # --procs is the former name, kept for scripts.
-        for name, hidden in (("--procs", True), ("--gpus-per-node", False)):
-            command = click.option(
-                name,
-                type=click.IntRange(min=1),
-                metavar="N",
-                hidden=hidden,
-                help="GPUs to use; number of worker processes on a machine without GPUs.",
-            )(command)
-        return command
-
-    return _request_options(function, shape, chooses_backend=False)
-
-
-backend_option = click.option(
-    "--backend",
-    type=click.Choice(["auto", "sbatch", "submitit", "local"]),
-    help="Where the run starts; auto: Slurm where there is one, else this machine.",
-)
+        ),
+    )
 
 
 def choose_config() -> str:
@@ -238,12 +177,7 @@ def choose_config() -> str:
     return name
 
 
-def _request_options(
-    function: Function,
-    shape: Callable[[Any], Any],
-    chooses_backend: bool = True,
-    unless: str | None = None,
-) -> Function:
+def _request_options(function: Function, *shape: Callable[[Any], Any], unless: str | None = None) -> Function:
     @functools.wraps(function)
     def wrapper(
         config: str | None,
@@ -266,22 +200,13 @@ def _request_options(
         return function(request=request, **others)
 
     wrapper.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{CONFIG_HELP}"
-    decorated: Any = wrapper
-    for decorate in (
-        *([backend_option] if chooses_backend else []),
-        click.option("--name", metavar="NAME", help="Name of the run."),
-        shape,
-        set_option,
-        click.option(
-            "--profile",
-            metavar="NAME",
-            shell_complete=complete_profile,
-            help="Profile applied over the config.",
-        ),
+    return combined(  # type: ignore[no-any-return]
         config_argument,
-    ):
-        decorated = decorate(decorated)
-    return decorated  # type: ignore[no-any-return]
+        profile_option,
+        set_option,
+        *shape,
+        click.option("--name", metavar="NAME", help="Name of the run."),
+    )(wrapper)
 
 
 SLURM_FLAGS = {
@@ -295,20 +220,21 @@ SLURM_FLAGS = {
 """Option -> its config key, metavar and help."""
 
 
-def slurm_options(function: Function) -> Function:
-    """The options of the Slurm job; `slurm_flags` removes their values from the command's arguments."""
-    help_text = "Run the code in place instead of from a copy."
-    return job_options(click.option("--no-snapshot", is_flag=True, help=help_text)(function))
-
-
-def job_options(function: Function) -> Function:
-    """The options of `slurm_options` for a job whose code is given."""
-    function = click.option(
+job_options = combined(
+    *(
+        click.option(f"--{name}", metavar=metavar, help=help_text)
+        for name, (_, metavar, help_text) in SLURM_FLAGS.items()
+    ),
+    click.option(
         "--per", type=click.Choice(["gpu", "node"]), help="One Slurm task per GPU, or one per node."
-    )(function)
-    for name, (_, metavar, help_text) in reversed(SLURM_FLAGS.items()):
-        function = click.option(f"--{name}", metavar=metavar, help=help_text)(function)
-    return function
+    ),
+)
+"""The options of a Slurm job whose code is given."""
+slurm_options = combined(
+    job_options,
+    click.option("--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."),
+)
+"""The options of a Slurm job; `slurm_flags` removes their values from the command's arguments."""
 
 
 def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
@@ -321,21 +247,6 @@ def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
     if arguments.pop("no_snapshot", False):
         flags["launch.snapshot"] = ("--no-snapshot", False)
     return flags
-
-
-def launcher_option(function: Function) -> Function:
-    """``--launcher``, given as `launcher`."""
-    return click.option(
-        "--launcher",
-        type=click.Choice(["python", "torchrun", "accelerate", "deepspeed", "lightning", "megatron"]),
-        default="python",
-        help="How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
-    )(function)
-
-
-def run_argument(function: Function) -> Function:
-    """RUN, given as `run_name`: a job id, a run name, a run folder or `last`."""
-    return click.argument("run_name", metavar="RUN", shell_complete=complete_run)(function)
 
 
 def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:
@@ -495,21 +406,11 @@ def group_options(function: Function) -> Function:
     def wrapper(sweeps: tuple[str, ...], array: str | None, **others: Any) -> Any:
         return function(group=GroupRequest(sweeps, array), **others)
 
-    help_text = "One run per value, and per combination of several --sweep, as one Slurm array."
-    decorated: Any = sweep_option(help_text)(wrapper)
-    return click.option(  # type: ignore[no-any-return]
-        "--array",
-        metavar="SPEC",
-        help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
-    )(decorated)
-
-
-def after_option(function: Function) -> Function:
-    """``--after RUN``, repeatable, given as `after`."""
-    return click.option(
-        "--after",
-        multiple=True,
-        metavar="RUN",
-        shell_complete=complete_run,
-        help="Start once RUN has finished successfully; repeatable.",
-    )(function)
+    return combined(  # type: ignore[no-any-return]
+        sweep_option("One run per value, and per combination of several --sweep, as one Slurm array."),
+        click.option(
+            "--array",
+            metavar="SPEC",
+            help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
+        ),
+    )(wrapper)

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.bench.run_bench import Bench
-    from trainkit.observe.sweep_report import Sweep
     from trainkit.run.group import RunGroup
     from trainkit.run.rundir import RunDir
 
@@ -71,26 +69,18 @@ def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:
 
 
 def _report_sweep(found: RunGroup | Bench, as_json: bool) -> int:
-    from trainkit.observe.sweep_report import read_sweep, render_sweep
+    from trainkit.cli.status import query_group
+    from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
     from trainkit.run.group import RunGroup
 
     if isinstance(found, RunGroup):
-        sweep = _read_group(found)
+        sweep = sweep_of_group(found, query_group(found))
     else:
         from trainkit.bench.summary import sweep_of_bench
 
         sweep = sweep_of_bench(found, warn)
     report = read_sweep(sweep, datetime.now(timezone.utc).timestamp())
     return _write(sweep.folder, render_sweep(report), report.to_dict(), as_json)
-
-
-def _read_group(group: RunGroup) -> Sweep:
-    from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
-    from trainkit.cli.status import read_group
-    from trainkit.observe.sweep_report import sweep_of_group
-
-    recover_group_job_id(group)
-    return sweep_of_group(group, read_group(group, lambda ids: query_known_jobs(ids, warn)))
 
 
 def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int:

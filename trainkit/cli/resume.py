@@ -10,11 +10,10 @@ from shlex import quote
 import click
 
 from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.hosts import HostOptions, host_options, hosts_target, run_on_hosts
 from trainkit.cli.options import (
-    HostOptions,
     backend_flag,
     backend_option,
-    host_options,
     json_option,
     run_argument,
     set_option,
@@ -69,7 +68,6 @@ def command(
     """
     from trainkit.backends.jobs import require_not_running
     from trainkit.cli.following import print_copied, print_started
-    from trainkit.cli.hosts import hosts_target, run_on_hosts
     from trainkit.config import read_effective
     from trainkit.control.resume import (
         changes,

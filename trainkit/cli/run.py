@@ -1,8 +1,9 @@
-"""``trainkit run``: run in the foreground."""
+"""``trainkit run``: run in the foreground; ``trainkit env``: as which rank."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -10,15 +11,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.help import Command, examples
+from trainkit.cli.hosts import HostOptions, host_options, hosts_target, run_on_hosts
 from trainkit.cli.options import (
     ConfigRequest,
-    HostOptions,
-    host_options,
+    json_option,
     named_folder,
     one_node_config_options,
 )
@@ -54,7 +55,6 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     terminal closes.
     """
     from trainkit.cli.following import follow_run, print_started
-    from trainkit.cli.hosts import hosts_target, run_on_hosts
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
@@ -248,3 +248,60 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
     sizes = (num_procs,) * task.num_nodes
     reason = f"srun: one task per node in {step}, each with {num_procs} ranks"
     return sizes, Target("srun", reason, node_sizes=sizes, per="node")
+
+
+@click.command(
+    cls=Command, epilog=examples("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
+)
+@json_option
+def env(as_json: bool) -> int:
+    """Print the rank environment that a process started here would get, or why it is not a rank."""
+    rank, reason = _rank_here()
+    if as_json:
+        values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}
+        click.echo(json.dumps({**values, "hosts": rank.get("hosts", ())}, ensure_ascii=False))
+    elif not rank:
+        click.echo(f"not a rank: {reason}")
+    else:
+        port = rank.get("master_port") or "chosen when the ranks start"
+        click.echo(
+            f"rank {rank['rank']} of {rank['world_size']}, "
+            f"local rank {rank['local_rank']} of {rank['local_world_size']} on node {rank['node_rank']} of "
+            f"{rank['num_nodes']} ({','.join(rank.get('hosts', ())) or 'this host'}); "
+            f"rank 0 at {rank['master_addr']}, port {port}; {reason}"
+        )
+    return EXIT_OK
+
+
+RANK_KEYS = (
+    *("source", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "num_nodes", "hosts"),
+    *("master_addr", "master_port"),
+)
+
+
+def _rank_here() -> tuple[dict[str, Any], str]:
+    """The rank of this process, by its variables or as a task of a Slurm step, and the reason; else empty.
+
+    Raises UsageError when variables contradict each other.
+    """
+    from trainkit.job.node.rendezvous import master_address
+    from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
+    from trainkit.job.rank_env import find_rank_env
+
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return vars(find_rank_env()), "RANK is set"
+    task = find_slurm_task()
+    if task is None:
+        return {}, str(reason_not_a_task())
+    return {
+        "source": "slurm",
+        # Counted node by node, as in training, whatever the order of srun's tasks.
+        "rank": sum(task.tasks[: task.node_rank]) + task.local_task,
+        "local_rank": task.local_task,
+        "world_size": task.num_tasks,
+        "local_world_size": task.tasks[task.node_rank],
+        "node_rank": task.node_rank,
+        "num_nodes": task.num_nodes,
+        "hosts": task.hosts,
+        "master_addr": master_address(task),
+    }, f"task {task.task} of Slurm step {task.job_id}.{task.step_id}"

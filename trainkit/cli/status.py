@@ -1,29 +1,55 @@
-"""``trainkit status``: the state of runs."""
+"""``trainkit status``: the state of runs, and how it is written for a terminal."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import join, quote
 from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples, warn
+from trainkit.backends.jobs import (
+    JobQuery,
+    job_status,
+    open_job_ids,
+    query_job_status,
+    query_known_jobs,
+    recover_group_job_id,
+)
+from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.formats import cell, duration, relative_path, short_keys, table
+from trainkit.observe.group import (
+    GroupFiles,
+    GroupStatus,
+    PointStatus,
+    most_relevant,
+    read_newest_end,
+    state_counts,
+)
+from trainkit.observe.status import Restart, RunStatus, read_status
+from trainkit.run.end import Best
+from trainkit.run.files import Record
+from trainkit.run.group import RunGroup
+from trainkit.run.history import RunHistory
+from trainkit.run.record import JobRecord, read_job
+from trainkit.run.registry import find_bench_folder, find_run_or_group, record_over, starts
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
-    from trainkit.backends.jobs import JobQuery
     from trainkit.bench.run_bench import Bench
-    from trainkit.observe.group import GroupStatus
-    from trainkit.observe.status import RunStatus
-    from trainkit.run.group import RunGroup
-    from trainkit.run.history import RunHistory
-    from trainkit.run.record import JobRecord
-    from trainkit.run.rundir import RunDir
-    from trainkit.slurm.jobs import JobInfo
+
+HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
+MAX_ENDED_RUNS = 15
+MAX_POINTS = 20
+MAX_REASON = 60
 
 
 @click.command(
@@ -39,8 +65,6 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
-    from trainkit.run.rundir import RunDir
-
     found = None if run_name is None else find_any(run_name)
     if isinstance(found, RunDir):
         return _show_run(found, as_json)
@@ -52,8 +76,6 @@ def find_any(text: str, *, groups_of_bench: bool = False) -> RunDir | RunGroup |
 
     A bench that is a single group is that group, unless `groups_of_bench`.
     """
-    from trainkit.run.registry import find_bench_folder, find_run_or_group
-
     folder = find_bench_folder(text, with_groups=groups_of_bench)
     if folder is None:
         return find_run_or_group(text)
@@ -64,80 +86,67 @@ def find_any(text: str, *, groups_of_bench: bool = False) -> RunDir | RunGroup |
 
 def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     """The history of a run, its status, and its job in Slurm; warns when Slurm does not answer."""
-    from trainkit.backends.jobs import query_job_status
-    from trainkit.observe.status import read_status
-    from trainkit.run.history import RunHistory
-    from trainkit.run.record import read_job
-
     record, history = read_job(run), RunHistory(run)
     job = query_job_status(run, record, warn)
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
-def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
-    """Print the runs of a group or bench; for None all runs, or active ones and the newest others."""
-    from trainkit.run.group import RunGroup
-
-    if found is None:
-        return _show_all_runs(show_all, as_json)
-    if isinstance(found, RunGroup):
-        return _show_group(found, show_all, as_json)
-    return _show_bench(found, show_all, as_json)
-
-
 def _show_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.observe.status_text import run_details
-
     _, status, _ = look_at(run)
     click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
     return EXIT_OK
 
 
-def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
-    from trainkit.backends.jobs import query_known_jobs, recover_group_job_id
-    from trainkit.observe.status_text import group_details
-
-    recover_group_job_id(group)
-    status = read_group(group, lambda ids: query_known_jobs(ids, warn))
-    if as_json:
-        click.echo(json.dumps(status.to_dict(), ensure_ascii=False))
+def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
+    """Print the runs of a group or bench; for None all runs, or active ones and the newest others."""
+    if found is None:
+        return _show_all_runs(show_all, as_json)
+    if isinstance(found, RunGroup):
+        status = query_group(found)
+        best, value = status.best, status.to_dict()
+        lines = {
+            "group": status.name,
+            "folder": status.run_dir,
+            "job": f"{cell(status.job_id)} [{status.array}], submitted {duration(status.age_s)} ago",
+            "runs": f"{len(status.points):,}: {state_counts(status.states)}",
+            "best": "-" if best is None else f"{best}: {_result(best)}",
+        }
     else:
-        click.echo(group_details(status, show_all))
+        from trainkit.bench.run_bench import query_bench_status
+
+        status = query_bench_status(found, warn)
+        keys = ("run_dir", "name", "keys", "num_points", "states", "points")
+        whole = status.to_dict()
+        value = {key: whole[key] for key in keys}
+        lines = {
+            "bench": status.name,
+            "folder": status.run_dir,
+            "jobs": ", ".join(str(group.job_id) for group in found.groups) or "on this machine",
+            "runs": f"{len(status.points):,}: {state_counts(status.states)}",
+        }
+    if as_json:
+        click.echo(json.dumps(value, ensure_ascii=False))
+        return EXIT_OK
+    shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
+    click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown))}")
+    if len(shown) < len(status.points):
+        click.echo(_not_shown(len(status.points) - len(shown)))
     return EXIT_OK
+
+
+def query_group(group: RunGroup) -> GroupStatus:
+    """The status of a group; looks its job up if Slurm has not acknowledged it."""
+    recover_group_job_id(group)
+    return read_group(group, lambda ids: query_known_jobs(ids, warn))
 
 
 def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
     """The status of a group, with one `query` of Slurm for its jobs."""
-    from trainkit.observe.group import GroupFiles
-
     files = GroupFiles(group)
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 
-def _show_bench(bench: Bench, show_all: bool, as_json: bool) -> int:
-    from trainkit.bench.run_bench import query_bench_status
-    from trainkit.observe.status_text import details, points_table, state_counts
-
-    status = query_bench_status(bench, warn)
-    if as_json:
-        value, keys = status.to_dict(), ("run_dir", "name", "keys", "num_points", "states", "points")
-        click.echo(json.dumps({key: value[key] for key in keys}, ensure_ascii=False))
-        return EXIT_OK
-    lines = {
-        "bench": status.name,
-        "folder": status.run_dir,
-        "jobs": ", ".join(str(group.job_id) for group in bench.groups) or "on this machine",
-        "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-    }
-    click.echo(f"{details(lines)}\n\n{points_table(status, show_all)}")
-    return EXIT_OK
-
-
 def _show_all_runs(show_all: bool, as_json: bool) -> int:
-    from trainkit.backends.jobs import query_known_jobs
-    from trainkit.formats import table
-    from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_rows
-
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
     statuses, num_hidden = read_all(max_ended, lambda ids: query_known_jobs(ids, warn), {})
     if as_json:
@@ -156,7 +165,7 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     click.echo(table(runs_rows(statuses[:num_shown], Path.cwd())))
     num_hidden += len(statuses) - num_shown
     if num_hidden:
-        click.echo(not_shown(num_hidden))
+        click.echo(_not_shown(num_hidden))
     return EXIT_OK
 
 
@@ -170,13 +179,6 @@ def read_all(
     With `max_ended`, only that many of those that are over for certain; the second value counts the others.
     `histories` keeps what was read of each run for the next call.
     """
-    from trainkit.backends.jobs import job_status, open_job_ids
-    from trainkit.observe.group import GroupFiles, read_newest_end
-    from trainkit.observe.status import read_status
-    from trainkit.run.history import RunHistory
-    from trainkit.run.record import read_job
-    from trainkit.run.registry import record_over, starts
-
     known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0
     for start in starts():
@@ -218,3 +220,122 @@ def read_all(
             job, history = job_status(run, record, jobs), histories.setdefault(run.path, RunHistory(run))
             statuses.append(read_status(history, record, job.alive, now, job.job))
     return statuses, num_hidden
+
+
+def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Sequence[str]]:
+    """A heading, and a row per run or group, which its folder identifies: names need not be unique."""
+    return [HEADING, *(_row(status, cwd) for status in statuses)]
+
+
+def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
+    place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
+    workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
+    if isinstance(status, GroupStatus):
+        best = "-" if status.best is None else _best(status.best)
+        return place, state_counts(status.states), "-", workers, "-", best, "-", age
+    return (
+        *(place, status.state, cell(status.attempt), workers, _steps(status)),
+        *(cell(status.loss, ".4f"), cell(status.tokens_per_s, ",.0f"), age),
+    )
+
+
+def _tracker(position: Record) -> str:
+    """``up to step 40: PLACE``, or the problem that keeps it there."""
+    end = position.text("problem") or position.text("place") or "not sent yet"
+    return f"up to step {cell(position.count('step'))}: {end}"
+
+
+def run_details(status: RunStatus) -> str:
+    """One run in detail, one value per line."""
+    reason = f" - {status.reason}" if status.reason else ""
+    lines = {
+        "run": status.name,
+        "folder": status.run_dir,
+        "command": join(status.command or ()),
+        "state": f"{status.state}{reason}",
+        "attempt": f"{cell(status.attempt)} as {cell(status.job_id)}, started {duration(status.age_s)} ago",
+        "workers": f"{cell(status.num_nodes)} x {cell(status.workers_per_node)} on {cell(status.device)}",
+    }
+    if not status.is_command or status.step is not None:
+        first = f" (first: {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""
+        lines |= {
+            "step": f"{_steps(status)}, last metrics {duration(status.metrics_age_s)} ago",
+            "loss": cell(status.loss, ".4f"),
+            "val loss": cell(status.val_loss, ".4f") + first,
+            "tokens/s": cell(status.tokens_per_s, ",.0f"),
+        }
+    if not status.is_command or status.checkpoint is not None:
+        lines["checkpoint"] = cell(status.checkpoint)
+    is_failed = status.state in ("failed", "died")
+    lines |= {name: _tracker(position) for name, position in status.trackers.items()}
+    lines |= {
+        "last event": status.last_event.line if status.last_event else "-",
+        "restarts": restarts_line(status.restarts) if status.restarts else "",
+        "failure": status.verdict.line if status.verdict else "",
+        "hint": (status.verdict and status.verdict.hint) or "",
+        "diagnosis": f"`trainkit diagnose {quote(status.run_dir)}` names the cause" if is_failed else "",
+    }
+    text = [_details(lines)]
+    text += [f"warning: {warning}" for warning in status.warnings]
+    if status.batch_log:
+        text += ["", "last lines of the batch script:", *(f"  {line}" for line in status.batch_log)]
+    return "\n".join(text)
+
+
+def restarts_line(restarts: Sequence[Restart]) -> str:
+    """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
+    counts = Counter(restart.cause for restart in restarts)
+    shown = {"asked": "requested", "slow_host": "slow host"}
+    causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
+    last = restarts[-1]
+    parts = [
+        f"{word} {seconds:.1f}"
+        for word, seconds in (
+            ("save", last.save_s),
+            ("end", last.end_s),
+            ("queue", last.queue_s),
+            ("start", last.start_s),
+        )
+        if seconds is not None
+    ]
+    took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
+    split = f" ({', '.join(parts)})" if parts else ""
+    failure = f"; {last.verdict.failure.line}" if last.verdict is not None else ""
+    return f"{len(restarts)} ({causes}); last: {last.action}{took}{split}{failure}"
+
+
+def _details(lines: Mapping[str, str]) -> str:
+    """One value per line, without those that are empty."""
+    return "\n".join(f"{key:<10}  {value}" for key, value in lines.items() if value)
+
+
+def points_rows(status: GroupStatus, points: Sequence[PointStatus]) -> list[Sequence[str]]:
+    """A heading, and a row per run of a group or bench."""
+    keys = [key.upper() for key in short_keys(status.keys)]
+    rows: list[Sequence[str]] = [["POINT", "STATE", *keys, "BEST", "REASON"]]
+    for point in points:
+        short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
+        name = os.path.relpath(point.run_dir, status.run_dir)
+        rows.append([name, point.state, *point.texts(status.keys), _best(point), short])
+    return rows
+
+
+def _not_shown(count: int) -> str:
+    """The last line of a truncated list."""
+    return f"{count:,} more not shown; --all shows them"
+
+
+def _steps(status: RunStatus) -> str:
+    """``12/200``, or ``12`` when the total is unknown, as for a COMMAND."""
+    if status.total_steps is None:
+        return cell(status.step)
+    return f"{cell(status.step)}/{status.total_steps}"
+
+
+def _best(point: PointStatus) -> str:
+    return cell(point.best and point.best.value, ".4f")
+
+
+def _result(point: PointStatus) -> str:
+    best = point.best or Best()
+    return f"{best.metric} {best.value:.4f} at step {cell(best.step)}"

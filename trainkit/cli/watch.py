@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, complete_run, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 

@@ -26,14 +26,12 @@ from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import SlurmPoller, job_status, open_job_ids, utc_clock
-from trainkit.cli.status import read_all, read_group
+from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
-from trainkit.observe.follow import last_lines
-from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
-from trainkit.observe.run_text import clean
+from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
+from trainkit.observe.logs import clean, last_lines
 from trainkit.observe.run_view import RunView, read_view
 from trainkit.observe.status import RunStatus, read_status
-from trainkit.observe.status_text import MAX_ENDED_RUNS, points_rows, runs_rows, state_counts
 from trainkit.observe.view_text import (
     BAD,
     DIM,

@@ -16,7 +16,7 @@ from trainkit.config import RunConfig, read_effective
 from trainkit.errors import TrainkitError
 from trainkit.formats import rank_list, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
-from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line
+from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
 from trainkit.run.files import Record, read_json
 from trainkit.run.history import PlanRecord, read_plan

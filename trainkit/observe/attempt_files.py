@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.run_text import Evidence, Text, clean, json_line, read_log
+from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import SAVE_EVENTS, Event, events_of
 from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
-from trainkit.run.history import Attempt, HealthSample, read_plan
+from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
@@ -127,20 +127,10 @@ class AttemptFiles:
         """The ranks on the node of a rank; empty when unknown."""
         return next((ranks for ranks in self.nodes if rank in ranks), range(0))
 
-    def log_of(self, rank: int) -> Path:
-        """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
-        has_launcher = self.plan.text("launcher") not in (None, *PER_RANK)
-        return self.attempt.rank_log(min(self.ranks_next_to(rank), default=rank) if has_launcher else rank)
-
     @cached_property
     def nodes(self) -> list[range]:
         """The ranks of each node; empty when unknown."""
-        sizes = self.plan.values.get("node_sizes")
-        if not isinstance(sizes, list):
-            sizes = [self.plan.count("workers_per_node")] * (self.plan.count("num_nodes") or 0)
-        if not all(isinstance(size, int) for size in sizes):
-            return []
-        return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+        return ranks_of_nodes(self.plan)
 
     def hosts(self) -> list[str]:
         """The hosts by node rank; empty when unknown."""
@@ -152,6 +142,23 @@ class AttemptFiles:
 
     def shown(self, path: Path) -> str:
         return str(path.relative_to(self.run.path))
+
+
+def ranks_of_nodes(plan: PlanRecord) -> list[range]:
+    """The ranks of each node; empty when unknown."""
+    sizes = plan.values.get("node_sizes")
+    if not isinstance(sizes, list):
+        sizes = [plan.count("workers_per_node")] * (plan.count("num_nodes") or 0)
+    if not all(isinstance(size, int) for size in sizes):
+        return []
+    return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def log_of(attempt: AttemptDir, plan: PlanRecord, rank: int) -> Path:
+    """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
+    if plan.text("launcher") not in (None, *PER_RANK):
+        rank = next((ranks[0] for ranks in ranks_of_nodes(plan) if rank in ranks), rank)
+    return attempt.rank_log(rank)
 
 
 _END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")

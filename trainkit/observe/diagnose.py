@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.observe.advice import collective_values, hang_values, missing_rank_values, run_values
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
-from trainkit.observe.run_text import (
+from trainkit.observe.logs import (
     Evidence,
     Match,
     Text,

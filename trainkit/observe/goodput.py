@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
-from trainkit.run.events import StepRecord
-from trainkit.run.files import DECODER, parse_records
+from trainkit.run.events import StepRecord, steps_of
+from trainkit.run.files import parse_records
 from trainkit.run.history import CURVES, Attempt, timestamp
 
 CATEGORIES = {
@@ -110,20 +108,13 @@ def _add_steps(
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
     """What happened between two records besides steps."""
-    # A record is written after the evaluation of its step and before the save.
-    evaluated, saved = _evaluated(attempt, begin, end), _saved(attempt, begin, end)
+    # A record is written after the evaluation of its step and before the save: one that begins in the
+    # millisecond of a record follows it.
+    evaluated = bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
+    saved = bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
     if evaluated and saved:
         return "evaluation_and_saving"
     return "evaluation" if evaluated else "saving" if saved else "other"
-
-
-def _evaluated(attempt: Attempt, begin: float, end: float) -> bool:
-    return bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
-
-
-def _saved(attempt: Attempt, begin: float, end: float) -> bool:
-    # A save that begins in the millisecond of a record follows it.
-    return bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
 
 
 def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int] | None) -> None:
@@ -144,30 +135,13 @@ def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int
 
 
 def _extremes(records: Sequence[StepRecord], name: str) -> list[Point]:
-    """The points with the lowest and the highest value, in order; all that is finite of a single record."""
-    values: list[Any] = [record.values.get(name) for record in records]
-    try:
-        if math.isfinite(sum(values)):
-            ends = sorted({values.index(min(values)), values.index(max(values))}) if values else []
-            return [(records[index].step, values[index]) for index in ends]
-    except TypeError:
-        pass  # one is null or missing
-    points: list[Point] = [
-        (record.step, value)
-        for record, value in zip(records, values, strict=True)
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    ]
-    if len(points) < 2:
-        return points
-    low, high = min(points, key=itemgetter(1)), max(points, key=itemgetter(1))
-    return sorted({low, high})
+    """The points with the lowest and the highest value, in order."""
+    points = [(record.step, value) for record in records if (value := record.number(name)) is not None]
+    return sorted({min(points, key=itemgetter(1)), max(points, key=itemgetter(1))}) if points else []
 
 
 def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
     found: dict[int, list[StepRecord]] = {}
-    first = records[0].attempt
-    if all(record.values.get("attempt") == first for record in records):
-        return {first or 0: list(records)}
     for record in records:
         found.setdefault(record.attempt or 0, []).append(record)
     return found
@@ -182,16 +156,5 @@ def _buckets(path: Path) -> Iterator[list[StepRecord]]:
         count = max(1, path.stat().st_size // first // NUM_BUCKETS)
         stream.seek(0)
         while lines := list(islice(stream, count)):
-            if records := _parsed(lines):
+            if records := list(steps_of(parse_records(lines))):
                 yield records
-
-
-def _parsed(lines: Sequence[bytes]) -> list[StepRecord]:
-    """The records of some lines; parses them at once, which is faster, unless one was cut off by a crash."""
-    try:
-        values = DECODER.decode((b"[" + b",".join(lines) + b"]").decode())
-    except ValueError:
-        values = parse_records(lines)
-    return [
-        StepRecord(value) for value in values if isinstance(value, dict) and type(value.get("step")) is int
-    ]

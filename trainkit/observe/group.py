@@ -55,6 +55,11 @@ def count_states(states: Iterable[str]) -> dict[str, int]:
     return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
 
 
+def state_counts(states: Mapping[str, int]) -> str:
+    """``3 running, 97 pending``."""
+    return ", ".join(f"{count:,} {state}" for state, count in states.items())
+
+
 @dataclass(frozen=True)
 class PointFiles:
     """The content of a point's files."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -77,14 +77,26 @@ class Chart:
     """What the horizontal axis is."""
 
 
-def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, str]] = ()) -> Chart | None:
-    """A chart of lines over steps; None when there is nothing to draw."""
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    marks: Sequence[tuple[float, str]] = (),
+    ends: tuple[float, float] | None = None,
+) -> Chart | None:
+    """A chart of lines over steps; None when there is nothing to draw.
+
+    The axis goes from the first to the last step, or between these `ends`.
+    """
     points = [point for line in lines for point in line.points]
     if not points:
         return None
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    left, right = ends or (min(x for x, _ in points), max(x for x, _ in points))
     right = right if right > left else left + 1
-    low, high, ticks = _range([y for _, y in points])
+    values = [y for _, y in points]
+    low, high = min(values), max(values)
+    low, high = (low, high) if high > low else (low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9)
+    ticks = nice_ticks(low, high, 4)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
     paths = []
     for line in lines:
         shown = [
@@ -99,7 +111,7 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, s
         title=title,
         paths=paths,
         names=[(line.color, line.name) for line in lines if line.name and line.points],
-        y_labels=_y_labels(low, high, ticks),
+        y_labels=[((high - tick) / (high - low) * 100, number(tick)) for tick in ticks],
         x_labels=[
             ((tick - left) / (right - left) * 100, f"{tick:,.0f}")
             for tick in nice_ticks(left, right, 4)
@@ -107,18 +119,6 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, s
         ],
         marks=[((x - left) / (right - left) * 100, text) for x, text in marks if left <= x <= right],
     )
-
-
-def _range(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """The lowest and highest value of an axis, and its round numbers."""
-    low, high = min(values), max(values)
-    low, high = (low, high) if high > low else (low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9)
-    ticks = nice_ticks(low, high, 4)
-    return min(low, ticks[0]), max(high, ticks[-1]), ticks
-
-
-def _y_labels(low: float, high: float, ticks: Sequence[float]) -> list[tuple[float, str]]:
-    return [((high - tick) / (high - low) * 100, number(tick)) for tick in ticks]
 
 
 LOG_RATIO = 20.0
@@ -136,26 +136,20 @@ def dot_chart(
     """
     if not results:
         return None
-    low, high, ticks = _range(results)
     are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    places = _places(values, are_numbers)
-
-    def at(value: str, result: float) -> str:
-        return f"{places[value] * WIDTH:.1f} {(high - result) / (high - low) * HEIGHT:.1f}"
-
-    paths = []
-    texts = [shown_value(value) for value in values]
+    places, texts = _places(values, are_numbers), list(map(shown_value, values))
+    dots = [
+        Line([(places[text], result)], "c1 dot" if index == best else "c0 dot")
+        for index, (text, result) in enumerate(zip(texts, results, strict=True))
+    ]
+    dots.sort(key=lambda dot: dot.color == "c1 dot")  # on top of the others
     if len(places) > 1 and are_numbers:
-        by_value: dict[str, list[float]] = {text: [] for text in places}
-        for text, result in zip(texts, results, strict=True):
-            by_value[text].append(result)
-        line = [at(text, median(found)) for text, found in by_value.items()]
-        paths.append(("thin", "M" + "L".join(line)))
-    for index, (text, result) in enumerate(zip(texts, results, strict=True)):
-        place = at(text, result)
-        paths.append(("c1 dot" if index == best else "c0 dot", f"M{place}L{place}"))
-    paths.sort(key=lambda item: item[0] == "c1 dot")  # on top of the others
-    return Chart(title, paths, [], _y_labels(low, high, ticks), _value_labels(places, are_numbers), over=key)
+        by_place: dict[float, list[float]] = {place: [] for place in places.values()}
+        for dot in dots:
+            by_place[dot.points[0][0]].append(dot.points[0][1])
+        dots.insert(0, Line([(place, median(found)) for place, found in by_place.items()], "thin"))
+    chart = line_chart(title, dots, ends=(0, 1))
+    return chart and replace(chart, x_labels=_value_labels(places, are_numbers), over=key)
 
 
 def _places(values: Sequence[Any], are_numbers: bool) -> dict[str, float]:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.observe.checkpoints import ListedCheckpoint, list_checkpoints
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
 from trainkit.observe.page import Chart, FlatConfig, Line, line_chart, read_config, render_page
 from trainkit.observe.status import RunStatus
@@ -25,6 +24,7 @@ from trainkit.run.history import (
     read_plan,
     timestamp,
 )
+from trainkit.run.manifest import ListedCheckpoint, list_checkpoints
 from trainkit.run.rundir import RunDir
 
 TEMPLATE = "report.html.j2"

@@ -10,12 +10,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.formats import duration, time_limit_s
-from trainkit.observe.attempt_files import AttemptFiles
-from trainkit.observe.follow import last_lines
-from trainkit.observe.run_text import clean
+from trainkit.formats import duration, relative_path, time_limit_s
+from trainkit.observe.attempt_files import log_of
+from trainkit.observe.logs import clean, last_lines
 from trainkit.observe.status import RunStatus
-from trainkit.observe.status_text import relative_path
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between
@@ -182,7 +180,7 @@ def read_view(
     steps_s = sorted(map(float, numbers(own, "step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = _moment(history.events.attempt(status.attempt).started)
-    log = _log(run, status)
+    log = _log(run, status, plan)
     failure = status.verdict.line if status.verdict and not status.is_active else None
     is_allocated = status.state in ALLOCATED
     return RunView(
@@ -463,9 +461,8 @@ def _tail(log: Path) -> list[str]:
     return [clean(line.decode(errors="replace")) for line in lines]
 
 
-def _log(run: RunDir, status: RunStatus) -> Path | None:
+def _log(run: RunDir, status: RunStatus, plan: PlanRecord) -> Path | None:
     if status.attempt is None:
         return None
     rank = None if status.verdict is None else status.verdict.rank
-    attempt = AttemptFiles(run.attempt(status.attempt), None)
-    return attempt.log_of(rank if isinstance(rank, int) else 0)
+    return log_of(run.attempt(status.attempt), plan, rank if isinstance(rank, int) else 0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.run_text import read_log
+from trainkit.observe.logs import read_log
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord

@@ -18,7 +18,15 @@ from typing import Any
 from trainkit.config.names import flatten
 from trainkit.formats import JsonObject, plural, shown, shown_value
 from trainkit.observe.goodput import Point, idle_gaps
-from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus, count_states
+from trainkit.observe.group import (
+    FAILED,
+    NUM_READERS,
+    ORDER,
+    GroupStatus,
+    PointStatus,
+    count_states,
+    state_counts,
+)
 from trainkit.observe.page import (
     Chart,
     FlatConfig,
@@ -28,7 +36,6 @@ from trainkit.observe.page import (
     render_page,
 )
 from trainkit.observe.status import ACTIVE_STATES
-from trainkit.observe.status_text import state_counts
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import numbers, parse_records, read_object, reversed_lines, sampled_lines
 from trainkit.run.group import RunGroup

@@ -1,4 +1,4 @@
-"""Published checkpoints: the manifest that verifies one, and the handling of damaged ones.
+"""The checkpoints of a run: the manifest that verifies one, the handling of damaged ones, and their list.
 
 A checkpoint is written into a folder whose name ends in `.partial` and published by one rename, after its
 manifest. So `step-00001000` without a suffix was complete when it was published; the hashes show whether it
@@ -14,11 +14,13 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.formats import JsonObject
-from trainkit.run.files import read_json, read_record
-from trainkit.run.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX
+from trainkit.run.events import read_events
+from trainkit.run.files import Record, as_utc, read_json, read_object, read_record
+from trainkit.run.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX, RunDir
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -272,3 +274,70 @@ def best_step(checkpoints_dir: Path) -> int | None:
         return None
     match = _PUBLISHED.fullmatch(str(link.readlink()))
     return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One checkpoint folder; fields are None where its files do not contain the value."""
+
+    name: str
+    path: str
+    state: str
+    """``published``, ``rejected``, ``partial``, or ``damaged`` if that is visible without reading tensors."""
+    step: int | None
+    time: str
+    """When it was written, ISO-8601 UTC."""
+    bytes: int
+    layout: dict[str, int] | None
+    world_size: int | None
+    best: bool
+    reason: str | None
+    """Why it was saved, or what is wrong with it."""
+    best_metric: str | None = None
+    """Metric by which it is the best, with `best_value`, where its manifest says so."""
+    best_value: float | None = None
+
+
+def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
+    """All checkpoints of a run: published ones by step, then rejected and partial ones by name."""
+    best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
+    for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
+        is_commit = event.name == "checkpoint_commit"
+        name = run.checkpoint_dir(event.step or 0).name if is_commit else event.text("set_aside") or ""
+        reasons[name] = event.reason or ""
+    found = []
+    for checkpoint in published(run.checkpoints_dir):
+        damage, path = find_plain_damage(checkpoint), checkpoint.path
+        state = "damaged" if damage else "published"
+        found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
+    found += [
+        _listed(path, "rejected", False, reasons.get(path.name)) for path in rejects(run.checkpoints_dir)
+    ]
+    found += [_listed(path, "partial", False, None) for path in partials(run.checkpoints_dir)]
+    return found
+
+
+def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedCheckpoint:
+    found = read_object(path / MANIFEST_NAME)
+    manifest = Record(found if isinstance(found.get("files"), dict) else {})
+    progress = manifest.record("progress")
+    # A checkpoint may be validated only after a resume: then later ones say that it is the best.
+    is_own = best and progress.count("best_step") == progress.count("step")
+    metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
+    files = [item.stat() for item in path.rglob("*") if item.is_file()]
+    newest_s = max((item.st_mtime for item in files), default=path.stat().st_mtime)
+    digits = path.name.partition("-")[2].partition(".")[0]
+    return ListedCheckpoint(
+        name=path.name,
+        path=str(path),
+        state=state,
+        step=int(digits) if digits.isdigit() else None,
+        time=as_utc(datetime.fromtimestamp(newest_s, timezone.utc), "seconds"),
+        bytes=sum(item.st_size for item in files),
+        layout=manifest.values.get("layout"),
+        world_size=manifest.count("world_size"),
+        best=best,
+        reason=reason,
+        best_metric=metric or None,
+        best_value=progress.number("best_value") if metric else None,
+    )

@@ -12,8 +12,8 @@ from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_r
 from trainkit.config import RunConfig
 from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.control.resume import start_again
-from trainkit.observe.follow import run_is_over
 from trainkit.observe.group import read_newest_end
+from trainkit.observe.logs import run_is_over
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of, read_events, steps_of

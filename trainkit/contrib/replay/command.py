@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.completion import complete_run
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import (
     job_options,
     json_option,

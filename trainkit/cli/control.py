@@ -1,0 +1,297 @@
+"""`trainkit cancel`, `requeue`, `stacks`, `attach` and `shell`: what acts on a run or an allocation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import (
+    ConfigRequest,
+    config_argument,
+    json_option,
+    profile_option,
+    run_argument,
+    set_option,
+    shape_flags,
+    shape_options,
+    slurm_flags,
+    slurm_options,
+)
+from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
+from trainkit.formats import rank_list
+from trainkit.run.rundir import RUNS_FOLDER
+
+if TYPE_CHECKING:
+    from trainkit.job.failure.stacks import Reply
+    from trainkit.run.rundir import AttemptDir, RunDir
+
+WAIT_S = 20.0
+"""Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
+
+
+@click.command(
+    cls=Command,
+    epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now"),
+)
+@run_argument
+@click.option("--now", is_flag=True, help="Kill the run immediately, without saving.")
+@click.option("--wait", is_flag=True, help="Wait until the run has ended.")
+@json_option
+def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
+    """Cancel RUN: it saves and exits, or is killed after the grace time.
+
+    For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
+    """
+    from trainkit.control.cancel import cancel_group, cancel_run
+    from trainkit.run.group import RunGroup
+    from trainkit.run.registry import find_bench_folder, find_run_or_group
+
+    folder = find_bench_folder(run_name, with_groups=False)
+    if folder is not None:
+        return cancel_bench(folder, now=now, wait=wait, as_json=as_json)
+    found = find_run_or_group(run_name, to_change=True)
+    if isinstance(found, RunGroup):
+        result = cancel_group(found, now=now, wait=wait)
+    else:
+        result = cancel_run(found, now=now, wait=wait, warn=lambda text: click.echo(text, err=True))
+    click.echo(result.message, err=True)
+    if as_json:
+        click.echo(json.dumps(result.facts, ensure_ascii=False))
+    return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
+
+
+def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) -> int:
+    """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
+    from trainkit.bench.run_bench import have_ended, query_bench_status, read_bench
+    from trainkit.control.cancel import cancel_group
+
+    bench = read_bench(folder)
+    groups, problems, facts = bench.groups, list[TrainkitError](), list[Mapping[str, Any]]()
+    if not groups:
+        if not have_ended(query_bench_status(bench, lambda text: None).states):
+            raise UsageError(
+                f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
+                hint="Ctrl-C ends it in the terminal where it runs",
+            )
+        click.echo(f"{bench.folder} has already ended", err=True)
+    # The last array first: each of them starts when the one before has ended.
+    for group in reversed(groups):
+        try:
+            result = cancel_group(group, now=now, wait=wait)
+        except TrainkitError as error:
+            problems.append(error)
+            continue
+        facts.append(result.facts)
+        click.echo(f"{group.path.name}: {result.message}", err=True)
+    if problems:
+        for other in problems[1:]:
+            click.echo(other.render(), err=True)
+        raise problems[0]
+    states = [fact["state"] for fact in facts]
+    state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
+    if as_json:
+        value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
+
+
+@click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
+@run_argument
+@json_option
+def requeue(run_name: str, as_json: bool) -> int:
+    """Start the next attempt of RUN with the same config and plan.
+
+    A running job saves, stops and is then restarted.
+    """
+    from trainkit.cli.following import print_started
+    from trainkit.control.resume import requeue_run
+    from trainkit.run.record import read_job
+    from trainkit.run.registry import find_run
+
+    run = find_run(run_name, to_change=True)
+    entry, is_started = requeue_run(run)
+    job = read_job(run)
+    if not is_started:
+        click.echo(f"{entry.job_id} is saving and will be requeued", err=True)
+        if not as_json:
+            return EXIT_OK
+        entry = replace(entry, attempt=entry.attempt + 1)
+    print_started(run, job.name, entry, str(job.backend), as_json)
+    return EXIT_OK
+
+
+@click.command(
+    cls=Command,
+    epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
+)
+@run_argument
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Print all threads of this rank.")
+@json_option
+def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
+    """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
+
+    Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
+    is installed.
+    """
+    from trainkit.job.failure.stacks import explain_silence, group_replies
+    from trainkit.run.registry import find_run
+
+    run = find_run(run_name)
+    attempt, replies, silent = _ask_stacks(run, rank)
+    groups = group_replies(replies)
+    if as_json:
+        value = {
+            "run_dir": str(run.path),
+            "attempt": attempt.number,
+            "replies": [asdict(reply) for reply in replies],
+            "groups": [[reply.rank for reply in group] for group in groups],
+            "silent": silent,
+        }
+        click.echo(json.dumps(value, ensure_ascii=False))
+        return EXIT_OK
+    for group in groups:
+        click.echo(_group_text(group, all_threads=rank is not None))
+    for reply in replies:
+        if reply.problem:
+            click.echo(f"rank {reply.rank} on {reply.host}, process {reply.pid}: {reply.problem}")
+    waits = explain_silence(replies)
+    if waits.lock is not None:
+        click.echo(waits.text)
+    if silent:
+        click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
+    return EXIT_OK
+
+
+def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
+    """The running attempt, the replies of its ranks, or of one, and the ranks that did not reply.
+
+    Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
+    """
+    from trainkit.job.failure.stacks import gather
+    from trainkit.plan.launch import LaunchPlan
+
+    attempt = _running_attempt(run)
+    world_size = LaunchPlan.read(attempt.plan_file).world_size
+    if rank is not None and rank >= world_size:
+        raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
+    try:
+        replies = gather(attempt, world_size, rank, WAIT_S)
+    except OSError as error:
+        raise UsageError(
+            f"{attempt.path} cannot be written: {error.strerror}",
+            hint="requesting stacks needs write access to the run folder",
+        ) from error
+    if not replies:
+        raise TrainkitError(
+            f"no rank of {run.path} responded within {WAIT_S:.0f} s",
+            hint=f"`trainkit status {quote(str(run.path))}` shows whether it is still running",
+        )
+    asked = range(world_size) if rank is None else (rank,)
+    return attempt, replies, sorted(set(asked) - {reply.rank for reply in replies})
+
+
+def _running_attempt(run: RunDir) -> AttemptDir:
+    """The attempt whose ranks are running; raises UsageError when there is none."""
+    from trainkit.backends.jobs import live_entry
+
+    entry = live_entry(run, "stacks")
+    if entry is None:
+        raise UsageError(
+            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` shows how it ended"
+        )
+    attempt = run.attempt(entry.attempt)
+    if not any(attempt.logs_dir.glob("rank-*.log")):
+        raise UsageError(
+            f"no rank of attempt {attempt.number} of {run.path} has been started yet",
+            hint=f"`trainkit status {quote(str(run.path))}` shows what it waits for",
+        )
+    return attempt
+
+
+def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
+    hosts = ", ".join(sorted({reply.host for reply in group}))
+    lines = [f"{rank_list([reply.rank for reply in group])} on {hosts}{_position(group)}"]
+    for name, frames in group[0].threads.items():
+        lines += [f"  thread {name}"] if all_threads else []
+        # A frame is shown without the path of the site-packages folder.
+        short = [re.sub(r"\(\S*/(?:site|dist)-packages/", "(", frame) for frame in frames]
+        lines += [f"    {frame}" for frame in short if "(<frozen importlib" not in frame]
+        if not all_threads:
+            break
+    return "\n".join([*lines, ""])
+
+
+def _position(group: Sequence[Reply]) -> str:
+    """Step and phase of a group of ranks as text; empty if they differ or are unknown."""
+    phases = {(reply.step, reply.phase) for reply in group}
+    if len(phases) > 1 or group[0].phase is None:
+        return ""
+    step = "before the first step" if group[0].step is None else f"step {group[0].step}"
+    longest_s = max(reply.since_s or 0.0 for reply in group)
+    return f": {step}, in {group[0].phase} for {longest_s:.1f} s"
+
+
+@click.command(cls=Command, epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
+@run_argument
+@click.option(
+    "--node",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Node of the job, counted from 0; default: 0.",
+)
+def attach(run_name: str, node: int) -> NoReturn:
+    """Open a shell on a node of RUN's job, next to its processes."""
+    from trainkit.control import shell
+    from trainkit.run.registry import find_run
+
+    shell.attach(find_run(run_name), node)
+
+
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "trainkit shell --nodes 2 --gpus-per-node 4",
+        "trainkit shell quickstart --partition debug --time 00:30:00",
+    ),
+)
+@config_argument
+@profile_option
+@set_option
+@slurm_options
+@shape_options
+@click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
+def shell(
+    config: str | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    gpus_per_node: int | None,
+    dry_run: bool,
+    **slurm: object,
+) -> int:
+    """Allocate nodes and open a shell on the first one, with the environment of a job.
+
+    In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
+    """
+    from trainkit.control.shell import open_shell, shell_argv, shell_start_file
+
+    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
+    if loaded.config.launch.container is not None:
+        click.echo("note: the shell runs outside launch.container", err=True)
+    if not dry_run:
+        open_shell(loaded, Path(RUNS_FOLDER))
+    start_file = shell_start_file(loaded.config, Path.cwd())
+    click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
+    click.echo(start_file, nl=False)
+    return EXIT_OK
