@@ -1,10 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from trainkit.job.decision import (
     MAX_SLOW_RESTARTS,
-    Failure,
     Outcome,
-    PreviousAttempt,
     RestartOptions,
     SlowHost,
     decide,
@@ -13,11 +13,16 @@ from trainkit.job.decision import (
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import Command
+from trainkit.run.end import AttemptEnd, RankFailure
 
 POLICY = RequeuePolicy()
 COMMAND = Command(("train",))
 HERE = RestartOptions(restart=True, requeue=True)
-NAN = Failure("ValueError: bad", 37)
+NAN = RankFailure(type="ValueError", message="bad", step=37)
+
+
+def was(cause, progress=0, step=None, failure=None):
+    return AttemptEnd(cause=cause, mark=progress, step=step, verdict=failure)
 
 
 def ended(codes, stop_signal=None, cause=None, **more):
@@ -136,14 +141,14 @@ def test_the_nearest_way_back_from_a_crash(options, action):
 
 @pytest.mark.parametrize("cause", ["preempted", "asked", None])
 def test_a_failure_after_a_notice_is_no_crash(cause):
-    end = ended([1, 75], "SIGTERM", cause, repeatable=NAN, failed_after_signal=True)
+    end = ended([1, 75], "SIGTERM", cause, failure=NAN, failed_after_signal=True)
     decision = after(end, policy=RequeuePolicy(max_crashes=0))
     if cause is None:
         assert (decision.action, decision.cause) == ("failed", "crash")
     else:
         assert (decision.action, decision.cause) == ("requeue", cause)
         assert "before all workers had saved: ValueError: bad" in decision.reason
-    before = after(ended([1, 75], "SIGTERM", cause, repeatable=NAN), policy=RequeuePolicy(max_crashes=0))
+    before = after(ended([1, 75], "SIGTERM", cause, failure=NAN), policy=RequeuePolicy(max_crashes=0))
     assert (before.action, before.cause) == ("failed", "crash")
 
 
@@ -202,47 +207,43 @@ def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options,
 
 
 def test_restarts_for_slow_hosts_are_few_and_no_lack_of_progress():
-    slow = PreviousAttempt("slow_host", step=9)
+    slow = was("slow_host", step=9)
     assert slow_restart_refusal([slow] * (MAX_SLOW_RESTARTS - 1), POLICY) is None
     refusal = slow_restart_refusal([slow] * MAX_SLOW_RESTARTS, POLICY)
     assert refusal == "the run has restarted 3 times to continue without slow hosts"
-    most = slow_restart_refusal([PreviousAttempt("preempted")] * 2, RequeuePolicy(max=2))
+    most = slow_restart_refusal([was("preempted")] * 2, RequeuePolicy(max=2))
     assert most == "requeue.max is 2, and the run has restarted 2 times"
     assert after(ended([1], step=9), slow, slow).action == "restart"
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident():
-    decision = after(ended([1], repeatable=NAN, progress=30), PreviousAttempt("crash", 20, 37, NAN))
+    decision = after(ended([1], failure=NAN, progress=30), was("crash", 20, 37, NAN))
     assert decision.action == "failed"
     assert decision.reason.endswith("the same failure at step 37 as in the previous attempt")
-    assert after(ended([1], repeatable=NAN), PreviousAttempt("crash", 0, 36, Failure(NAN.what, 36))).resumes
-    assert after(ended([1], repeatable=NAN), PreviousAttempt("crash", 0, 37, Failure("other", 37))).resumes
+    assert after(ended([1], failure=NAN), was("crash", 0, 36, replace(NAN, step=36))).resumes
+    assert after(ended([1], failure=NAN), was("crash", 0, 37, RankFailure(type="other", step=37))).resumes
     # Another end between them shows that it is an accident.
     assert after(
-        ended([1], repeatable=NAN),
-        PreviousAttempt("crash", 0, 37, NAN),
-        PreviousAttempt("preempted", 30),
+        ended([1], failure=NAN),
+        was("crash", 0, 37, NAN),
+        was("preempted", 30),
     ).resumes
 
 
 def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
-    unknown = Failure("exit: ended with exit code 1", None)
-    assert not after(
-        ended([1], repeatable=unknown, progress=5), PreviousAttempt("crash", 5, None, unknown)
-    ).resumes
-    assert after(
-        ended([1], repeatable=unknown, progress=6), PreviousAttempt("crash", 5, None, unknown)
-    ).resumes
+    unknown = RankFailure(type="exit", message="ended with exit code 1")
+    assert not after(ended([1], failure=unknown, progress=5), was("crash", 5, None, unknown)).resumes
+    assert after(ended([1], failure=unknown, progress=6), was("crash", 5, None, unknown)).resumes
 
 
 def test_what_cannot_get_better_is_not_tried():
-    decision = after(ended([1], repeatable=Failure("ImportError: no x", None, final=True)))
+    decision = after(ended([1], failure=RankFailure(type="ImportError", message="no x", final=True)))
     assert (decision.action, decision.exit_code) == ("failed", 1)
     assert decision.reason.endswith("it would fail again in the same way")
 
 
 def test_crashes_without_progress_are_counted():
-    crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
+    crashes = [was("crash", 10, step) for step in (11, 12, 13)]
     assert after(ended([1], progress=10, step=14), *crashes[:2]).resumes
     decision = after(ended([1], progress=10, step=14), *crashes)
     assert decision.action == "failed"
@@ -252,14 +253,14 @@ def test_crashes_without_progress_are_counted():
 
 def test_three_ends_at_one_step_are_enough():
     policy = RequeuePolicy(max_crashes=10)
-    two = [PreviousAttempt("hang", 10, 15), PreviousAttempt("crash", 10, 15)]
+    two = [was("hang", 10, 15), was("crash", 10, 15)]
     decision = after(ended([1], progress=10, step=15), *two, policy=policy)
     assert (decision.action, "3 attempts in a row ended at step 15" in decision.reason) == ("failed", True)
     assert after(ended([1], progress=10, step=16), *two, policy=policy).resumes
-    timeouts = [PreviousAttempt("timeout", 10, 10)] * 2
+    timeouts = [was("timeout", 10, 10)] * 2
     decision = after(ended([75], "SIGUSR2", "timeout", progress=10, step=10), *timeouts)
     assert (decision.action, decision.exit_code) == ("stopped", 75)
-    preempted = [PreviousAttempt("preempted", 10, 10)] * 9
+    preempted = [was("preempted", 10, 10)] * 9
     assert after(ended([75], "SIGTERM", "preempted", progress=10, step=10), *preempted).resumes
 
 
@@ -267,21 +268,19 @@ def test_a_start_that_slurm_could_not_make_is_no_failure():
     policy = RequeuePolicy(on=(), max=0, max_crashes=0)
     delays = []
     for count in range(9):
-        decision = after(
-            ended([1], launch_error="srun: error"), *[PreviousAttempt("not_started")] * count, policy=policy
-        )
+        decision = after(ended([1], launch_error="srun: error"), *[was("not_started")] * count, policy=policy)
         assert (decision.action, decision.cause) == ("restart", "not_started")
         delays.append(decision.delay_s)
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    decision = after(ended([1], launch_error="srun: error"), *[PreviousAttempt("not_started")] * 9)
+    decision = after(ended([1], launch_error="srun: error"), *[was("not_started")] * 9)
     assert (decision.action, decision.reason) == (
         "failed",
         "Slurm could not start the step 10 times in a row",
     )
     # Nor does it hide failures before and after it.
-    crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
+    crashes = [was("crash", 10, step) for step in (11, 12, 13)]
     assert not after(
-        ended([1], progress=10, step=14), *crashes[:2], PreviousAttempt("not_started", 10), crashes[2]
+        ended([1], progress=10, step=14), *crashes[:2], was("not_started", 10), crashes[2]
     ).resumes
 
 
@@ -289,7 +288,7 @@ def test_waits_grow_while_nothing_new_is_saved():
     policy = RequeuePolicy(max_crashes=100)
     delays = []
     for count in range(9):
-        past = [PreviousAttempt("crash", 10, 11 + number) for number in range(count)]
+        past = [was("crash", 10, 11 + number) for number in range(count)]
         delays.append(after(ended([1], progress=10, step=90), *past, policy=policy).delay_s)
     assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
@@ -297,7 +296,7 @@ def test_waits_grow_while_nothing_new_is_saved():
 def test_cap_on_restarts():
     decision = after(
         ended([75], "SIGUSR2", "asked"),
-        *[PreviousAttempt("preempted", 1)] * 3,
+        *[was("preempted", 1)] * 3,
         policy=RequeuePolicy(max=3),
     )
     assert decision.action == "stopped"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from job_tree import Job, wait_for
 
-from trainkit.job.attempt_end import repeatable_failure
+from trainkit.job.decision import repeatable_failure
 from trainkit.job.failure.stacks import LockFile, Reply, explain_silence, find_locks, find_requests
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.progress_watch import SilenceWatch

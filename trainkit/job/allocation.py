@@ -22,8 +22,7 @@ from trainkit.job import processes
 from trainkit.job.attempt_end import (
     close_dead_attempts,
     judge,
-    previous_attempts,
-    previous_failures,
+    previous_ends,
     reached_its_stop,
     write_end,
 )
@@ -317,7 +316,8 @@ class SlurmAllocation(Allocation):
         host, kind = suspect
         if host not in self.hosts:
             return  # not one of Slurm's node names: neither a step nor a job can exclude it
-        previous = [suspect_host(earlier) for earlier in previous_failures(attempt)]
+        verdicts = (end.verdict for end in previous_ends(attempt).values())
+        previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
         if kind != "culprit" or suspect in previous:
             self.bad[host] = "lost" if kind == "died" else "failed"
         try:
@@ -365,7 +365,7 @@ class SlurmAllocation(Allocation):
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
         # A job starts again later: the file server releases the locks of a dead host.
         self.job = query_job(self.job_id)
-        starts = [previous for _, previous in previous_attempts(attempt)]
+        starts = list(previous_ends(attempt).values())
         options = self.restart_options(plan)
         decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
         return decision if decision.resumes else replace(decision, reason=f"{decision.reason}; {locked.hint}")

@@ -11,9 +11,7 @@ from itertools import chain, islice
 from trainkit.job.decision import (
     FAILURES,
     Decision,
-    Failure,
     Outcome,
-    PreviousAttempt,
     RestartOptions,
     decide,
     decide_dead,
@@ -42,8 +40,6 @@ LONG_ATTEMPT_S = 1800.0
 """A trainer without checkpoints counts as progressing when it has run for this long."""
 LATE_RECORDS = 1000
 """How many of the newest records tell the last step: those of an attempt may follow some of the next one."""
-RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
-"""Failures that can happen twice with the same message by chance."""
 
 
 def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: RestartOptions) -> Decision:
@@ -61,13 +57,11 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         cause=cause,
         progress=progress_of(attempt),
         step=last_step(attempt, failure),
-        repeatable=None if failure is None else repeatable_failure(failure),
         failed_after_signal=_is_after_signal(attempt, failure),
         workload=plan.workload,
         is_done=attempt.done_file.exists(),
     )
-    previous = [earlier for _, earlier in previous_attempts(attempt)]
-    return decide(result, previous, plan.requeue, options)
+    return decide(result, list(previous_ends(attempt).values()), plan.requeue, options)
 
 
 def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
@@ -96,7 +90,7 @@ def close_dead_attempts(
         dead = attempt.run.attempt(entry.attempt)
         if dead.number < attempt.number and entry.job_id in job_ids and not dead.end_file.exists():
             host = str(entry.node or "")
-            previous = [one for number, one in previous_attempts(attempt) if number < dead.number]
+            previous = [end for number, end in previous_ends(attempt).items() if number < dead.number]
             lost_host = host if host and is_down(host) else None
             # A lost host also explains the errors of ranks on other hosts.
             failure = first_rank_failure(dead) if lost_host is None else None
@@ -168,41 +162,16 @@ def _best(run: RunDir) -> Best | None:
         return None  # end.json must be written even if the metrics cannot be read
 
 
-def previous_attempts(attempt: AttemptDir) -> list[tuple[int, PreviousAttempt]]:
-    """The earlier attempts since a command last started the run, oldest first, as (number, attempt)."""
-    return [(earlier.number, _previous(earlier)) for earlier in _earlier(attempt)]
-
-
-def previous_failures(attempt: AttemptDir) -> list[RankFailure]:
-    """The first failure of each attempt in `previous_attempts` that had one."""
-    ends = map(read_end, _earlier(attempt))
-    return [end.verdict for end in ends if end is not None and end.verdict is not None]
-
-
-def _earlier(attempt: AttemptDir) -> list[AttemptDir]:
+def previous_ends(attempt: AttemptDir) -> dict[int, AttemptEnd]:
+    """The ends of the earlier attempts since a command last started the run, oldest first, by number."""
     run = attempt.run
     earlier = [number for number in run.attempt_numbers() if number < attempt.number]
-    return [run.attempt(number) for number in earlier[len(earlier) - read_job(run).num_auto_restarts :]]
-
-
-def _previous(attempt: AttemptDir) -> PreviousAttempt:
-    end = read_end(attempt)
-    if end is None:
-        # Its host died before the end could be written.
-        return PreviousAttempt("node_fail", progress_of(attempt))
-    return PreviousAttempt(
-        cause=end.cause,
-        progress=end.mark or 0,
-        step=end.step,
-        failure=None if end.verdict is None else repeatable_failure(end.verdict),
-    )
-
-
-def repeatable_failure(failure: RankFailure) -> Failure | None:
-    """The part of a failure that identifies its recurrence; None if the cause was external or random."""
-    if failure.was_signalled or (failure.type in RANDOM_TYPES and not failure.final):
-        return None
-    return Failure(f"{failure.type}: {failure.message}", failure.step, bool(failure.final))
+    found = {}
+    for number in earlier[len(earlier) - read_job(run).num_auto_restarts :]:
+        one = run.attempt(number)
+        # Without an end, its host died before that could be written.
+        found[number] = read_end(one) or AttemptEnd(cause="node_fail", mark=progress_of(one))
+    return found
 
 
 def progress_of(attempt: AttemptDir) -> int:

@@ -18,7 +18,7 @@ from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, Cause, RankFailure
+from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, AttemptEnd, Cause, RankFailure
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
@@ -31,6 +31,8 @@ MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
 MAX_SLOW_RESTARTS = 3
 """Restarts of a run to continue without slow hosts: if that did not help, the hosts are not the reason."""
+RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
+"""Failures that can happen twice with the same message by chance."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
 """Consecutive failures of Slurm to start the step before the run fails; the delays add up to four minutes."""
@@ -43,17 +45,6 @@ class SlowHost:
     host: str
     why: str
     """For example ``rank 5 slow since step 1200 (compute)``."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first failure of an attempt, reduced to what identifies it when it happens again."""
-
-    what: str
-    """Type and message."""
-    step: int | None
-    final: bool = False
-    """Whether a restart cannot help: a missing module, a syntax error."""
 
 
 @dataclass
@@ -91,8 +82,6 @@ class Outcome:
     """A measure of the run's progress that grows with every checkpoint."""
     step: int | None = None
     """The step at which it ended."""
-    repeatable: Failure | None = None
-    """What identifies the first failure when it happens again; None if its cause was external or random."""
     failed_after_signal: bool = False
     """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
     workload: Workload = TRAINER
@@ -112,16 +101,6 @@ class Outcome:
     def first_failed_node(self) -> int | None:
         """Node rank of the agent that failed first."""
         return next((rank for rank, code in self.exits if code not in (EXIT_OK, EXIT_STOPPED)), None)
-
-
-@dataclass(frozen=True)
-class PreviousAttempt:
-    """An earlier attempt since a command last started the run; the fields are those of `Outcome`."""
-
-    cause: Cause | None
-    progress: int = 0
-    step: int | None = None
-    failure: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -155,9 +134,9 @@ class Decision:
 
 
 def decide(
-    result: Outcome, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
+    result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
-    """Decide what follows one attempt; `previous` are the attempts before it, oldest first."""
+    """Decide what follows one attempt; `previous` are the ends of those before it, oldest first."""
     codes, starts = result.exit_codes, previous
     previous = [attempt for attempt in previous if attempt.cause != "not_started"]
     was_stopped = result.stop_signal is not None
@@ -186,7 +165,7 @@ def decide(
 
 
 def decide_no_start(
-    summary: str, code: int, starts: Sequence[PreviousAttempt], options: RestartOptions, *, in_place: bool
+    summary: str, code: int, starts: Sequence[AttemptEnd], options: RestartOptions, *, in_place: bool
 ) -> Decision:
     """Start a job or step that could not start once more, `in_place` with growing delays, a few times.
 
@@ -199,7 +178,7 @@ def decide_no_start(
     return _resume(summary, "not_started", code, starts, options, in_place=in_place, delay_s=delay_s)
 
 
-def decide_dead(result: Outcome, previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> Decision:
+def decide_dead(result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> Decision:
     """What follows an attempt whose supervisor died, and whose job Slurm has requeued by itself.
 
     If no host is lost, the job may also have been preempted without grace time.
@@ -216,7 +195,7 @@ def decide_dead(result: Outcome, previous: Sequence[PreviousAttempt], policy: Re
 def _after_request(
     result: Outcome,
     saved: bool,
-    previous: Sequence[PreviousAttempt],
+    previous: Sequence[AttemptEnd],
     policy: RequeuePolicy,
     options: RestartOptions,
 ) -> Decision:
@@ -230,8 +209,9 @@ def _after_request(
         summary = (
             f"stuck: the workers exited shortly before the grace time after {result.stop_signal} was over"
         )
-    elif result.failed_after_signal and result.repeatable is not None:
-        summary = f"failed after {result.stop_signal}, before all workers had saved: {result.repeatable.what}"
+    elif result.failed_after_signal and (failure := repeatable_failure(result.failure)) is not None:
+        what = f"{failure.type}: {failure.message}"
+        summary = f"failed after {result.stop_signal}, before all workers had saved: {what}"
     else:
         summary = f"ended by {result.stop_signal}, and no worker reported a save"
     cause = result.cause
@@ -266,7 +246,7 @@ _BECAUSE: dict[Cause, str] = {
 }
 
 
-def slow_restart_refusal(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
+def slow_restart_refusal(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
     """Why the run is not restarted to continue without a slow host; None when it may be."""
     count = sum(attempt.cause == "slow_host" for attempt in previous)
     if count >= MAX_SLOW_RESTARTS:
@@ -275,7 +255,7 @@ def slow_restart_refusal(previous: Sequence[PreviousAttempt], policy: RequeuePol
 
 
 def _after_failure(
-    result: Outcome, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
+    result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
     cause: Cause = "node_fail" if result.lost_nodes else "hang" if result.hung else "crash"
     code = _failure_code(result)
@@ -289,9 +269,10 @@ def _after_failure(
         return Decision("failed", f"{summary}{limit and '; not started again: '}{limit}", code, cause)
     # After a stop signal the allocation is about to end: no other attempt fits into it.
     in_place = result.stop_signal is None
-    return _resume(
-        summary, cause, code, previous, options, in_place=in_place, delay_s=_delay_s(result, previous)
-    )
+    # The delay doubles with every failure without progress.
+    failures = _num_failures_without_progress(result, previous)
+    delay_s = 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
+    return _resume(summary, cause, code, previous, options, in_place=in_place, delay_s=delay_s)
 
 
 def _failure_code(result: Outcome) -> int:
@@ -299,10 +280,10 @@ def _failure_code(result: Outcome) -> int:
 
 
 def _restart_limit(
-    result: Outcome, cause: Cause, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
+    result: Outcome, cause: Cause, previous: Sequence[AttemptEnd], policy: RequeuePolicy
 ) -> str | None:
     """Why the run is not restarted after a failure; "" when obvious, None when it may be restarted."""
-    failure = result.repeatable
+    failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
         return ""  # a person wanted it to end
     if cause not in policy.on:
@@ -312,7 +293,7 @@ def _restart_limit(
     if failure is not None and previous and _is_same(failure, result.progress, previous[-1]):
         where = "" if failure.step is None else f" at step {failure.step}"
         return f"the same failure{where} as in the previous attempt"
-    crashes = len(_failures_without_progress(result, previous))
+    crashes = _num_failures_without_progress(result, previous)
     if crashes >= policy.max_crashes:
         return f"requeue.max_crashes is {policy.max_crashes}, and {crashes + 1} attempts saved nothing new"
     if _makes_no_progress(result, previous):
@@ -320,31 +301,35 @@ def _restart_limit(
     return _restarts_limit(previous, policy)
 
 
-def _is_same(failure: Failure, progress: int, before: PreviousAttempt) -> bool:
+def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
+    """A failure that can be recognized when it happens again; None if its cause was external or random."""
+    if failure is None or failure.was_signalled or (failure.type in RANDOM_TYPES and not failure.final):
+        return None
+    return failure
+
+
+def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
     """Whether the previous attempt failed in the same way, if the step is unknown without a save since."""
-    last = before.failure
-    if last is None or (failure.what, failure.step) != (last.what, last.step):
+    last = repeatable_failure(before.verdict)
+    own = (failure.type, failure.message, failure.step)
+    if last is None or own != (last.type, last.message, last.step):
         return False
-    return failure.step is not None or progress == before.progress
+    return failure.step is not None or progress == (before.mark or 0)
 
 
-def _restarts_limit(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
+def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
     if len(previous) < policy.max:
         return None
     return f"requeue.max is {policy.max}, and the run has restarted {len(previous)} times"
 
 
-def _failures_without_progress(result: Outcome, previous: Sequence[PreviousAttempt]) -> list[PreviousAttempt]:
-    """The failures before this one that saved nothing new."""
-    return list(
-        takewhile(
-            lambda attempt: attempt.cause in FAILURES and attempt.progress == result.progress,
-            reversed(previous),
-        )
-    )
+def _num_failures_without_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> int:
+    """The number of failures just before this one that saved nothing new."""
+    alike = (end.cause in FAILURES and (end.mark or 0) == result.progress for end in reversed(previous))
+    return len(list(takewhile(bool, alike)))
 
 
-def _makes_no_progress(result: Outcome, previous: Sequence[PreviousAttempt]) -> bool:
+def _makes_no_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
     counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked", "slow_host")][
         1 - MAX_ENDS_AT_STEP :
@@ -352,21 +337,15 @@ def _makes_no_progress(result: Outcome, previous: Sequence[PreviousAttempt]) -> 
     return (
         result.step is not None
         and len(counted) == MAX_ENDS_AT_STEP - 1
-        and all((attempt.progress, attempt.step) == (result.progress, result.step) for attempt in counted)
+        and all((end.mark or 0, end.step) == (result.progress, result.step) for end in counted)
     )
-
-
-def _delay_s(result: Outcome, previous: Sequence[PreviousAttempt]) -> float:
-    """Seconds to wait before the step is restarted; doubles with every failure without progress."""
-    failures = len(_failures_without_progress(result, previous))
-    return 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
 
 
 def _resume(
     summary: str,
     cause: Cause,
     exit_code: int,
-    previous: Sequence[PreviousAttempt],
+    previous: Sequence[AttemptEnd],
     options: RestartOptions,
     *,
     in_place: bool,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainkit.errors import TrainkitError
 from trainkit.folders import ensure_folder
-from trainkit.job.attempt_end import last_step, previous_attempts
+from trainkit.job.attempt_end import last_step, previous_ends
 from trainkit.job.decision import SlowHost, slow_restart_refusal
 from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
@@ -90,7 +90,7 @@ class SlowHostWatch:
 
     def _refusal(self, host: str) -> str | None:
         """Why the run must not be stopped to continue without a host; None when it can continue."""
-        previous = [attempt for _, attempt in previous_attempts(self._attempt)]
+        previous = list(previous_ends(self._attempt).values())
         refusal = slow_restart_refusal(previous, self._plan.requeue)
         if refusal is not None or len(self._hosts) > self._plan.num_nodes:
             return refusal

@@ -11,16 +11,15 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.contrib.trackers import sync
-from trainkit.contrib.trackers.records import (
-    Facts,
-    Position,
-    Sample,
-    read_facts,
+from trainkit.contrib.trackers.clients import Facts, Sample, read_facts
+from trainkit.contrib.trackers.sync import (
+    RunTracker,
+    Sent,
     read_position,
     state_of,
+    sync_run,
     trackers_of,
 )
-from trainkit.contrib.trackers.sync import RunTracker, Sent, sync_run
 from trainkit.errors import UsageError
 from trainkit.locks import LockBusy
 from trainkit.run.files import append_jsonl, write_json
@@ -38,8 +37,8 @@ class Memory:
         self.samples: list[Sample] = []
         self.states: list[str] = []
 
-    def newest_step(self, position: Position) -> int:
-        return position.step if position.place == self.place else 0
+    def newest_step(self, place: str, step: int) -> int:
+        return step if place == self.place else 0
 
     def send(self, batch: Sequence[Sample]) -> None:
         if self.away:
@@ -58,7 +57,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
 
-    def opened(settings: object, facts: Facts, position: Position) -> Memory:
+    def opened(settings: object, facts: Facts, key: str) -> Memory:
         return memory
 
     monkeypatch.setattr(sync, "open_tracker", opened)

@@ -12,8 +12,8 @@ import pytest
 from tests.support.runs import free_port
 from trainkit.config.running import WandbConfig
 from trainkit.contrib.trackers import clients
-from trainkit.contrib.trackers.clients import WandbRun
-from trainkit.contrib.trackers.records import Facts, Position, Sample
+from trainkit.contrib.trackers.clients import Facts, Sample, WandbRun
+from trainkit.run.rundir import RunDir
 
 
 class Client:
@@ -44,7 +44,7 @@ class Client:
 
 
 def facts(folder: Path) -> Facts:
-    return Facts("n", folder, folder, 2, {"seed": 1}, "seed: 1\n", {"commit": "abc"}, {"tp": 2})
+    return Facts(RunDir(folder), "n", 2, {"seed": 1}, {"commit": "abc"}, {"tp": 2})
 
 
 @pytest.mark.parametrize(("newest", "known"), [(None, 0), (7, 7)])
@@ -56,7 +56,7 @@ def test_the_server_knows_its_newest_step(
     monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     run = WandbRun(WandbConfig(entity="team"), facts(tmp_path), "key")
-    assert run.newest_step(Position("key", run.place, 9)) == known
+    assert run.newest_step(run.place, 9) == known
     run.send([Sample(8, 1500, {"loss": 2.0})])
     run.close("failed")
     assert client.rows == [(8, {"loss": 2.0, "_timestamp": 1.5})]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
-from trainkit.contrib.trackers.records import Facts, Position, Sample, command_folder
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
+from trainkit.run.files import read_json, read_object
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 MAX_METRICS = 1000
@@ -29,11 +31,61 @@ FOLDER = "wandb"
 INIT_TIMEOUT_S = 30.0
 
 
-def store_uri(tracking_uri: str | None, folder: Path, cwd: Path) -> str:
-    """The tracking URI of the run in `folder`; a folder, relative to `cwd`, means a SQLite store in it."""
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(folder.parent / "mlflow")
+@dataclass(frozen=True)
+class Sample:
+    """The metrics of one step."""
+
+    step: int
+    time_ms: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What describes a run in its newest attempt."""
+
+    run: RunDir
+    name: str
+    attempt: int
+    config: Mapping[str, object]
+    """The effective config, with dotted keys."""
+    code: dict[str, str]
+    """Versions and commit, without the diff and the command line."""
+    layout: dict[str, int]
+
+
+def read_facts(run: RunDir) -> Facts:
+    """The facts of a run. Raises OSError, ValueError or TrainkitError if they cannot be read."""
+    config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
+    plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
+    git = provenance.get("git") or {}
+    code = {name: provenance.get(name) for name in ("trainkit", "python", "torch")}
+    code |= {"commit": git.get("sha"), "branch": git.get("branch"), "dirty": git.get("dirty")}
+    layout = {name: int(size) for name, size in plan["layout"].items() if isinstance(size, int)}
+    return Facts(
+        run,
+        read_job(run).name or run.name,
+        run.latest_number() or 1,
+        dict(_flat(config)),
+        {name: str(value) for name, value in code.items() if value is not None},
+        {**layout, "world_size": int(plan["world_size"])},
+    )
+
+
+def _flat(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def store_uri(tracking_uri: str | None, run: RunDir) -> str:
+    """The tracking URI of a run; a folder, relative to that of its command, means a SQLite store in it."""
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(run.path.parent / "mlflow")
     if urlsplit(uri).scheme or uri == "databricks":
         return uri
+    cwd = Path(read_job(run).cwd or run.path.parent)  # `trainkit.attach` makes no job.json
     return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
 
 
@@ -44,7 +96,7 @@ def local_store(run: RunDir) -> str:
         raise UsageError(
             f"{run.path} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
         )
-    uri = store_uri(settings.tracking_uri, run.path, command_folder(run))
+    uri = store_uri(settings.tracking_uri, run)
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
         raise UsageError(f"the run is on the server {uri}", hint="open that in a browser")
     return uri
@@ -68,7 +120,7 @@ class MlflowRun:
 
         self._metric, self._tag = Metric, RunTag
         self._facts = facts
-        uri = store_uri(settings.tracking_uri, facts.folder, facts.cwd)
+        uri = store_uri(settings.tracking_uri, facts.run)
         if uri.startswith("sqlite:///"):
             self._folder = Path(uri.removeprefix("sqlite:///")).parent
             ensure_folder(self._folder, parents=True)
@@ -79,7 +131,7 @@ class MlflowRun:
         found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
         self._is_new = not found
         if self._is_new:
-            tags = {KEY_TAG: key, "trainkit.folder": str(facts.folder)}
+            tags = {KEY_TAG: key, "trainkit.folder": str(facts.run.path)}
             found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
         self._run_id = str(found[0].info.run_id)
         if self._is_new:
@@ -109,11 +161,13 @@ class MlflowRun:
             tags["mlflow.source.git.commit"] = facts.code["commit"]
         self._client.log_batch(self._run_id, tags=[self._tag(name, text) for name, text in tags.items()])
         self._client.update_run(self._run_id, status="RUNNING")
-        self._client.log_text(self._run_id, facts.config_text, f"config/attempt-{facts.attempt:03d}.yaml")
+        config = facts.run.config_file.read_text(encoding="utf-8")
+        self._client.log_text(self._run_id, config, f"config/attempt-{facts.attempt:03d}.yaml")
 
-    def newest_step(self, position: Position) -> int:
+    def newest_step(self, place: str, step: int) -> int:
+        """The newest step that the tracker has; `place` and `step` are those of the last time."""
         # A new one has none, as when somebody deleted the run.
-        return 0 if self._is_new or position.place != self.place else position.step
+        return 0 if self._is_new or place != self.place else step
 
     def send(self, batch: Sequence[Sample]) -> None:
         metrics = [
@@ -143,7 +197,7 @@ class WandbRun:
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
         import wandb
 
-        folder = facts.folder / FOLDER
+        folder = facts.run.path / FOLDER
         self._whole = folder / f"offline-run-{key}" if settings.mode == "offline" else None
         # Whatever it keeps there is in metrics.jsonl too.
         self._folder = folder / ("online" if self._whole is None else f"{self._whole.name}.new")
@@ -178,7 +232,7 @@ class WandbRun:
         url = str(self._run.url or self._run.path)
         self.place = url if self._whole is None else f"wandb sync {self._whole}"
 
-    def newest_step(self, position: Position) -> int:
+    def newest_step(self, place: str, step: int) -> int:
         # The step that would be next: 0 for a new run, and so for one that is written as a whole.
         return max(0, int(self._run.step) - 1)
 

@@ -11,28 +11,96 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import sys
 import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
-from trainkit.contrib.trackers.clients import MlflowRun, WandbRun
-from trainkit.contrib.trackers.records import (
-    Facts,
-    Position,
-    read_facts,
-    read_position,
-    samples,
-    settled_step,
-    state_of,
-    trackers_of,
-)
-from trainkit.errors import TrainkitError
+from trainkit.contrib.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
-from trainkit.run.files import utc_now, write_json
+from trainkit.run.end import read_end
+from trainkit.run.events import read_metrics
+from trainkit.run.files import parse_time, read_json, refresh_listing, utc_now, write_json
+from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
+
+_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
+"""What MLflow accepts in no name."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The content of ``trackers/NAME.json``."""
+
+    key: str
+    """Identifies the run in the tracker, over all attempts."""
+    place: str = ""
+    """Where the run is: a URL or a folder. A run that is sent elsewhere is sent from its first step."""
+    step: int = 0
+    """The newest step that the tracker has."""
+    time: str = ""
+    problem: str = ""
+    """Why the last attempt to send failed."""
+
+
+def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
+    """The settings of the trackers of a run, by name; raises UsageError if it has none."""
+    found = read_effective(run.config_file).logging.trackers
+    if not found:
+        hint = "`trainkit resume RUN --set logging.mlflow=true` resumes it with one"
+        raise UsageError(f"{run.path} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
+    return found
+
+
+def state_of(run: RunDir) -> str:
+    """``finished``, ``failed``, ``stopped``, or ``running`` for a run that has not ended or will resume."""
+    number = run.latest_number()
+    end = None if number is None else read_end(run.attempt(number))
+    action = str(end and end.action)
+    return action if action in ("finished", "failed", "stopped") else "running"
+
+
+def settled_step(run: RunDir, is_finished: bool) -> float:
+    """The newest step that no later attempt computes again: that of the newest checkpoint.
+
+    Infinite for a run that has finished.
+    """
+    if is_finished:
+        return math.inf
+    refresh_listing(run.checkpoints_dir)
+    checkpoints = published(run.checkpoints_dir)
+    return checkpoints[-1].step if checkpoints else 0
+
+
+def read_position(run: RunDir, name: str) -> Position:
+    """How far a tracker has the metrics; a new position for a tracker that has none."""
+    try:
+        return Position(**read_json(run.trackers_dir / f"{name}.json"))
+    except FileNotFoundError:
+        return Position(uuid.uuid4().hex[:16])
+
+
+def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
+    """The metrics of the steps above `after`, up to `up_to`, each step once and in order."""
+    return [_sample(record) for record in read_metrics(run) if after < record["step"] <= up_to]
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    time = parse_time(record.get("time"))
+    values = {
+        _NOT_ALLOWED.sub("_", name): float(value)
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return Sample(record["step"], 0 if time is None else round(time.timestamp() * 1000), values)
 
 
 @dataclass(frozen=True)
@@ -63,10 +131,7 @@ class RunTracker:
     """The sender to one tracker of a run. It opens the tracker when there is something to send."""
 
     def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
-        self.run = run
-        self.name = name
-        self.settings = settings
-        self._position: Position | None = None
+        self.run, self.name, self.settings = run, name, settings
         self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
 
@@ -86,10 +151,9 @@ class RunTracker:
         if self._lock is None:
             ensure_folder(self.run.trackers_dir, 0o700)
             self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
-        position = self._position = self._position or read_position(self.run, self.name)
         num_sent, problem = 0, ""
         try:
-            num_sent = self._send(position, limit)
+            num_sent = self._send(limit)
             if closes and self._tracker is not None:
                 self._tracker.close(state)
                 self.release()
@@ -98,35 +162,34 @@ class RunTracker:
             raise
         except Exception as error:  # of a third party: no server, a full disk, a name that it refuses
             problem = one_line(error)
-            self.release()
-        left = samples(self.run, self._position.step, math.inf)
+            self._tracker = None
+        position = read_position(self.run, self.name)
+        left = samples(self.run, position.step, math.inf)
         if num_sent or problem != position.problem:
-            self._record(replace(self._position, time=utc_now(), problem=problem))
-        num_pending = sum(item.step <= limit for item in left)
-        place = self._position.place
+            self._record(replace(position, time=utc_now(), problem=problem))
         if self._tracker is None:
-            self._position = None  # `trainkit sync` may continue
-            self.release()
-        return Sent(self.name, num_sent, num_pending, len(left) - num_pending, place, problem)
+            self.release()  # `trainkit sync` may continue
+        num_pending = sum(item.step <= limit for item in left)
+        return Sent(self.name, num_sent, num_pending, len(left) - num_pending, position.place, problem)
 
-    def _send(self, position: Position, limit: float) -> int:
+    def _send(self, limit: float) -> int:
         """Send the settled steps; returns their number."""
+        position = read_position(self.run, self.name)
         if self._tracker is None:
             if not samples(self.run, 0, limit):
                 return 0  # nothing yet: not even a name
-            self._tracker = open_tracker(self.settings, read_facts(self.run), position)
-            step = self._tracker.newest_step(position)
-            # Before the first step is sent: a run must be found again by its key.
-            self._record(replace(position, place=self._tracker.place, step=step))
-        assert self._position is not None
-        batch = samples(self.run, self._position.step, limit)
+            self._record(position)  # a run must be found again by its key
+            self._tracker = open_tracker(self.settings, read_facts(self.run), position.key)
+            step = self._tracker.newest_step(position.place, position.step)
+            position = replace(position, place=self._tracker.place, step=step)
+            self._record(position)
+        batch = samples(self.run, position.step, limit)
         if batch:
             self._tracker.send(batch)
-            self._record(replace(self._position, step=batch[-1].step, time=utc_now(), problem=""))
+            self._record(replace(position, step=batch[-1].step, time=utc_now(), problem=""))
         return len(batch)
 
     def _record(self, position: Position) -> None:
-        self._position = position
         write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
 
     def release(self) -> None:
@@ -137,13 +200,11 @@ class RunTracker:
             self._lock = None
 
 
-def open_tracker(
-    settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
-) -> MlflowRun | WandbRun:
+def open_tracker(settings: MlflowConfig | WandbConfig, facts: Facts, key: str) -> MlflowRun | WandbRun:
     """Open the run in a tracker, or create it there."""
     if isinstance(settings, MlflowConfig):
-        return MlflowRun(settings, facts, position.key)
-    return WandbRun(settings, facts, position.key)
+        return MlflowRun(settings, facts, key)
+    return WandbRun(settings, facts, key)
 
 
 def sync_run(run: RunDir) -> list[Sent]:
