@@ -50,12 +50,13 @@ CONFIG_USE = """\
 ## Which runs use a key
 
 - The built-in task, `causal_lm`, uses all keys but `task_args`.
-- [A task of your own](own-task.md) can read all of them in `self.config`. trainkit itself uses all sections but
-  `model` and `data`, and of these `model.init_from`, `model.init_include`, `data.num_workers` and `data.shuffle`;
-  `add_adapters` uses `model.lora`, `TokenSamples` the rest of `data`. `parallel.pp`, `parallel.cp` and
-  `precision.float8` are refused.
-- [A COMMAND](own-script.md) uses `name`, `device`, `resources`, `launch`, `requeue`, `notify`, and `logging` but for
-  `tensorboard`. Other keys reach it only where [a launcher](own-script.md#launchers-get-the-config) passes them on.
+- [A task of your own](own-task.md) can read all of them in `self.config`. trainkit itself uses all sections
+  but `model` and `data`, and of these `model.init_from`, `model.init_include`, `data.num_workers` and
+  `data.shuffle`; `add_adapters` uses `model.lora`, `TokenSamples` the rest of `data`. `parallel.pp`,
+  `parallel.cp` and `precision.float8` are refused.
+- [A COMMAND](own-script.md) uses `name`, `device`, `resources`, `launch`, `requeue`, `notify`, and `logging`
+  but for `tensorboard`. Other keys reach it only where
+  [a launcher](own-script.md#launchers-get-the-config) passes them on.
 - Without Slurm, of `resources` only `nodes`, `gpus_per_node` and `cpus_per_gpu` have an effect, and
   [some keys of `launch`](slurm.md#without-slurm) have none.
 - Keys and passwords of other services are never values of a config: see [Secrets](slurm.md#secrets).
