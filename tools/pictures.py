@@ -46,7 +46,7 @@ async def watch_screen(name: str) -> str:
     async with app.run_test(size=SCREEN_SIZE) as pilot:
 
         async def wait_for_the_run() -> None:
-            while not (isinstance(app.screen, RunScreen) and app.screen.view):
+            while not (isinstance(app.screen, RunScreen) and app.screen.result):
                 await pilot.pause(0.1)
 
         await asyncio.wait_for(wait_for_the_run(), TIMEOUT_S)

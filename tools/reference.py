@@ -46,6 +46,21 @@ Every key of a run config, with its default. A config contains only what differs
 - `trainkit schema` prints this schema as JSON, for editors that complete and check YAML.
 - Each key has an anchor, such as `config.md#train-steps`.
 """
+CONFIG_USE = """\
+## Which runs use a key
+
+- The built-in task, `causal_lm`, uses all keys but `task_args`.
+- [A task of your own](own-task.md) can read all of them in `self.config`. trainkit itself uses all sections
+  but `model` and `data`, and of these `model.init_from`, `model.init_include`, `data.num_workers` and
+  `data.shuffle`; `add_adapters` uses `model.lora`, `TokenSamples` the rest of `data`. `parallel.pp`,
+  `parallel.cp` and `precision.float8` are refused.
+- [A COMMAND](own-script.md) uses `name`, `device`, `resources`, `launch`, `requeue`, `notify`, and `logging`
+  but for `tensorboard`. Other keys reach it only where
+  [a launcher](own-script.md#launchers-get-the-config) passes them on.
+- Without Slurm, of `resources` only `nodes`, `gpus_per_node` and `cpus_per_gpu` have an effect, and
+  [some keys of `launch`](slurm.md#without-slurm) have none.
+- Keys and passwords of other services are never values of a config: see [Secrets](slurm.md#secrets).
+"""
 
 COMMANDS_INTRO = """\
 # Command reference
@@ -111,7 +126,7 @@ def config_text() -> str:
             keys = [_key(f"{name}.{key}", below) for key, below in section["properties"].items()]
             sections.append((name, field["description"], keys))
     contents = ["[top level](#top-level)", *(f"[{name}](#{name})" for name, _, _ in sections)]
-    parts = [_GENERATED, CONFIG_INTRO, _wrapped(f"Sections: {', '.join(contents)}.")]
+    parts = [_GENERATED, CONFIG_INTRO, _wrapped(f"Sections: {', '.join(contents)}."), CONFIG_USE]
     parts.append("## Top level\n\n" + "".join(plain))
     parts += [f"## {name}\n\n{text}\n\n{''.join(keys)}" for name, text, keys in sections]
     return "\n".join(parts)
@@ -149,14 +164,15 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 def _value(field: dict[str, Any]) -> str:
     """The allowed values of a key, as Markdown."""
+    if "allowed" in field:
+        may_be_null = {"type": "null"} in field.get("anyOf", ()) and "null" not in field["allowed"]
+        return f"{field['allowed']}{' or `null`' if may_be_null else ''}"
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_value(option) for option in field["anyOf"]))
     if "enum" in field:
         return ", ".join(f"`{_yaml(value)}`" for value in field["enum"])
     if "const" in field:
         return f"`{_yaml(field['const'])}`"
-    if "allowed" in field:
-        return str(field["allowed"])
     kind = field.get("type")
     if kind == "array":
         if "prefixItems" in field:

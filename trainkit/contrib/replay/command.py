@@ -40,10 +40,10 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 @click.command(
     cls=Command,
     epilog=examples(
-        "trainkit replay last --step 3",
-        "trainkit replay last --step 3..5 --layout single",
-        "trainkit replay last --step 3 --json",
-        "trainkit replay last --step 3 --submit --time 10 --follow",
+        "trainkit replay last --step 20",
+        "trainkit replay last --step 18..22 --layout single",
+        "trainkit replay last --step 20 --json",
+        "trainkit replay last --step 20 --submit --time 10 --follow",
     ),
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
