@@ -9,10 +9,11 @@ import pytest
 
 from tests.job.failure.test_launcher_report import OUTPUT
 from trainkit.cli.diagnose import diagnosis_text
-from trainkit.observe.attempt_files import AttemptFiles
+from trainkit.observe.attempt_files import log_of
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.run.files import write_json
+from trainkit.run.history import read_plan
 from trainkit.run.rundir import RunDir
 
 LOST = {
@@ -75,7 +76,7 @@ def test_the_output_of_a_rank_is_in_the_log_of_its_launcher(tmp_path: Path) -> N
     plan = {"num_nodes": 2, "node_sizes": [2, 3], "workers_per_node": 3}
     for launcher, logs in (("torchrun", [0, 0, 2, 2, 2, 5]), ("python", range(6))):
         write_json(attempt.plan_file, {**plan, "launcher": launcher})
-        files = AttemptFiles(attempt, None)
-        assert [files.log_of(rank) for rank in range(6)] == [attempt.rank_log(rank) for rank in logs]
+        found = [log_of(attempt, read_plan(attempt), rank) for rank in range(6)]
+        assert found == [attempt.rank_log(rank) for rank in logs]
     attempt.plan_file.unlink()
-    assert AttemptFiles(attempt, None).log_of(1) == attempt.rank_log(1)
+    assert log_of(attempt, read_plan(attempt), 1) == attempt.rank_log(1)

@@ -63,7 +63,7 @@ def test_what_the_trainer_would_refuse(
     words = ["--set", "resources.gpus_per_node=2", "--set", "parallel.cp=2"]
     assert main(["check", *argv, *words]) == 2
     err = capsys.readouterr().err
-    assert "--set parallel.cp=2: parallel.cp: is 2, but mine.py:Mine has no module in" in err
+    assert "--set parallel.cp=2: parallel.cp: is 2, but layer 0 of mine.py:Mine has no module in" in err
     assert main(["check", *argv]) == 0
     Path("mine.py").write_text("class Mine: ...")
     assert main(["check", *argv]) == 2

@@ -30,7 +30,7 @@ from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.rundir import RunDir
-from trainkit.safetensors import FILE_NAME, write_safetensors
+from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.hf_task import HFCausalLM, save_pretrained
@@ -38,6 +38,8 @@ from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
+MAX_FILE_BYTES = 5_000_000_000
+"""As the files of other models; a hub may refuse larger ones."""
 GROUP_BYTES = 1 << 30
 """Bytes of tensors that are read from the checkpoint at a time."""
 GENERATION_NAME = "generation_config.json"
@@ -98,8 +100,30 @@ def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: tor
     settings = decoder_settings(shape, config, dtype)
     (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
     sizes = {name: (dtype, tuple(item.size)) for name, item in saved.items()}
-    theirs = {llama_name(name): size for name, size in sizes.items()}
-    write_safetensors(out / FILE_NAME, theirs, _values([*sizes], sizes, reader))
+    _write_files(out, sizes, reader)
+
+
+def _write_files(out: Path, sizes: Sizes, reader: SafeReader) -> None:
+    """Write parameters of the decoder, under the names of transformers, to files of limited size."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in sizes.items():
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if parts[-1] and size + num_bytes > MAX_FILE_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += num_bytes
+    index: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = FILE_NAME if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        theirs = {llama_name(name): sizes[name] for name in names}
+        write_safetensors(out / file, theirs, _values(names, sizes, reader))
+        index |= dict.fromkeys(theirs, file)
+    if len(parts) > 1:
+        total = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in sizes.values())
+        record = {"metadata": {"total_size": total}, "weight_map": index}
+        (out / INDEX_NAME).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _values(names: Sequence[str], sizes: Sizes, reader: SafeReader) -> Iterator[Tensor]:
