@@ -63,23 +63,23 @@ UNSEEDED = "draw random numbers from random, numpy.random or torch without seedi
 
 def definite_problem(config: RunConfig) -> Problem | None:
     """The problem of a task, model or architecture that certainly cannot be used; None without one."""
-    has_own_architecture = not config.has_user_task and config.model.hf is None
+    is_task = config.has_user_task
     try:
-        if has_own_architecture:
-            refuse_unsupported_layout(config, load_architecture(config.model.architecture))
-        elif not config.has_user_task:
-            check_hf(config)
-        else:
+        if is_task:
             load_task_class(config)
             if config.model.lora is not None:
                 require("peft", "model.lora", "peft")
                 lora_config(config.model.lora)
+        elif config.model.hf is not None:
+            check_hf(config)
+        else:
+            refuse_unsupported_layout(config, load_architecture(config.model.architecture))
+    except TaskError as error:
+        cause = error.__cause__
+        return None if is_task and cause is not None and not isinstance(cause, DEFINITE) else error.problem
     except TrainkitError as error:
-        if has_own_architecture and not isinstance(error, TaskError):
-            return None  # of the data, which is checked elsewhere
-        may_differ = config.has_user_task and isinstance(error, TaskError) and error.__cause__ is not None
-        is_certain = not may_differ or isinstance(error.__cause__, DEFINITE)
-        return problem_of(config, error) if is_certain else None
+        # Of a model without files it is that of the data, which is checked elsewhere.
+        return problem_of(config, error) if is_task or config.model.hf is not None else None
     return None
 
 
