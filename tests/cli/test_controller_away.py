@@ -91,9 +91,12 @@ def test_the_state_of_a_run_is_shown_as_far_as_its_files_know(
 
 
 def test_the_dry_run_of_a_sweep_prints_the_script_and_apart_from_it_the_files_that_differ(
-    away: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    away: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("p.py").touch()
+    Path("lib/deepspeed").mkdir(parents=True)
+    Path("lib/deepspeed/__init__.py").touch()
+    monkeypatch.syspath_prepend("lib")
     sweep = ("--sweep", "train.device_batch_size=2,4", "--sweep", "launch.env.X=1,2")
     launch = ("--launcher", "deepspeed", "--nodes", "2", "--dry-run", "--", "p.py", "{ds_config}")
     assert main(("submit", *CPU, "--set", "train.global_batch_size=8", *sweep, *launch)) == 0

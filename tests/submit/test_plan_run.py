@@ -88,6 +88,15 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
         plan_run(loaded, gather(loaded, target=targets[1]))  # the job may have another
 
 
+def test_a_launcher_whose_package_is_missing_is_refused(tmp_path: Path) -> None:
+    loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
+    command = Command(("train.py",), "deepspeed")
+    [(key, message, hint)] = gather(loaded, command, target=LOCAL).environment.problems
+    assert (key, message) == ("", f"--launcher deepspeed starts deepspeed, which {sys.executable} lacks")
+    assert "-m pip install deepspeed` installs it" in hint
+    assert gather(loaded, Command(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
+
+
 def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")

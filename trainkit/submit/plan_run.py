@@ -259,6 +259,15 @@ _BATCH_ONLY = ("modules", "conda", "container", "setup")
 """What only a batch script uses."""
 
 
+LAUNCHER_MODULES = {
+    "torchrun": "torch",
+    "megatron": "torch",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+}
+"""Launcher -> the package that has it."""
+
+
 def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
     """The environment of the ranks, and what would fail in it, as far as that is known here.
 
@@ -276,12 +285,14 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     trains_here = not workload.is_command and (key is None or not on_slurm)
     may_use_gpus = not workload.is_command and config.device != "cpu"
     may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
+    module = LAUNCHER_MODULES.get(workload.launcher)
     if "PYTHONPATH" in launch.env:
-        trackers = ()
+        trackers, module = (), None
     packages, gpu_problem = None, None
-    if is_known and (trackers or trains_here or may_use_gpus):
+    if is_known and (trackers or module or trains_here or may_use_gpus):
+        names = ("torch", "trainkit", *trackers, *filter(None, (module,)))
         try:
-            packages = _packages_of(interpreter, ("torch", "trainkit", *trackers), launch.env, cwd)
+            packages = _packages_of(interpreter, names, launch.env, cwd)
         except NoAnswer as error:
             if trains_here and key is not None:
                 reason = str(error).removeprefix(f"{program} does not run: ")
@@ -295,6 +306,9 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         elif trains_here and key is not None and (problem := package_problem(packages, program)):
             found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
         found += _tracker_problems(packages, program, trackers)
+        if module is not None and module not in packages.files:
+            hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
+            found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
         is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
         if may_use_gpus and not is_of_host and (version := packages.cpu_only_torch) is not None:
             message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
