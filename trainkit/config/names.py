@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,25 +13,17 @@ from trainkit.config.schema import RunConfig
 from trainkit.formats import JsonObject
 
 
-def close_matches(word: str, words: Iterable[str]) -> list[str]:
-    """Up to three words similar to the given one, the closest first."""
-    from difflib import get_close_matches
-
-    return get_close_matches(word, list(words), n=3, cutoff=0.6)
-
-
 def near(word: str, words: Iterable[str]) -> str | None:
     """The word closest to the given one, or None if none is similar."""
-    return next(iter(close_matches(word, words)), None)
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, list(words), n=1)), None)
 
 
-def near_yaml(name: str, names: Iterable[str]) -> str | None:
-    """The YAML file whose name, without suffix, is closest to the given one, or None."""
-    by_stem = {
-        str(PurePath(item).with_suffix("")): item for item in names if item.endswith((".yaml", ".yml"))
-    }
-    match = near(str(PurePath(name).with_suffix("")), by_stem)
-    return by_stem[match] if match else None
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The start of a hint; empty if no word is similar."""
+    match = near(word, words)
+    return f"did you mean {match}? " if match else ""
 
 
 FREE_MAPPING = "task_args"
@@ -77,25 +68,14 @@ def is_known(path: tuple[str, ...]) -> bool:
 
 def meant(path: tuple[str, ...]) -> str | None:
     """The key or section closest to an unknown path, or None."""
-    section = path[0] if len(path) > 1 and path[0] in sections() else ""
-    leaf = path[-1]
-    if section:
-        match = near(leaf, sections()[section])
-        if match:
-            return f"{section}.{match}"
-    joined = {key.replace(".", "_"): key for key in all_keys() if "." in key}
-    if leaf in joined:
-        return joined[leaf]
-    by_leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
-    if leaf in by_leaf:
-        return by_leaf[leaf]
-    if not section and (match := near(leaf, RunConfig.model_fields)):
-        return match
-    dotted = ".".join(path)
-    if match := near(dotted, all_keys()):
-        return match
-    match = near(leaf, by_leaf)
-    return by_leaf[match] if match else None
+    leaf, dotted = path[-1], ".".join(path)
+    if len(path) > 1 and (match := near(leaf, sections().get(path[0], ()))):
+        return f"{path[0]}.{match}"
+    words = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
+    words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
+    words |= {name: name for name in RunConfig.model_fields}
+    found = near(leaf, words) or near(dotted, words)
+    return words[found] if found else None
 
 
 MAX_SHOWN = 80
