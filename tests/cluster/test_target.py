@@ -144,39 +144,6 @@ def test_gpu_option(select: str, option: str) -> None:
     assert gpu_option({"SelectType": select}) == option
 
 
-def test_discover_cluster(slurm: FakeSlurm) -> None:
-    slurm.add("enroot")
-    found = discover_cluster()
-    assert found == Cluster(
-        "west",
-        (GPU,),
-        gpu_option="gres",
-        accounts=(Account("physics", True, qos=("long",)),),
-        qos=(Qos("long", None, ("time",)),),
-        slurm_version=(23, 11, 4),
-        containers=("pyxis", "enroot"),
-        has_modules=found.has_modules if found else False,
-    )
-
-
-def test_without_accounting(slurm: FakeSlurm) -> None:
-    text = ANSWERS["config"].replace("slurmdbd", "none")
-    (slurm.folder / "config").write_text(text)
-    found = discover_cluster()
-    assert found is not None
-    assert (found.accounts, found.qos) == (None, None)
-    assert "sacctmgr" not in slurm.programs
-
-
-def test_no_slurm_here(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as nowhere:
-        nowhere.setenv("PATH", str(slurm.folder))
-        assert discover_cluster() is None
-    message = "resolve_ctls_from_dns_srv: DNS SRV lookup failed; Could not establish a configuration source"
-    slurm.add("sbatch", f"echo '{message}' >&2; exit 1")
-    assert discover_cluster() is None
-
-
 def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
     found = discover_cluster()
     assert found is not None
