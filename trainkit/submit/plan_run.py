@@ -30,10 +30,11 @@ from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import RANK_VARIABLES, conf_file
 from trainkit.slurm.quoting import quote
-from trainkit.submit.environment import container_problems, container_program
-from trainkit.submit.interpreters import (
+from trainkit.submit.environment import (
     NoAnswer,
     Packages,
+    container_problems,
+    container_program,
     find_interpreter,
     find_packages,
     own_packages,
