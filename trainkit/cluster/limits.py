@@ -20,9 +20,8 @@ from trainkit.cluster.model import (
     features_of,
     matching_nodes,
 )
-from trainkit.config.names import did_you_mean
 from trainkit.errors import KeyProblem
-from trainkit.formats import memory_text, plural, time_text
+from trainkit.formats import did_you_mean, memory_text, plural, time_text
 
 SUBACCOUNTS_VERSION = (23, 2)
 """Since this version, AllowAccounts also allows subaccounts, which are not known here."""

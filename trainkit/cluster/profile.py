@@ -18,13 +18,13 @@ from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, Validati
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.config.names import did_you_mean, show_value
 from trainkit.config.running import SLURM_TIME, OneLine
+from trainkit.config.schema import show_value
 from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder, shipped_configs
-from trainkit.formats import memory_mib, time_limit_s
+from trainkit.formats import did_you_mean, memory_mib, time_limit_s
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:

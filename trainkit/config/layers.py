@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
-from trainkit.config.names import did_you_mean, near, sections
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.config.schema import CONFIG_VERSION
+from trainkit.config.schema import CONFIG_VERSION, sections
 from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
+from trainkit.formats import did_you_mean, near
 
 
 def refuse_newer(entry: Entry) -> None:
