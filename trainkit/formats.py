@@ -1,11 +1,11 @@
-"""How a table, a time, an amount of memory and a version are written, for people and for Slurm. Pure."""
+"""How tables, times, amounts of memory, versions and suggestions are written, for people and Slurm. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,19 @@ def number(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def near(word: str, words: Iterable[str]) -> str | None:
+    """The word closest to the given one, or None if none is similar."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, list(words), n=1)), None)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The start of a hint; empty if no word is similar."""
+    match = near(word, words)
+    return f"did you mean {match}? " if match else ""
 
 
 MIB = 2**20

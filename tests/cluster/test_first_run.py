@@ -48,7 +48,6 @@ def test_text() -> None:
         "  gpus_per_node: auto           # all 8 GPUs of a node\n"
         "  partition: gpu                # also: cpu\n"
         "  time: '00:30:00'              # at most 1-00:00:00 in this partition\n"
-        "  # account: physics            # the default; also: chem\n"
     )
 
 

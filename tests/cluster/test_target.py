@@ -11,7 +11,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.bad_nodes import note_failure
 from trainkit.cluster.discovery import discover_cluster, gpu_option
-from trainkit.cluster.init_files import MAX_KINDS, differences, profile_text, write_new
+from trainkit.cluster.init_files import differences, profile_text, write_new
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config
@@ -142,57 +142,6 @@ def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
 )
 def test_gpu_option(select: str, option: str) -> None:
     assert gpu_option({"SelectType": select}) == option
-
-
-def test_discover_cluster(slurm: FakeSlurm) -> None:
-    slurm.add("enroot")
-    found = discover_cluster()
-    assert found == Cluster(
-        "west",
-        (GPU,),
-        gpu_option="gres",
-        accounts=(Account("physics", True, qos=("long",)),),
-        qos=(Qos("long", None, ("time",)),),
-        slurm_version=(23, 11, 4),
-        containers=("pyxis", "enroot"),
-        has_modules=found.has_modules if found else False,
-    )
-
-
-def test_without_accounting(slurm: FakeSlurm) -> None:
-    text = ANSWERS["config"].replace("slurmdbd", "none")
-    (slurm.folder / "config").write_text(text)
-    found = discover_cluster()
-    assert found is not None
-    assert (found.accounts, found.qos) == (None, None)
-    assert "sacctmgr" not in slurm.programs
-
-
-def test_no_slurm_here(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as nowhere:
-        nowhere.setenv("PATH", str(slurm.folder))
-        assert discover_cluster() is None
-    message = "resolve_ctls_from_dns_srv: DNS SRV lookup failed; Could not establish a configuration source"
-    slurm.add("sbatch", f"echo '{message}' >&2; exit 1")
-    assert discover_cluster() is None
-
-
-def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
-    lines = [
-        FIELD.join(("gpu", "1", "32", "128000", "idle", f"g{number}", "gpu:h100:4", f"ib,rack{number}"))
-        for number in range(MAX_KINDS + 1)
-    ]
-    (slurm.folder / "nodes").write_text("".join(f"{line}{RECORD}\n" for line in lines))
-    found = discover_cluster()
-    assert found is not None
-    text = profile_text(found, date(2026, 1, 2))
-    write_new(user_folder() / "west.yaml", text)
-    [kind] = known(slurm).partitions[0].nodes
-    assert (kind.count, kind.gpus, kind.features[:3]) == (
-        MAX_KINDS + 1,
-        {"h100": 4},
-        ("ib", "rack0", "rack1"),
-    )
 
 
 def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import RunConfig, dump_effective, load_config, read_effective
-from trainkit.config.names import all_keys
+from trainkit.config.schema import all_keys
 from trainkit.config.yamlfile import dump
 from trainkit.errors import ConfigError
 

@@ -34,13 +34,6 @@ def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
     assert again == first.model_copy(update={"seed": 1})
 
 
-def test_epochs_and_steps(tmp_path: Path) -> None:
-    assert problem(tmp_path, "train.epochs=2", "train.steps=10") == (
-        "--set train.epochs=2: train.epochs: is 2 and train.steps is 10: only one of them can be set\n"
-        "  hint: set one of them to null; train.steps comes from --set train.steps=10"
-    )
-
-
 @pytest.mark.parametrize(
     ("file", "flag", "length", "note"),
     [
@@ -79,48 +72,56 @@ def test_steps_null_leaves_epochs(tmp_path: Path) -> None:
     assert load(tmp_path, "train.epochs=0.5", "train.steps=null").config.train.epochs == 0.5
 
 
-def test_neither(tmp_path: Path) -> None:
-    assert problem(tmp_path, "train.steps=null") == (
-        "--set train.steps=null: train.steps: is null, and so is train.epochs\n  hint: set one of them"
-    )
+EIGHT_BIT = "optimizer.name=adamw_8bit"
 
 
-def test_decay_without_wsd(tmp_path: Path) -> None:
-    assert problem(tmp_path, "schedule.decay_steps=5") == (
-        "--set schedule.decay_steps=5: schedule.decay_steps: is 5, but schedule.name is cosine\n"
-        "  hint: only wsd uses schedule.decay_steps"
-    )
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["train.steps=null"], "train.steps", "is null, and so is train.epochs\n  hint: set one of them"),
+        (
+            ["train.epochs=2", "train.steps=10"],
+            "train.epochs",
+            "is 2 and train.steps is 10: only one of them can be set\n"
+            "  hint: set one of them to null; train.steps comes from --set train.steps=10",
+        ),
+        (
+            ["schedule.decay_steps=5"],
+            "schedule.decay_steps",
+            "is 5, but schedule.name is cosine\n  hint: only wsd uses schedule.decay_steps",
+        ),
+        (
+            ["schedule.decay_steps=181", "schedule.name=wsd"],
+            "schedule.decay_steps",
+            "is 181: with schedule.warmup_steps 20 that exceeds train.steps 200\n"
+            "  hint: null uses a fifth of the run",
+        ),
+        (
+            ["optimizer.state_dtype=bf16", EIGHT_BIT],
+            "optimizer.state_dtype",
+            "is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8 bits\n"
+            "  hint: remove it, or set optimizer.name to adamw",
+        ),
+        *(
+            (
+                [EIGHT_BIT, f"parallel.tp={tp}"],
+                "optimizer.name",
+                f"is adamw_8bit, which does not support parallel.tp {tp}\n"
+                "  hint: parallel.tp can be 1, 2, 4 or 8",
+            )
+            for tp in (3, 16)
+        ),
+    ],
+)
+def test_contradictions(tmp_path: Path, overrides: list[str], key: str, message: str) -> None:
+    assert problem(tmp_path, *overrides) == f"--set {overrides[0]}: {key}: {message}"
 
 
-def test_decay_longer_than_the_run(tmp_path: Path) -> None:
+def test_what_does_not_contradict(tmp_path: Path) -> None:
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
-    assert problem(tmp_path, "schedule.name=wsd", "schedule.decay_steps=181") == (
-        "--set schedule.decay_steps=181: schedule.decay_steps: is 181: with schedule.warmup_steps 20 "
-        "that exceeds train.steps 200\n  hint: null uses a fifth of the run"
-    )
-
-
-def test_averages_in_8_bits_have_no_other_type(tmp_path: Path) -> None:
-    eight_bit = "optimizer.name=adamw_8bit"
-    assert load(tmp_path, eight_bit, "optimizer.state_dtype=fp32").config.optimizer.name == "adamw_8bit"
-    assert load(tmp_path, eight_bit, "optimizer.betas=[0.9, 0.999]")
-    assert problem(tmp_path, eight_bit, "optimizer.state_dtype=bf16") == (
-        "--set optimizer.state_dtype=bf16: optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, "
-        "which keeps the running averages in 8 bits\n  hint: remove it, or set optimizer.name to adamw"
-    )
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_tensor_parallelism_that_cuts_no_block(tmp_path: Path, tp: int) -> None:
-    assert load(tmp_path, "optimizer.name=adamw_8bit", f"parallel.tp={tp}").config.parallel.tp == tp
-
-
-@pytest.mark.parametrize("tp", [3, 16])
-def test_tensor_parallelism_that_cuts_blocks(tmp_path: Path, tp: int) -> None:
-    assert problem(tmp_path, "optimizer.name=adamw_8bit", f"parallel.tp={tp}") == (
-        "--set optimizer.name=adamw_8bit: optimizer.name: is adamw_8bit, which does not support "
-        f"parallel.tp {tp}\n  hint: parallel.tp can be 1, 2, 4 or 8"
-    )
+    load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
+    for tp in (2, 4, 8):
+        load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.config import RunConfig, dump_effective, load_config, read_effective
-from trainkit.config.names import all_keys
+from trainkit.config.schema import all_keys
 from trainkit.errors import ConfigError
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -122,6 +122,9 @@ def test_lora_needs_transformers(tmp_path: Path) -> None:
     )
 
 
+NOT_OURS = "model.architecture=transformers"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -142,6 +145,20 @@ def test_lora_needs_transformers(tmp_path: Path) -> None:
         ),
         (["model.architecture=transformers", "model.dropout=0.1"], "model.dropout: is 0.1, which models of"),
         (["model.architecture=transformers", "model.dim=96"], "model.dim: is 96, but "),
+        (
+            [NOT_OURS, "parallel.pp=2"],
+            "only models of trainkit can be cut into stages, not that of transformers",
+        ),
+        ([NOT_OURS, "parallel.cp=2"], "only models of trainkit can split a sequence over ranks"),
+        (
+            [NOT_OURS, "parallel.tp=2", "model.lora={r: 8}"],
+            "whose adapters cannot be split",
+        ),
+        (
+            [NOT_OURS, "data.source={a: 1, b: 2}"],
+            "data.source: is a mixture, but",
+        ),
+        ([NOT_OURS, "precision.float8=true"], "float8: is true, but model.architecture is transformers"),
     ],
 )
 def test_contradictions(

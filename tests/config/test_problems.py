@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import load_config
-from trainkit.config.names import all_keys, allowed_values
+from trainkit.config.schema import all_keys, allowed_values
 from trainkit.errors import ConfigError
 
 

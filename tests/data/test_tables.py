@@ -81,15 +81,6 @@ def test_same_documents_as_jsonl(tmp_path, write, form):
         assert documents_of(prepared(tmp_path, source, name=f"out{number}")) == expected
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_kth_row_is_validation(tmp_path, write, form):
-    texts = [f"row {number}" for number in range(40)]
-    documents = documents_of(prepared(tmp_path, write(form, texts), val_fraction=0.1))
-    assert b"row 0" in documents["val"]
-    assert len(documents["val"]) == 4
-    assert sorted(documents["train"] + documents["val"]) == sorted(text.encode() for text in texts)
-
-
 @pytest.mark.parametrize(("form", "unit_bytes"), list(product(FORMS, [500, 4000])))
 def test_cuts_lose_nothing_and_workers_do_not_matter(tmp_path, write, form, unit_bytes):
     source = write(form, TEXTS, group=20)
@@ -105,28 +96,6 @@ def test_planning_opens_no_table(tmp_path):
     with (tmp_path / "a.parquet").open("wb") as stream:
         stream.truncate(20 << 30)  # sparse, and not Parquet
     assert len(plan_units(find_inputs(DatasetSpec((str(tmp_path),))), 0.1)) == 20 * 16
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_interrupted_preparation_resumes(tmp_path, write, form, monkeypatch):
-    source = write(form, TEXTS, group=20)
-    expected = content_of(prepared(tmp_path, source, name="expected", unit_bytes=4000, val_fraction=0.1))
-    from trainkit.data import prepare as module
-
-    real, ran = module.run_unit, []
-
-    def fail_after_three(job):
-        if len(ran) == 3:
-            raise KeyboardInterrupt
-        ran.append(job.unit.index)
-        return real(job)
-
-    monkeypatch.setattr(module, "run_unit", fail_after_three)
-    with pytest.raises(KeyboardInterrupt):
-        prepared(tmp_path, source, unit_bytes=4000, val_fraction=0.1)
-    monkeypatch.setattr(module, "run_unit", lambda job: (ran.append(job.unit.index), real(job)))
-    assert content_of(prepared(tmp_path, source, unit_bytes=4000, val_fraction=0.1)) == expected
-    assert ran == sorted(set(ran))
 
 
 def test_changed_content_is_noticed(tmp_path, write):

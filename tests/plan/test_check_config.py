@@ -102,11 +102,10 @@ def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path: Path) -> 
         f"{UNCHECKED}their memory is unknown (a GPU without a type, zx81); "
     )
     assert warnings_of(tmp_path, {"zx81": 4}, "resources.gpu_type=zx81") == (
-        f"{UNCHECKED}resources.gpu_type is zx81, a type of unknown memory; {plan_it}",
+        f"{UNCHECKED}their memory is unknown (zx81); {plan_it}",
     )
     assert warnings_of(tmp_path, {}, "device=cuda", "resources.gpus_per_node=4") == (
-        f"{UNCHECKED}resources.gpu_type is null, and their type is unknown; "
-        f"set resources.gpu_type to their type in Slurm, such as h100, or {plan_it}",
+        f"{UNCHECKED}their type is unknown, which resources.gpu_type sets; {plan_it}",
     )
 
 

@@ -9,7 +9,7 @@ from step_works import llama, step_work
 
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts import Flow, cost_of, rank_flops, recompute_share, sent_by_kind, traffic
+from trainkit.plan.layouts import Cost, Flow, cost_of, rank_flops, recompute_share, traffic
 from trainkit.plan.model_shape import flops_per_token, num_params
 
 H100 = find_gpu("h100")
@@ -18,16 +18,20 @@ ROOT = 2 * 32_000 * 4096 + 4096
 """Embedding, head and last norm of 7B, which are gathered once for both passes."""
 
 
+def sent(flows: list[Flow]) -> dict[str, int]:
+    return Cost(0, 0, {}, 0, tuple(flows)).sent
+
+
 def test_zero_3_sends_half_as_much_again_as_copies() -> None:
     """ZeRO (arXiv 1910.02054), section 7: 2 P for copies and for stage 2, 3 P for stage 3.
 
     In bytes, with gradients reduced in float32 and parameters gathered in bfloat16: 2 x 4, 4 + 2, 4 + 2 x 2.
     """
-    copies = sent_by_kind(traffic(step_work(layout=Layout(dp_replicate=64))))
+    copies = sent(traffic(step_work(layout=Layout(dp_replicate=64))))
     assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "pp": 0}
-    zero_2 = sent_by_kind(traffic(step_work(layout=Layout(dp_shard=64), zero=2)))
+    zero_2 = sent(traffic(step_work(layout=Layout(dp_shard=64), zero=2)))
     assert zero_2["dp"] == pytest.approx(6 * PARAMS, rel=0.02)
-    zero_3 = sent_by_kind(traffic(step_work(layout=Layout(dp_shard=64))))
+    zero_3 = sent(traffic(step_work(layout=Layout(dp_shard=64))))
     assert zero_3["dp"] == pytest.approx(8 * PARAMS - 2 * ROOT, rel=0.02)
 
 
@@ -90,7 +94,7 @@ def test_a_pipeline_sends_one_activation_a_microbatch_each_way() -> None:
     shared = step_work(
         layout=Layout(pp=4, tp=2), device_batch_size=8, pp_microbatches=4, accumulation_steps=2
     )
-    assert sent_by_kind(traffic(shared))["pp"] == pp.num_bytes / 2
+    assert sent(traffic(shared))["pp"] == pp.num_bytes / 2
 
 
 def test_context_parallelism_sends_keys_and_values() -> None:

@@ -10,8 +10,8 @@ from trainkit.submit.environment import (
     absolute_image,
     container_problems,
     container_program,
-    make_job_environment,
 )
+from trainkit.submit.script import make_job_environment
 
 
 @pytest.mark.parametrize(

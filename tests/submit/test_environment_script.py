@@ -12,8 +12,7 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.environment import make_job_environment
-from trainkit.submit.script import render
+from trainkit.submit.script import make_job_environment, render
 
 PARTIAL = "partials/environment.sh.j2"
 HOSTILE = (

@@ -12,7 +12,7 @@ from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.interpreters import (
+from trainkit.submit.environment import (
     NoAnswer,
     Packages,
     find_interpreter,

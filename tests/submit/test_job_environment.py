@@ -6,8 +6,8 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.environment import JobEnvironment, make_job_environment
 from trainkit.submit.plan_run import launch_problems
+from trainkit.submit.script import JobEnvironment, make_job_environment
 
 PYTHON = Interpreter(("/v/bin/python",), ("/v/bin/python",), venv="/v")
 

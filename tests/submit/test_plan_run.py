@@ -18,7 +18,7 @@ from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
 from trainkit.submit import plan_run as module
-from trainkit.submit.interpreters import Packages, find_packages, own_packages
+from trainkit.submit.environment import Packages, find_packages, own_packages
 from trainkit.submit.plan_run import command_python, find_environment, gather, plan_run, refuse_missing
 
 LAUNCH = RunConfig().launch

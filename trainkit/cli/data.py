@@ -93,7 +93,7 @@ def prepare(
     an interrupted preparation. The result does not depend on interruptions or on the number of processes.
     """
     from trainkit.data.prepare import prepare as prepare_folder
-    from trainkit.data.prepare import show_progress
+    from trainkit.data.prepare import progress_lines
     from trainkit.data.sources import DatasetSpec
 
     spec = DatasetSpec(
@@ -103,8 +103,7 @@ def prepare(
         text_key=text_key,
     )
     num_workers = workers or len(os.sched_getaffinity(0))
-    with show_progress("preparing data") as on_progress:
-        done = prepare_folder(spec, out.absolute(), num_workers, on_progress)
+    done = prepare_folder(spec, out.absolute(), num_workers, progress_lines("preparing data"))
     file = done.file
     if as_json:
         counts = {split: file.num_tokens(split) for split in file.splits}

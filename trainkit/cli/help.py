@@ -133,7 +133,7 @@ def complete_profile(ctx: click.Context, parameter: click.Parameter, incomplete:
 
 def complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """The keys of ``--set KEY=VALUE``."""
-    from trainkit.config.names import all_keys
+    from trainkit.config.schema import all_keys
 
     return _starting({f"{key}=": "" for key in all_keys()}, incomplete)
 

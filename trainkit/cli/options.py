@@ -360,7 +360,7 @@ class GroupRequest:
 
 def _swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
-    from trainkit.config.names import is_known
+    from trainkit.config.schema import is_known
     from trainkit.formats import shown_value
     from trainkit.plan.sweep import key_without_seed
     from trainkit.submit.submission import LoadedPoint

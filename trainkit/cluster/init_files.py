@@ -15,7 +15,6 @@ from trainkit.cluster.limits import listed, partition_problems
 from trainkit.cluster.model import (
     Account,
     Cluster,
-    NodeKind,
     Partition,
     Qos,
     ResourceRequest,
@@ -26,9 +25,6 @@ from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
 from trainkit.folders import FIRST_RUN, ensure_folder, shipped_templates
 from trainkit.formats import memory_text, table, time_text, version_text
-
-MAX_KINDS = 20
-"""With more kinds of nodes in a partition, a profile merges nodes that differ only in features."""
 
 
 def describe_cluster(cluster: Cluster) -> str:
@@ -58,7 +54,7 @@ def differences(profile: Cluster, found: Cluster) -> list[str]:
     """The sections of a profile that are out of date; sections that either side lacks are skipped."""
     is_up = {item.name: item.is_up for item in found.partitions}
     written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
-    current = {item.name: _with_merged_features(item) for item in found.partitions}
+    current = {item.name: item for item in found.partitions}
     names = {**written, **current} if written and current else {}
     different = [f"partition {name}" for name in names if written.get(name) != current.get(name)]
     if None not in (profile.accounts, found.accounts) and _names(profile.accounts) != _names(found.accounts):
@@ -70,19 +66,6 @@ def differences(profile: Cluster, found: Cluster) -> list[str]:
 
 def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
     return {item.name for item in items or ()}
-
-
-def _with_merged_features(partition: Partition) -> Partition:
-    """A partition with nodes merged across features if it has more than `MAX_KINDS` kinds."""
-    if len(partition.nodes) <= MAX_KINDS:
-        return partition
-    merged: dict[tuple[object, ...], NodeKind] = {}
-    for kind in partition.nodes:
-        key = (kind.cpus, kind.mem_mib, *kind.gpus.items())
-        known = merged.get(key, replace(kind, count=0, features=()))
-        features = tuple(dict.fromkeys((*known.features, *kind.features)))
-        merged[key] = replace(known, count=known.count + kind.count, features=features)
-    return replace(partition, nodes=tuple(merged.values()))
 
 
 TASK_FILES = ("{}.py", "{}.yaml", "test_{}.py")
@@ -179,7 +162,7 @@ def _profile_lines(cluster: Cluster, today: date) -> Iterator[str]:
     yield "# Times are in Slurm's format. Identical nodes share an entry; nodes out of service are included."
     yield "partitions:"
     for partition in cluster.partitions:
-        yield from _partition_lines(_with_merged_features(partition))
+        yield from _partition_lines(partition)
 
 
 def _default_lines(cluster: Cluster) -> Iterator[str]:
@@ -297,20 +280,9 @@ def _first_run_lines(cluster: Cluster | None) -> Iterator[str]:
     yield _commented(
         f"  time: {_flow(time_text(min(FIRST_RUN_TIME_S, limit_s or FIRST_RUN_TIME_S)))}", comment
     )
-    yield from _first_account_lines(cluster)
-
-
-def _first_account_lines(cluster: Cluster) -> Iterator[str]:
     names = [item.name for item in cluster.accounts or ()]
-    default = next((item.name for item in cluster.accounts or () if item.is_default), None)
-    if not names:
-        return
-    others = [name for name in names if name != (default or names[0])]
-    also = f"also: {', '.join(others)}" if others else ""
-    if default is None:
-        yield _commented(f"  account: {_flow(names[0])}", also)
-    else:
-        yield _commented(f"  # account: {_flow(default)}", "; ".join(filter(None, ("the default", also))))
+    if (account := _first_account(cluster)) is not None:
+        yield _commented(f"  account: {_flow(account)}", f"also: {', '.join(names[1:])}" if names[1:] else "")
 
 
 def first_partition(cluster: Cluster) -> Partition | None:

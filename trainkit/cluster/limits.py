@@ -20,9 +20,8 @@ from trainkit.cluster.model import (
     features_of,
     matching_nodes,
 )
-from trainkit.config.names import near
 from trainkit.errors import KeyProblem
-from trainkit.formats import memory_text, plural, time_text
+from trainkit.formats import did_you_mean, memory_text, plural, time_text
 
 SUBACCOUNTS_VERSION = (23, 2)
 """Since this version, AllowAccounts also allows subaccounts, which are not known here."""
@@ -163,12 +162,6 @@ def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
         ),
         None,
     )
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The start of a hint; empty if no name is similar."""
-    match = near(name, names)
-    return f"did you mean {match}? " if match else ""
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:

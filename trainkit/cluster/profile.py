@@ -18,13 +18,13 @@ from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, Validati
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.config.names import near, show_value
 from trainkit.config.running import SLURM_TIME, OneLine
+from trainkit.config.schema import show_value
 from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder, shipped_configs
-from trainkit.formats import memory_mib, time_limit_s
+from trainkit.formats import did_you_mean, memory_mib, time_limit_s
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
@@ -85,9 +85,8 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
         if "/" not in name and (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    match = near(name, known)
-    hint = f"did you mean {match}? " if match else ""
-    hint += f"profiles: {', '.join(known)}; `trainkit init` writes the profile of the cluster it runs on"
+    hint = f"{did_you_mean(name, known)}profiles: {', '.join(known)}; "
+    hint += "`trainkit init` writes the profile of the cluster it runs on"
     raise ConfigError([loaded.problem(KEY, f"is {name}, an unknown cluster profile", hint)])
 
 
@@ -307,8 +306,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
         if item["type"] == "missing":
             message, hint = "is missing", "ClusterName in slurm.conf"
         elif item["type"] == "extra_forbidden":
-            match = near(path[-1], _KEYS)
-            message, hint = "unknown key", f"did you mean {match}?" if match else ""
+            message, hint = "unknown key", did_you_mean(path[-1], _KEYS).rstrip()
         found.setdefault(key, Problem(key, message, origin, hint))
     return sorted(found.values(), key=lambda problem: int(problem.origin.rpartition(":")[2] or 0))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
-from trainkit.config.names import close_matches, near, near_yaml, sections
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.config.schema import CONFIG_VERSION
+from trainkit.config.schema import CONFIG_VERSION, sections
 from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
+from trainkit.formats import did_you_mean, near
 
 
 def refuse_newer(entry: Entry) -> None:
@@ -53,24 +53,18 @@ class Layers:
         if path.suffix == ".py":
             hint = f"to run your own script: -- python {name}"
             return Problem("", "no such config", name, hint)
-        close = self._close_configs(name, path)
-        if close:
-            hint = f"did you mean {' or '.join(close)}?"
-        else:
-            hint = "" if path.parent.is_dir() else f"there is no folder {path.parent}; "
-            hint += f"shipped configs: {', '.join(shipped_config_names())}"
+        shipped, parent = shipped_config_names(), Path(name).parent
+        known = {word: item for item in shipped for word in (item, PurePath(item).name)}
+        for file in path.parent.iterdir() if path.parent.is_dir() else ():
+            if file.suffix in (".yaml", ".yml"):
+                known[str(parent / file.stem)] = str(parent / file.name)
+        match = near(str(Path(name).with_suffix("")).removeprefix("configs/"), known)
+        hint = f"shipped configs: {', '.join(shipped)}"
+        if match:
+            hint = f"did you mean {known[match]}?"
+        elif not path.parent.is_dir():
+            hint = f"there is no folder {path.parent}; {hint}"
         return Problem("", "no such file or shipped config", name, hint)
-
-    def _close_configs(self, name: str, path: Path) -> list[str]:
-        """Files in the same folder and shipped configs whose names are similar to `name`."""
-        parent, stem = Path(name).parent, str(Path(name).with_suffix(""))
-        known = {item: item for item in shipped_config_names()}
-        if path.parent.is_dir():
-            files = [item for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml")]
-            known |= {str((parent / item.name).with_suffix("")): str(parent / item.name) for item in files}
-        same = [shown for key, shown in known.items() if PurePath(key).name == PurePath(stem).name]
-        close = [known[key] for key in close_matches(stem.removeprefix("configs/"), known)]
-        return list(dict.fromkeys([*same, *close]))
 
     def file(self, path: Path) -> Entry:
         """A file merged over the files it extends; empty if it cannot be read."""
@@ -117,10 +111,11 @@ class Layers:
                 return candidate
         known = [str(item.relative_to(shipped_configs())) for item in shipped_configs().glob("*/*.yaml")]
         if relative.parent.is_dir():
-            known += [str(Path(name).parent / item.name) for item in relative.parent.iterdir()]
-        match = near_yaml(name, known)
+            known += [str(Path(name).parent / item.name) for item in relative.parent.glob("*.y*ml")]
+        by_stem = {str(PurePath(item).with_suffix("")): item for item in known}
+        match = near(str(PurePath(name).with_suffix("")), by_stem)
         message = f"{name} is neither a file relative to this one nor a shipped config"
-        self.problem("extends", message, origin, f"did you mean {match}?" if match else "")
+        self.problem("extends", message, origin, f"did you mean {by_stem[match]}?" if match else "")
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
@@ -141,9 +136,7 @@ class Layers:
         if config is not None:
             owned = config.parent.glob(f"{config.stem}.*.yaml")
             known.update(item.stem.removeprefix(f"{config.stem}.") for item in owned)
-        match = near(name, known)
-        hint = f"did you mean {match}? " if match else ""
-        hint += (
+        hint = did_you_mean(name, known) + (
             f"profiles: {', '.join(sorted(known))}"
             if known
             else "profiles are in profiles/ next to the config"

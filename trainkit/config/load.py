@@ -15,8 +15,7 @@ from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.names import FREE_MAPPING, flatten, meant
-from trainkit.config.schema import MULTIMODAL, RunConfig
+from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
 from trainkit.config.validation import (
     contradictions,

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainkit.config.names import flatten, show_value
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, flatten, show_value
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import table

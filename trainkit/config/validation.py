@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
+from trainkit.config.schema import all_keys, allowed_values, is_known, meant, sections, show_value
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem

@@ -169,7 +169,9 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = f"{shown}:{mark.line + 1}" if mark else shown
-        hint = "indent with spaces: YAML does not allow tabs" if _is_tabbed(text, mark) else ""
+        hint = (
+            "indent with spaces: YAML does not allow tabs" if re.search(r"^\s*\t", text, re.MULTILINE) else ""
+        )
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown)]) from None
@@ -205,14 +207,6 @@ def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
     if builder.problems:
         raise ValueError(builder.problems[0].message)
     return value
-
-
-def _is_tabbed(text: str, mark: yaml.Mark | None) -> bool:
-    """Whether the line at a mark is indented with a tab."""
-    if mark is None or mark.line >= text.count("\n") + 1:
-        return False
-    line = text.split("\n")[mark.line]
-    return "\t" in line[: len(line) - len(line.lstrip())]
 
 
 def _reason(error: yaml.YAMLError) -> str:

@@ -22,9 +22,8 @@ from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.submit.environment import make_job_environment
-from trainkit.submit.interpreters import find_interpreter
-from trainkit.submit.script import render
+from trainkit.submit.environment import find_interpreter
+from trainkit.submit.script import make_job_environment, render
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
 BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")

@@ -122,7 +122,7 @@ def _set_aside_if_damaged(target: Path) -> None:
 
 
 def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) -> None:
-    from trainkit.data.prepare import DatasetMismatch, exclusive, prepare, show_progress
+    from trainkit.data.prepare import DatasetMismatch, exclusive, prepare, progress_lines
 
     partial = target.with_name(target.name + _PARTIAL_SUFFIX)
     try:
@@ -135,13 +135,13 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
         with lock:
             if _has_appeared(target):
                 return
-            with show_progress("preparing data") as on_progress:
-                try:
-                    prepare(spec, partial, workers, on_progress)
-                except DatasetMismatch:
-                    # An interrupted preparation of older versions of the texts; the cache can be rebuilt.
-                    shutil.rmtree(partial)
-                    prepare(spec, partial, workers, on_progress)
+            on_progress = progress_lines("preparing data")
+            try:
+                prepare(spec, partial, workers, on_progress)
+            except DatasetMismatch:
+                # An interrupted preparation of older versions of the texts; the cache can be rebuilt.
+                shutil.rmtree(partial)
+                prepare(spec, partial, workers, on_progress)
             partial.rename(target)
     except OSError as error:
         raise UsageError(f"cannot write the data cache {cache}: {error.strerror}", hint=CACHE_HINT) from error

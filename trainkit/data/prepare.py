@@ -316,31 +316,17 @@ _SECONDS_BETWEEN_LINES = 10.0
 _MIB = 1 << 20
 
 
-@contextmanager
-def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr; yields a function that takes the bytes done and their total."""
-    if not sys.stderr.isatty():
-        yield _Lines(title)
-        return
-    from rich.console import Console  # takes 50 ms, and only a terminal needs it
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_lines(title: str) -> OnProgress:
+    """What prints the progress to stderr, at most every `_SECONDS_BETWEEN_LINES`."""
+    next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
 
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    def show(done: int, total: int) -> None:
+        nonlocal next_time
+        if time.monotonic() >= next_time:
+            next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
+            print(f"{title}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB", file=sys.stderr, flush=True)
 
-
-class _Lines:
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() < self.next_time:
-            return
-        self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
-        print(f"{self.title}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB", file=sys.stderr, flush=True)
+    return show
 
 
 @contextmanager

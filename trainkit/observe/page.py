@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from trainkit.config import read_effective
-from trainkit.config.names import flatten
+from trainkit.config.schema import flatten
 from trainkit.errors import TrainkitError
 from trainkit.folders import shipped_templates
 from trainkit.formats import duration, number, shown_value

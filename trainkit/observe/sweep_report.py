@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from trainkit.config.names import flatten
+from trainkit.config.schema import flatten
 from trainkit.formats import JsonObject, plural, shown, shown_value
 from trainkit.observe.goodput import Point, idle_gaps
 from trainkit.observe.group import (

@@ -102,22 +102,16 @@ def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]
 
 
 def _problem(request: BatchRequest, dp: int) -> Problem:
-    """The problem of a global batch that cannot be divided among the processes."""
+    """The problem of a global batch that cannot be divided among the processes, with the closest that can."""
     total, size = request.global_batch_size or 1, request.device_batch_size
     processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
-    if DEVICE not in request.fixed:
-        message = f"is {total}, which is not a multiple of {processes}"
-        return Problem(GLOBAL, message, hint=f"{GLOBAL} = {_words(fitting_global_sizes(1, total, dp))} works")
-    message = f"is {total}, which is not a multiple of {size * dp} ({processes} x {DEVICE} {size})"
-    hint = f"{GLOBAL} = {_words(fitting_global_sizes(size, total, dp))} works"
-    device_sizes = fitting_device_sizes(size, total, dp)
-    return Problem(
-        GLOBAL, message, hint=hint + (f", or {DEVICE} = {_words(device_sizes)}" if device_sizes else "")
-    )
-
-
-def _words(sizes: list[int]) -> str:
-    return " or ".join(map(str, sizes))
+    step, shown = dp, processes
+    if DEVICE in request.fixed:
+        step, shown = size * dp, f"{size * dp} ({processes} x {DEVICE} {size})"
+    below = total // step * step
+    works = " or ".join(str(number) for number in (below, below + step) if number)
+    message = f"is {total}, which is not a multiple of {shown}"
+    return Problem(GLOBAL, message, hint=f"{GLOBAL} = {works} works")
 
 
 def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
@@ -138,23 +132,6 @@ def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
         f"x {dp} data-parallel x {batch.accumulation_steps} accumulation"
     )
     return f"{sentence}; {', '.join(notes)} to fit this layout" if notes else sentence
-
-
-def fitting_global_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
-    """The closest valid global batch sizes, one below and one above."""
-    at_once = device_batch_size * dp
-    below = global_batch_size // at_once * at_once
-    return [size for size in (below, below + at_once) if size > 0]
-
-
-def fitting_device_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
-    """The closest device batch sizes that divide the global batch, one smaller and one larger."""
-    if global_batch_size % dp:
-        return []
-    sizes = divisors_of(global_batch_size // dp)
-    smaller = [size for size in sizes if size < device_batch_size][-1:]
-    larger = [size for size in sizes if size > device_batch_size][:1]
-    return smaller + larger
 
 
 LrScale = Literal["none", "linear", "sqrt"]

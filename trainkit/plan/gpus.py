@@ -242,17 +242,15 @@ def _shown(names: list[str]) -> str:
     return ", ".join(name or "a GPU without a type" for name in names)
 
 
-def unchecked_memory(config: RunConfig, names: list[str]) -> str:
+def unchecked_memory(names: list[str]) -> str:
     """The warning for GPUs of unknown memory; `names` are those of `gpu_names`."""
-    hint = f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
-    if config.resources.gpu_type is not None:
-        reason = f"resources.gpu_type is {config.resources.gpu_type}, a type of unknown memory"
-    elif names:
-        reason = f"their memory is unknown ({_shown(names)})"
-    else:
-        reason = "resources.gpu_type is null, and their type is unknown"
-        hint = f"set resources.gpu_type to their type in Slurm, such as {EXAMPLE}, or {hint}"
-    return f"whether the run fits in the memory of its GPUs was not checked: {reason}; {hint}"
+    reason = f"their memory is unknown ({_shown(names)})"
+    if not names:
+        reason = "their type is unknown, which resources.gpu_type sets"
+    return (
+        f"whether the run fits in the memory of its GPUs was not checked: {reason}; "
+        f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
+    )
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

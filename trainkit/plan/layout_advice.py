@@ -1,20 +1,17 @@
-"""Whether a run fits in GPU memory, what to change if not, and the choices as a table and as JSON. Pure."""
+"""What to change where no layout fits, and the choices of layouts as a table and as JSON. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import Problem
 from trainkit.formats import GIB, gib, table
-from trainkit.plan.gpus import Gpu, Hardware
+from trainkit.plan.gpus import Hardware
 from trainkit.plan.layout_rules import describe_layout, yaml_text
 from trainkit.plan.layouts import Choice, best_on_layout, choose
 from trainkit.plan.memory import state_bytes
-from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
 """Larger clusters are not tried."""
@@ -73,62 +70,6 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
         if nodes % 2 == 0:
             yield replace(hardware, num_gpus=3 * nodes // 2 * size, node_size=size)
         nodes *= 2
-
-
-MAX_ADVICE = 2
-
-
-def check_memory(config: RunConfig, work: StepWork, hardware: Hardware) -> tuple[str | None, Problem | None]:
-    """A sentence about the memory of a run, or the problem if it certainly does not fit.
-
-    If a name has variants, the one with the most memory counts.
-    """
-    choice, gpu = Choice(work, hardware), hardware.gpu
-    if choice.memory.peak <= gpu.most_memory:
-        return _memory_text(choice, gpu), None
-    return None, _problem(config, choice, gpu)
-
-
-def _memory_text(choice: Choice, gpu: Gpu) -> str:
-    peak = choice.memory.peak
-    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
-    return text if peak <= gpu.usable else f"{text}: little headroom is left"
-
-
-def _problem(config: RunConfig, choice: Choice, gpu: Gpu) -> Problem:
-    """The problem of a run that does not fit, for the key that affects the largest part."""
-    worst, work = choice.memory.at_peak, choice.work
-    state = worst.params + worst.gradients + worst.optimizer
-    if state > gpu.most_memory or state > worst.total / 2:
-        key, value = "parallel.dp_shard", work.layout.dp_shard
-        most = f"{gib(state)} for weights, gradients and optimizer state"
-    else:
-        key, value = "train.device_batch_size", work.device_batch_size
-        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
-    message = f"is {value}: each GPU needs about {gib(choice.memory.peak)} ({most}), but {_limit(gpu)}"
-    return Problem(key, message, hint=_hint(config, choice))
-
-
-def _limit(gpu: Gpu) -> str:
-    if gpu.most_memory > gpu.memory:
-        return f"even the largest GPU with that name has {gib(gpu.most_memory)}"
-    return f"{gpu.name} has {gib(gpu.memory)}"
-
-
-def _hint(config: RunConfig, choice: Choice) -> str:
-    found = islice(advise(choice, config.train.global_batch_size), MAX_ADVICE)
-    parts = []
-    for advice in found:
-        flags = " ".join(set_flags(settings(advice.choice, config)))
-        more = advice.choice.hardware.num_gpus
-        where = f" on {more} GPUs" if more != choice.hardware.num_gpus else ""
-        parts.append(f"{flags or 'the same config'}{where} needs {gib(advice.choice.memory.peak)}")
-    hint = ", or ".join(parts)
-    return (
-        f"{hint}; `trainkit plan` lists more"
-        if hint
-        else "`trainkit plan --gpus N` shows how many GPUs are enough"
-    )
 
 
 MIN_SHARE = 0.03

@@ -6,7 +6,7 @@ Times are accurate enough to rank layouts, not to predict them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
@@ -54,14 +54,6 @@ def traffic(work: StepWork) -> list[Flow]:
     """All data that a GPU sends in one step."""
     flows = [*_weights(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
-
-
-def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
-    """The bytes sent by kind of parallelism: dp, tp, cp, pp."""
-    sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
-    for flow in flows:
-        sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
-    return sums
 
 
 def _weights(work: StepWork) -> Iterator[Flow]:
@@ -143,15 +135,15 @@ class Cost:
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that a GPU sends per step, by kind of parallelism."""
-        return sent_by_kind(list(self.flows))
+        sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
+        for flow in self.flows:
+            sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
+        return sums
 
     def crossing(self, node_size: int) -> tuple[str, ...]:
         """Kinds of parallelism that use the network between nodes."""
-        found = {
-            "dp" if flow.kind in DATA_PARALLEL else flow.kind
-            for flow in self.flows
-            if flow.crosses_nodes(node_size)
-        }
+        kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
+        found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
         return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
 
 
@@ -274,9 +266,7 @@ class Choice:
         """Sort key: choices that fit first, then faster ones first."""
         if self.fit == "no":
             return 2, float(self.memory.peak)
-        layout = self.work.layout
-        degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
-        kinds = sum(degree > 1 for degree in degrees)
+        kinds = sum(degree > 1 for degree in astuple(self.work.layout))
         per_token_s = self.cost.step_s / self.work.tokens_per_step
         return int(self.fit == "tight"), per_token_s * (1 + COMPLEXITY * kinds)
 
@@ -327,7 +317,7 @@ def best_on_layout(
         # A stronger mode is worth trying only with a larger batch than the one that fits already.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
-            if violates_rules(made):
+            if next(layout_problems(made), None) is not None:
                 break
             choice = Choice(made, hardware)
             if best is None or choice.rank < best.rank:
@@ -361,7 +351,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
     """The work with `samples` per pass and `passes` per step; None if it violates a rule."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
-        return None if violates_rules(made) else made
+        return None if next(layout_problems(made), None) is not None else made
     # At least one microbatch per rank fills the pipeline in validation too, which does not accumulate.
     pp, counts = work.layout.pp, divisors_of(passes)
     for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
@@ -370,14 +360,9 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
             device_batch_size=samples * microbatches,
             accumulation_steps=passes // microbatches,
         )
-        if not violates_rules(made):
+        if next(layout_problems(made), None) is None:
             return made
     return None
-
-
-def violates_rules(work: StepWork) -> bool:
-    """Whether work violates a layout rule."""
-    return next(layout_problems(work), None) is not None
 
 
 def _with_zero_2(choice: Choice) -> Choice:
@@ -407,9 +392,7 @@ def configured_layout(
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
     """The work to derive other layouts from, with the config's samples per pass as the maximum."""
     if configured is not None:
-        work = configured.work
-    else:
-        train, parallel = config.train, config.parallel
-        layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
-        work = work_of(config, shape, layout, Batch(train.device_batch_size, 1, 0, 0))
-    return work.one_microbatch()
+        return configured.work.one_microbatch()
+    layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
+    batch = Batch(config.train.device_batch_size, 1, 0, 0)
+    return work_of(config, shape, layout, batch).one_microbatch()

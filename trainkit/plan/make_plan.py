@@ -16,12 +16,12 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import Hardware, gpu_names, known_gpu, unchecked_memory
+from trainkit.plan.gpus import Gpu, gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
-from trainkit.plan.memory import FLOAT32, state_bytes
+from trainkit.plan.memory import FLOAT32, memory_of, state_bytes
 from trainkit.plan.model_shape import num_params, resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
@@ -235,17 +235,38 @@ def _check_model(
     names = gpu_names(config, machine, facts.target)
     gpu, problem = known_gpu(names), None
     if gpu is None:
-        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(config, names)))
+        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(names)))
     else:
-        # Imported only for GPUs: importing the layout search is slow.
-        from trainkit.plan.layout_advice import check_memory
-
-        hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
-        reason, problem = check_memory(config, work, hardware)
-        if reason is not None:
-            plan = replace(plan, reasons={**plan.reasons, "memory": reason})
+        reason, problem = _check_gpu_memory(work, gpu)
+        plan = replace(plan, reasons={**plan.reasons, "memory": reason})
     problem = problem or _staging_problem(config, plan, work, machine)
     return plan, [] if problem is None else [problem]
+
+
+def _check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
+    """A sentence about the memory of a run, and the problem if it certainly does not fit.
+
+    If a name has variants, the one with the most memory counts.
+    """
+    memory = memory_of(work)
+    peak, worst = memory.peak, memory.at_peak
+    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    if peak <= gpu.most_memory:
+        return text if peak <= gpu.usable else f"{text}: little headroom is left", None
+    # The key that affects the largest part.
+    state = worst.params + worst.gradients + worst.optimizer
+    if state > gpu.most_memory or state > worst.total / 2:
+        key, value = "parallel.dp_shard", work.layout.dp_shard
+        most = f"{gib(state)} for weights, gradients and optimizer state"
+    else:
+        key, value = "train.device_batch_size", work.device_batch_size
+        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
+    limit = f"{gpu.name} has {gib(gpu.memory)}"
+    if gpu.most_memory > gpu.memory:
+        limit = f"even the largest GPU with that name has {gib(gpu.most_memory)}"
+    message = f"is {value}: each GPU needs about {gib(peak)} ({most}), but {limit}"
+    hint = "`trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
+    return text, Problem(key, message, hint=hint)
 
 
 def _staging_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:

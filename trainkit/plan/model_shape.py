@@ -76,6 +76,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "norm_eps", "rope_theta")
+
+
 def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
     """A sentence if the vocabulary of a model is not that of both its preset and the tokenizer."""
     preset = PRESETS[model.preset].vocab_size
@@ -102,13 +105,7 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     missing = [item.name for item in fields(RopeScaling) if scaling and item.name not in scaling]
     shape = ModelShape(
         vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),
-        dim=model.dim or preset.dim,
-        num_layers=model.num_layers or preset.num_layers,
-        num_heads=model.num_heads or preset.num_heads,
-        num_kv_heads=model.num_kv_heads or preset.num_kv_heads,
-        ffn_dim=model.ffn_dim or preset.ffn_dim,
-        norm_eps=model.norm_eps or preset.norm_eps,
-        rope_theta=model.rope_theta or preset.rope_theta,
+        **{name: getattr(model, name) or getattr(preset, name) for name in SIZES},
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
         qkv_bias=model.qkv_bias,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainkit.config.names import is_known, meant
+from trainkit.config.schema import is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown_value

@@ -40,7 +40,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, run_lock
-from trainkit.submit.interpreters import own_packages
+from trainkit.submit.environment import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.submit.snapshot import copy_code, wants_copy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path, PurePath
 from threading import Thread
+from typing import Any
 
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import Target, choose_backend, make_target
@@ -30,10 +30,11 @@ from trainkit.run.manifest import MANIFEST_NAME
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import RANK_VARIABLES, conf_file
 from trainkit.slurm.quoting import quote
-from trainkit.submit.environment import container_problems, container_program
-from trainkit.submit.interpreters import (
+from trainkit.submit.environment import (
     NoAnswer,
     Packages,
+    container_problems,
+    container_program,
     find_interpreter,
     find_packages,
     own_packages,
@@ -66,7 +67,7 @@ class Gatherer:
         if cluster is not None:
             cwd = str(Path.cwd())
             found = container_problems(launch, [cwd], cluster.containers, cwd=cwd)
-            environment = dataclasses.replace(environment, problems=(*environment.problems, *found))
+            environment = replace(environment, problems=(*environment.problems, *found))
         data: DataFacts | None = None
         missing: tuple[KeyProblem, ...] = ()
         if not workload.is_command:
@@ -147,24 +148,52 @@ def plan_run(
     all problems.
     """
     check_name(loaded.config.name)
-    config, cwd, cluster = loaded.config, Path.cwd(), facts.target.cluster
-    launch = config.launch
+    config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
     plan = make_plan(loaded, facts, workload)
-    note = experimental_settings(launch) if plan.slurm is not None else None
-    if note is not None:
-        plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
-    plan = with_notifications(plan, config.notify, os.environ)
+    reasons, warnings, values = dict(plan.reasons), list(plan.warnings), dict[str, Any]()
+    untested = next((key for key in _EXPERIMENTAL if getattr(launch, key) is not None), None)
+    if plan.slurm is not None and untested is not None:
+        program = _EXPERIMENTAL[untested]
+        note = f"launch.{untested} has not been validated with a real {program}; try a short run first"
+        reasons["experimental"] = note
+    if reports := _notifications(config.notify, plan, warnings):
+        reasons["notify"] = reports
     if not workload.is_command and (found := find_code_problems(loaded)):
         raise ConfigError(found)
     if launch.container is not None and cluster is not None:
-        plan = dataclasses.replace(plan, container_program=container_program(launch, cluster.containers))
+        values["container_program"] = container_program(launch, cluster.containers)
     if workload.is_command:
         refuse_missing(workload.argv, launch, workload.launcher, code_dir or cwd)
         refuse_secrets(workload.argv, config.secrets)
-        plan = dataclasses.replace(plan, python=command_python(launch, workload.argv, cwd))
-    if plan.slurm is not None or facts.environment is None:
-        return plan
-    return with_local_environment(plan, launch, facts.environment.interpreter)
+        values["python"] = command_python(launch, workload.argv, cwd)
+    if plan.slurm is None and facts.environment is not None:
+        # No batch script starts the agents of this run, so they use the interpreter of `launch`.
+        interpreter = facts.environment.interpreter
+        if unused := [f"launch.{name}" for name in _BATCH_ONLY if getattr(launch, name)]:
+            reasons["launch"] = f"{', '.join(unused)}: only batch jobs of Slurm use it"
+        if launch.container is None and any((launch.venv, launch.uv, launch.python)):
+            reasons["python"] = f"{interpreter.argv[0]}, as launch says"
+            values["venv"] = interpreter.venv
+            if not workload.is_command:
+                values["python"] = (*interpreter.argv, *interpreter.options)
+    return replace(plan, reasons=reasons, warnings=tuple(warnings), **values)
+
+
+def _notifications(notify: NotifyConfig, plan: LaunchPlan, warnings: list[str]) -> str:
+    """What a run reports and to where, if anything; adds what it cannot report to the warnings."""
+    found = []
+    if notify.on and os.environ.get(notify.webhook or ""):
+        found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
+    elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
+        warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
+    if notify.mail is not None and plan.slurm is None:
+        warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
+    elif notify.mail is not None:
+        by_mail = [event for event in notify.on if event in MAIL_TYPES]
+        unknown = [event for event in notify.on if event not in MAIL_TYPES]
+        without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
+        found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
+    return "; ".join(found)
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
@@ -257,6 +286,8 @@ SYSTEM_FOLDER = "/usr"
 """What is installed below it may differ between this host and the nodes of a cluster."""
 _BATCH_ONLY = ("modules", "conda", "container", "setup")
 """What only a batch script uses."""
+_EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
+"""Settings that were tested with a stand-in only, and what it stood in for."""
 
 
 LAUNCHER_MODULES = {
@@ -313,7 +344,10 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         if may_use_gpus and not is_of_host and (version := packages.cpu_only_torch) is not None:
             message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
             gpu_problem = named, message, cuda_torch_hint(program)
-    found += webhook_problem(config.notify, os.environ)
+    webhook = config.notify.webhook
+    if (url := os.environ.get(webhook or "")) and (what := url_problem(url)) is not None:
+        hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
+        found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
     return Environment(interpreter, tuple(found), gpu_problem)
 
 
@@ -336,55 +370,3 @@ def _is_cluster_of_host(launch: LaunchConfig) -> bool:
     """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
     has_sbatch = shutil.which("sbatch", path=os.environ.get("PATH", os.defpath)) is not None
     return has_sbatch and (launch.cluster is None or conf_file(os.environ) is not None)
-
-
-def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, interpreter: Interpreter) -> LaunchPlan:
-    """The plan of a run whose agents no batch script starts, so that they use the interpreter of `launch`.
-
-    What needs a batch script is named among the reasons of the plan.
-    """
-    unused = [name for name in _BATCH_ONLY if getattr(launch, name)]
-    if unused:
-        keys = ", ".join(f"launch.{name}" for name in unused)
-        plan = replace(plan, reasons={**plan.reasons, "launch": f"{keys}: only batch jobs of Slurm use it"})
-    if launch.container is not None or not any((launch.venv, launch.uv, launch.python)):
-        return plan
-    plan = replace(plan, reasons={**plan.reasons, "python": f"{interpreter.argv[0]}, as launch says"})
-    if not plan.workload.is_command:
-        plan = replace(plan, python=(*interpreter.argv, *interpreter.options))
-    return replace(plan, venv=interpreter.venv)
-
-
-def experimental_settings(launch: LaunchConfig) -> str | None:
-    """A note on a setting that was tested with a stand-in only; None without such a setting."""
-    for key, program in (("conda", "conda"), ("container", "Apptainer or pyxis")):
-        if getattr(launch, key) is not None:
-            return f"launch.{key} has not been validated with a real {program}; try a short run first"
-    return None
-
-
-def webhook_problem(notify: NotifyConfig, environ: Mapping[str, str]) -> Iterator[KeyProblem]:
-    """(key, message, hint) if the value of the variable that `notify.webhook` names is not a URL."""
-    url = environ.get(notify.webhook or "", "")
-    problem = url_problem(url) if url else None
-    if problem is not None:
-        hint = f"export {notify.webhook}=https://…, as the chat program shows it, in the shell that submits"
-        yield "notify.webhook", f"is {notify.webhook}, whose value {problem}", hint
-
-
-def with_notifications(plan: LaunchPlan, notify: NotifyConfig, environ: Mapping[str, str]) -> LaunchPlan:
-    """The plan with what it reports and to where, and warnings about what it cannot report."""
-    found, warnings = [], list(plan.warnings)
-    if notify.on and environ.get(notify.webhook or ""):
-        found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
-    elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
-        warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
-    if notify.mail is not None and plan.slurm is None:
-        warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
-    elif notify.mail is not None:
-        by_mail = [event for event in notify.on if event in MAIL_TYPES]
-        unknown = [event for event in notify.on if event not in MAIL_TYPES]
-        without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
-        found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
-    reasons = {**plan.reasons, "notify": "; ".join(found)} if found else plan.reasons
-    return replace(plan, reasons=reasons, warnings=tuple(warnings))

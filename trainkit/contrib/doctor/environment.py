@@ -16,7 +16,7 @@ from trainkit.config import LoadedConfig
 from trainkit.contrib.doctor import Request
 from trainkit.job.preflight import Finding, warn_if
 from trainkit.plan.gpus import cuda_torch_hint, release_problem
-from trainkit.submit.interpreters import NoAnswer, Packages, ask, find_interpreter, find_packages
+from trainkit.submit.environment import NoAnswer, Packages, ask, find_interpreter, find_packages
 
 PYTHONS = ((3, 10), (3, 13))
 """The oldest and newest Python that are tested."""
