@@ -25,7 +25,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
 from trainkit.data.sources import is_mixture, prepared_folder
-from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
@@ -291,16 +291,24 @@ def load_task_model(
     return task, model
 
 
+def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
+    """Print an error; returns the exit code of the process."""
+    if isinstance(error, OSError):
+        error = TrainkitError(f"{error.filename or 'a file'}: {error.strerror or error}")
+    if as_json:
+        value = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(value, ensure_ascii=False))
+    else:
+        print(error.render(), file=sys.stderr)
+    return error.exit_code
+
+
 def main() -> int:
     """Export what the request on stdin names; returns the exit code."""
     try:
         remarks = export(ExportRequest(**json.load(sys.stdin)))
-    except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
-    except TrainkitError as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
+    except (OSError, TrainkitError) as error:
+        return show_error(error)
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
