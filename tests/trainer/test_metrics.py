@@ -40,7 +40,9 @@ def report(**changes: Any) -> StepReport:
 
 
 def metrics_of(folder: Path) -> Metrics:
-    return Metrics(RunDir(folder), 3, ALONE, "fp32", total_steps=100, tensorboard=None, flops_per_sample=1e6)
+    return Metrics(
+        RunDir(folder).attempt(3), ALONE, "fp32", total_steps=100, tensorboard=None, flops_per_sample=1e6
+    )
 
 
 def write(metrics: Metrics, step: int = 7, val_loss: float | None = None, **changes: Any) -> None:

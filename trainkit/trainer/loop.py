@@ -17,7 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import Batches
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
@@ -52,8 +52,7 @@ VAL = "val_"
 class Trainer:
     """The training loop of one attempt; `train` runs it until the end or a stop."""
 
-    run: RunDir
-    attempt: int
+    attempt: AttemptDir
     config: RunConfig
     plan: LaunchPlan
     world: World
@@ -276,7 +275,7 @@ class Trainer:
             times = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
             times |= {"ratio": round(found.ratio, 2)}
             at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
-            record_event(self.run, self.attempt, event, **at, phase=found.phase, **times)
+            record_event(self.attempt, event, **at, phase=found.phase, **times)
 
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
@@ -303,7 +302,7 @@ class Trainer:
                 self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
-                record_event(self.run, self.attempt, "first_step", step=step)
+                record_event(self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
@@ -335,7 +334,7 @@ class Trainer:
             shown[0] = shown[0] if finite else "val_loss=not-finite"
             log.info(f"step={state.step}/{self.total_steps} {' '.join(shown)}")
             shown_loss = val_loss if finite else None
-            record_event(self.run, self.attempt, "evaluated", step=state.step, val_loss=shown_loss)
+            record_event(self.attempt, "evaluated", step=state.step, val_loss=shown_loss)
         if not finite:
             return True, None
         self._update_best(values)
@@ -433,6 +432,7 @@ class Trainer:
             self.evaluator.close()
         self.saver.close()
         self.profiler.close()
+        self.metrics.close()
 
     def _stop(self, reason: str) -> int:
         """Save unless this step is already saved, and return exit code 75.

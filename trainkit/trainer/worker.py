@@ -66,18 +66,16 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     joined = join_and_build(attempt, read_effective(attempt.config_file), plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
-    trainer, tensorboard, _ = joined
+    trainer, _ = joined
     try:
         return trainer.train()
     finally:
         trainer.close()
-        if tensorboard is not None:
-            tensorboard.close()
 
 
 def join_and_build(
     attempt: AttemptDir, config: RunConfig, plan: LaunchPlan, stop: StopRequest, progress: Progress
-) -> tuple[Trainer, TensorBoardLog | None, AnyTask] | None:
+) -> tuple[Trainer, AnyTask] | None:
     """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
     env = find_rank_env()
     if env.world_size != plan.world_size:
@@ -106,10 +104,10 @@ def join_and_build(
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return None
     if world.is_main:
-        record_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
+        record_event(attempt, "rendezvous", world_size=world.size, device=str(device))
     progress.enter("build")
     check_same_data(task, world)
-    return *build_trainer(attempt, config, plan, world, task, stop, progress), task
+    return build_trainer(attempt, config, plan, world, task, stop, progress), task
 
 
 def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
@@ -151,10 +149,10 @@ def build_trainer(
     task: AnyTask,
     stop: StopRequest,
     progress: Progress,
-) -> tuple[Trainer, TensorBoardLog | None]:
+) -> Trainer:
     """Build the model, load the newest checkpoint and set up the training loop."""
     with progress.within("load"):  # before the build, which may read the weights of a large model
-        chosen = choose_checkpoint(attempt.run, attempt.number, world)
+        chosen = choose_checkpoint(attempt, world)
         if chosen is not None:
             refuse_other_data(*chosen, task.data_identity())
             refuse_other_optimizer(*chosen, config.optimizer.name)
@@ -163,7 +161,7 @@ def build_trainer(
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
-    saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
+    saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
     state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
@@ -172,8 +170,7 @@ def build_trainer(
     if world.is_main:
         log_summary(config, plan, world, task, total_steps)
         record_event(
-            attempt.run,
-            attempt.number,
+            attempt,
             "training",
             step=state.step,
             total_steps=total_steps,
@@ -190,9 +187,8 @@ def build_trainer(
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
     uses_gpu, hosts = world.device.type == "cuda", gather_from_all(own_host(), world)
-    trainer = Trainer(
-        run=attempt.run,
-        attempt=attempt.number,
+    return Trainer(
+        attempt=attempt,
         config=config,
         plan=plan,
         world=world,
@@ -209,8 +205,7 @@ def build_trainer(
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
         metrics=Metrics(
-            attempt.run,
-            attempt.number,
+            attempt,
             world,
             config.precision.dtype,
             total_steps,
@@ -228,7 +223,6 @@ def build_trainer(
         else None,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
-    return trainer, tensorboard
 
 
 def processor_name(device: torch.device) -> str:
@@ -310,7 +304,7 @@ def resume(
     saver.last_step = state.step
     if world.is_main:
         log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
-        record_event(attempt.run, attempt.number, "resumed", step=state.step, samples_seen=state.samples_seen)
+        record_event(attempt, "resumed", step=state.step, samples_seen=state.samples_seen)
     return state
 
 
