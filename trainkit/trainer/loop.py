@@ -11,6 +11,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
@@ -31,7 +32,6 @@ from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.step_sync import (
-    AsyncSum,
     ReportReadback,
     StepReport,
     all_reduce_sum,
@@ -166,17 +166,18 @@ class Trainer:
         # actual count, which is known only then.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
-        local_report = async_sum = None
+        local_report: Tensor | None = None
+        in_flight: dist.Work | None = None
         self.rank_records.begin_step(is_due=self._is_logged(self.state.step + 1))
 
         def on_loss(sums: Tensor) -> None:
-            nonlocal local_report, async_sum
+            nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
             local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
-            if self.optimizer.has_whole_gradient:
+            if self.optimizer.has_whole_gradient and self.world.distributed:
                 # Overlaps with the last backward pass.
-                async_sum = AsyncSum(local_report, self.world)
+                in_flight = dist.all_reduce(local_report, async_op=True)
 
         self.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
         if self.tied_weights is not None:
@@ -184,9 +185,11 @@ class Trainer:
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
         self.rank_records.keep_gradient(square_sum, self.world.device)
-        if async_sum is not None:
-            return async_sum.wait(), square_sum
         assert local_report is not None
+        if self.optimizer.has_whole_gradient:
+            if in_flight is not None:
+                in_flight.wait()
+            return local_report, square_sum
         local = torch.cat((local_report, square_sum.to(local_report.device).view(1)))
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]

@@ -24,7 +24,6 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
@@ -154,8 +153,7 @@ def build_trainer(
     with progress.within("load"):  # before the build, which may read the weights of a large model
         chosen = choose_checkpoint(attempt, world)
         if chosen is not None:
-            refuse_other_data(*chosen, task.data_identity())
-            refuse_other_optimizer(*chosen, config.optimizer.name)
+            refuse_other_run(*chosen, task, config.optimizer.name)
     local_gradient = LocalGradient()
     built = build(task, config, plan, world, progress, local_gradient)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
@@ -239,31 +237,23 @@ def val_fingerprint(task: AnyTask) -> str:
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
-def refuse_other_data(checkpoint: Checkpoint, manifest: Manifest, identity: dict[str, object]) -> None:
-    """Raise TrainkitError (exit code 78) if positions in the data no longer refer to the same samples."""
-    for key, value in identity.items():
+def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, optimizer: str) -> None:
+    """Raise TrainkitError (exit code 78) if a checkpoint is of another optimizer, or of other samples."""
+    changed, hint = "", "restore it (for `stdlib`, the Python version too), or start a new run"
+    for key, value in task.data_identity().items():
         before = manifest.data.get(key)
         if before == value or (before is None and key == BASE_FINGERPRINT):
             continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
         changed = (
-            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {before}"
+            f"{key} is {value}, was {before}" if key != "fingerprint" else "the training data has changed"
         )
-        raise TrainkitError(
-            f"{changed}: checkpoint {checkpoint.path.name} cannot be resumed",
-            hint="restore it (for `stdlib`, the Python version too), or start a new run",
-            exit_code=EXIT_NO_RESTART,
-        )
-
-
-def refuse_other_optimizer(checkpoint: Checkpoint, manifest: Manifest, name: str) -> None:
-    """Raise TrainkitError (exit code 78) if another optimizer wrote the checkpoint."""
-    before = manifest.optimizer
-    if before != name:
-        raise TrainkitError(
-            f"optimizer.name is {name}, was {before}: checkpoint {checkpoint.path.name} cannot be resumed",
-            hint=f"set optimizer.name to {before}, or start a new run with model.init_from",
-            exit_code=EXIT_NO_RESTART,
-        )
+        break
+    if not changed and manifest.optimizer != optimizer:
+        changed = f"optimizer.name is {optimizer}, was {manifest.optimizer}"
+        hint = f"set optimizer.name to {manifest.optimizer}, or start a new run with model.init_from"
+    if changed:
+        message = f"{changed}: checkpoint {checkpoint.path.name} cannot be resumed"
+        raise TrainkitError(message, hint, exit_code=EXIT_NO_RESTART)
 
 
 def resume(
@@ -347,9 +337,6 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
         f"model {_model_name(config)}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
-    uses_gpu, dropout = world.device.type == "cuda", config.model.dropout
-    if dropout and uses_gpu and not compiles(config.parallel, plan.layout, "cuda"):
-        log.warning(f"model.dropout is {dropout} without parallel.compile: a mask takes many small kernels")
     log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"
