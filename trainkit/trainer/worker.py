@@ -239,21 +239,20 @@ def val_fingerprint(task: AnyTask) -> str:
 
 def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, optimizer: str) -> None:
     """Raise TrainkitError (exit code 78) if a checkpoint is of another optimizer, or of other samples."""
-    changed, hint = "", "restore it (for `stdlib`, the Python version too), or start a new run"
+    name, before = checkpoint.path.name, manifest.optimizer
     for key, value in task.data_identity().items():
-        before = manifest.data.get(key)
-        if before == value or (before is None and key == BASE_FINGERPRINT):
+        saved = manifest.data.get(key)
+        if saved == value or (saved is None and key == BASE_FINGERPRINT):
             continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
         changed = (
-            f"{key} is {value}, was {before}" if key != "fingerprint" else "the training data has changed"
+            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
-        break
-    if not changed and manifest.optimizer != optimizer:
-        changed = f"optimizer.name is {optimizer}, was {manifest.optimizer}"
-        hint = f"set optimizer.name to {manifest.optimizer}, or start a new run with model.init_from"
-    if changed:
-        message = f"{changed}: checkpoint {checkpoint.path.name} cannot be resumed"
-        raise TrainkitError(message, hint, exit_code=EXIT_NO_RESTART)
+        hint = "restore it (for `stdlib`, the Python version too), or start a new run"
+        raise TrainkitError(f"{changed}: checkpoint {name} cannot be resumed", hint, EXIT_NO_RESTART)
+    if before != optimizer:
+        message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
+        hint = f"set optimizer.name to {before}, or start a new run with model.init_from"
+        raise TrainkitError(message, hint, EXIT_NO_RESTART)
 
 
 def resume(
