@@ -82,7 +82,7 @@ def main() -> int:
     unchanged = 0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run = RunDir(folder)
-        saver = CheckpointSaver(run, 1, WORLD, state, keep_last=1)
+        saver = CheckpointSaver(run.attempt(1), WORLD, state, keep_last=1)
         saver.allocate_buffers()  # the training loop does so after its first step
         time.sleep(5.0)
         for step in range(1, args.rounds + 1):

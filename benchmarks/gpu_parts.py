@@ -176,7 +176,7 @@ def trainkit_step(
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
     task, stop = build_task(config), StopRequest()
-    trainer, _ = build_trainer(attempt, config, plan, world, task, stop, Progress())
+    trainer = build_trainer(attempt, config, plan, world, task, stop, Progress())
 
     def step() -> None:
         trainer.step()
@@ -300,7 +300,7 @@ def save_state(name: str, device: str, folder: Path) -> list[Row]:
     state = {f"model.layer{index}": torch.randn(elements, device=device) for index in range(num_tensors)}
     work = torch.randn((8192, 8192) if device == "cuda" else (64, 64), device=device)
     world = World(0, 1, torch.device(device), None, None)
-    saver = CheckpointSaver(RunDir(folder), 1, world, state, keep_last=1)
+    saver = CheckpointSaver(RunDir(folder).attempt(1), world, state, keep_last=1)
     saver.allocate_buffers()
 
     def compute() -> None:

@@ -55,7 +55,7 @@ MUTANTS = {
         "trainer/checkpoint/saver.py",
         "self._partial.rename(self._target)",
         "self._target.mkdir(); [f.rename(self._target / f.name) for f in sorted(self._partial.iterdir())]",
-        "tests/trainer/test_saver.py tests/trainer/test_faults.py tests/trainer/test_kill.py",
+        "tests/trainer/test_saver.py tests/trainer/test_faults.py tests/trainer/test_resume.py",
     ),
     "damage-is-not-seen": Mutant(
         "run/manifest.py",

@@ -180,7 +180,7 @@ class Attached:
         self._tracked: dict[str, Stateful] = {}
         self._values: dict[str, float | Tensor] = {}
         self._control = _Control()
-        self._saver = CheckpointSaver(attempt.run, attempt.number, world, {}, keep_last=3)
+        self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._stacks = RankStacks(attempt, env.rank, self._progress)
         self._stacks.listen(stop)
@@ -225,13 +225,13 @@ class Attached:
         after a resume; None leaves them alone. Raises TrainkitError if a checkpoint does not fit the tracked
         objects, CheckpointError if the last state cannot be saved.
         """
-        self._saver = CheckpointSaver(self._attempt.run, self.attempt, self._world, {}, keep_last)
+        self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
         self._progress.enter("load")
         self._check_tracked()
         step = self._restore()
         if self.is_main:
             values = {"step": step, "total_steps": total, "samples_seen": None, "num_samples": None}
-            record_event(self._attempt.run, self.attempt, "training", **values)
+            record_event(self._attempt, "training", **values)
         first = step + 1
         while step < total:
             step += 1
@@ -244,7 +244,7 @@ class Attached:
             yield step
             self._progress.end_step()
             if step == first and self.is_main:
-                record_event(self._attempt.run, self.attempt, "first_step", step=step)
+                record_event(self._attempt, "first_step", step=step)
             if step % log_every == 0 or step in (1, total):
                 self._write(step, time.monotonic() - began_s)
             if self._control.any_of_last_step(bool(self._stop)) and step < total:
@@ -349,7 +349,7 @@ class Attached:
 
     def _restore(self) -> int:
         """Load the newest intact checkpoint, if there is one; returns its step, else 0."""
-        chosen = choose_checkpoint(self._attempt.run, self.attempt, self._world)
+        chosen = choose_checkpoint(self._attempt, self._world)
         if chosen is None:
             return 0
         checkpoint, manifest = chosen
@@ -372,7 +372,7 @@ class Attached:
         self._saver.last_step = step
         if self.is_main:
             log.info(f"resumed from {checkpoint.path.name}: step={step}")
-            record_event(self._attempt.run, self.attempt, "resumed", step=step)
+            record_event(self._attempt, "resumed", step=step)
         return step
 
     def _wanted(

@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
 from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.contrib.generate import worker as generate_module
-from trainkit.contrib.generate.worker import GenerateRequest, choose_token, generate, main
+from trainkit.contrib.generate.worker import choose_token, generate, main
 from trainkit.errors import UsageError
 from trainkit.run.rundir import RunDir
 
@@ -57,15 +56,16 @@ def test_characters_are_shown_once_they_are_complete(
     monkeypatch.setattr(sys, "stdout", out)
     written, shown = [*"a\t€\x1b[2J".encode(), 0xE2], []
 
-    def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+    def next_logits(model: object, tokens: torch.Tensor) -> torch.Tensor:
         shown.append(out.getvalue())
         return torch.nn.functional.one_hot(torch.tensor(written[tokens.shape[1] - 2]), 257).float()
 
-    monkeypatch.setattr(generate_module, "_load", lambda *asked: next_logits)
+    monkeypatch.setattr(generate_module, "_load", lambda *asked: None)
+    monkeypatch.setattr(generate_module, "next_logits", next_logits)
     file = tmp_path / "config.yaml"
     file.write_text("name: test\n")
     values = {**VALUES, "prompt": "> ", "max_tokens": len(written)}
-    generate(GenerateRequest(**{**values, "run": str(tmp_path), "config_file": str(file)}))
+    generate({**values, "run": str(tmp_path), "config_file": str(file)})
     assert [item.removeprefix("> ") for item in shown[:6]] == ["", "a", "a\t", "a\t", "a\t", "a\t€"]
     escape = "\ufffd" if is_terminal else "\x1b"
     assert out.getvalue() == f"> a\t€{escape}[2J\ufffd\n"
@@ -94,13 +94,11 @@ VALUES: dict[str, Any] = {
 }
 
 
-def request(run: Path, **changes: Any) -> GenerateRequest:
+def request(run: Path, **changes: Any) -> dict[str, Any]:
     """What the process that `trainkit generate` starts is asked for."""
     folder = RunDir(run)
     paths = {"run": str(run), "config_file": str(folder.attempt(1).config_file)}
-    return GenerateRequest(
-        **{**VALUES, **paths, "checkpoint": str(chosen_checkpoint(folder, None).path), **changes}
-    )
+    return {**VALUES, **paths, "checkpoint": str(chosen_checkpoint(folder, None).path), **changes}
 
 
 @pytest.mark.slow
@@ -112,7 +110,7 @@ def test_checkpoints_of_every_layout_continue_a_prompt(
     alone, split = (tmp_path / case.name for case in cases)
     capsys.readouterr()
 
-    def answer(asked: GenerateRequest) -> str:
+    def answer(asked: dict[str, Any]) -> str:
         generate(asked)
         return capsys.readouterr().out
 
@@ -124,7 +122,7 @@ def test_checkpoints_of_every_layout_continue_a_prompt(
     assert shown == answer(request(alone, temperature=1.0, seed=1))
     generate(request(alone, max_tokens=1000))
     assert "stopped after 32 tokens" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(request(alone, prompt="x" * 40)))))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request(alone, prompt="x" * 40))))
     assert main() == 2
     assert "the prompt has 40 tokens" in capsys.readouterr().err
 
@@ -155,4 +153,4 @@ def test_only_language_models_continue_a_prompt(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("task: ring.py:Ring\n")
     with pytest.raises(UsageError, match=r"task is ring\.py:Ring: only language models"):
-        generate(GenerateRequest(**{**VALUES, "run": str(tmp_path), "config_file": str(file)}))
+        generate({**VALUES, "run": str(tmp_path), "config_file": str(file)})

@@ -117,7 +117,7 @@ def test_dropout_masks_are_those_of_a_cpu() -> None:
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None:
     """While kernels that were enqueued before the call run, and others change the state right after it."""
     state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
-    saver = CheckpointSaver(RunDir(tmp_path), 1, World(0, 1, DEVICE, None, None), state, keep_last=9)
+    saver = CheckpointSaver(RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, keep_last=9)
     saver.allocate_buffers()
     work = torch.randn(2 * SIZE, 2 * SIZE, device=DEVICE)
     for step in range(1, 5):

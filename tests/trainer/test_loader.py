@@ -43,14 +43,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with checkpoints of the steps 1, 2 and 3, on a filesystem that shows things at once."""
     monkeypatch.setattr(loader, "SETTLE_S", 0.0)
     run = RunDir(tmp_path)
-    saver = CheckpointSaver(run, 1, ALONE, TENSORS, keep_last=9)
+    saver = CheckpointSaver(run.attempt(1), ALONE, TENSORS, keep_last=9)
     for step in (1, 2, 3):
         saver.save(SaveRequest(step, {"progress": {"samples_seen": 16 * step}}, False, "test"), blocking=True)
     return run
 
 
 def chosen_step(run: RunDir) -> int | None:
-    chosen = choose_checkpoint(run, 2, ALONE)
+    chosen = choose_checkpoint(run.attempt(2), ALONE)
     if chosen is None:
         return None
     assert chosen[1].progress == {"samples_seen": 16 * chosen[0].step}
@@ -151,14 +151,14 @@ def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
         flip(run.checkpoint_dir(step) / SHARD)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"no intact checkpoint is left .*: 3 set aside") as caught:
-            choose_checkpoint(run, 2, ALONE)
+            choose_checkpoint(run.attempt(2), ALONE)
         assert caught.value.exit_code == EXIT_NO_RESTART
         assert "restore one from a backup" in caught.value.hint
     assert len(rejections(run)) == 3
     for folder in run.checkpoints_dir.glob("*.rejected"):
         shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match=r"those recorded in events.jsonl are gone"):
-        choose_checkpoint(run, 2, ALONE)
+        choose_checkpoint(run.attempt(2), ALONE)
     run.events_file.unlink()
     assert chosen_step(run) is None
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.
     with pytest.raises(
         CheckpointError, match=r"rank 0 cannot read .*step-00000003: .* cannot be read"
     ) as caught:
-        choose_checkpoint(run, 2, ALONE)
+        choose_checkpoint(run.attempt(2), ALONE)
     assert caught.value.exit_code == EXIT_FAILED
     monkeypatch.undo()
     assert chosen_step(run) == 3
@@ -208,7 +208,7 @@ def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
             writer = HashingWriter(folder)
             writer.set_up_storage_writer(is_coordinator=False)
             writer.prepare_local_plan(SavePlan([]))
-        saver = CheckpointSaver(first, 1, ALONE, TENSORS, keep_last=9)
+        saver = CheckpointSaver(first.attempt(1), ALONE, TENSORS, keep_last=9)
         for step in (1, 2):
             progress = {"progress": {"samples_seen": 16 * step}}
             saver.save(SaveRequest(step, progress, False, "test"), blocking=True)
@@ -266,7 +266,7 @@ def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
     manifest = {**newest.content(), "progress": {"best_step": 2}}
     write_json(newest.manifest_file, {**manifest, SEAL: seal(manifest)})
     point_best_at(Checkpoint(run.checkpoint_dir(1), 1))
-    chosen = choose_checkpoint(run, 2, ALONE)
+    chosen = choose_checkpoint(run.attempt(2), ALONE)
     assert chosen is not None
     assert chosen[0].step == 3
     assert best_step(run.checkpoints_dir) == 2

@@ -1,21 +1,25 @@
-"""The training curve as it is written down."""
+"""The records of a run, of its ranks and for TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
+from trainkit.trainer import metrics
 from trainkit.trainer.checkpoint.state import TrainingState
-from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.metrics import SCALARS, LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.step_sync import StepReport
 
 PROMISED = {
@@ -40,7 +44,9 @@ def report(**changes: Any) -> StepReport:
 
 
 def metrics_of(folder: Path) -> Metrics:
-    return Metrics(RunDir(folder), 3, ALONE, "fp32", total_steps=100, tensorboard=None, flops_per_sample=1e6)
+    return Metrics(
+        RunDir(folder).attempt(3), ALONE, "fp32", total_steps=100, tensorboard=None, flops_per_sample=1e6
+    )
 
 
 def write(metrics: Metrics, step: int = 7, val_loss: float | None = None, **changes: Any) -> None:
@@ -171,3 +177,123 @@ def test_the_metrics_of_a_users_task(tmp_path: Path) -> None:
     (record,) = records(tmp_path)
     assert set(record) - PROMISED == {"accuracy", "val_loss", "val_accuracy"}
     assert (record["accuracy"], record["val_accuracy"]) == (0.5, 0.25)
+
+
+def scalars(step: int, **changes: float | None) -> dict[str, float | None]:
+    return {**dict.fromkeys(SCALARS, 1.0 + step), "mfu": None, **changes}
+
+
+def curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(name)]
+
+
+def test_scalars_can_be_read_back(tmp_path: Path) -> None:
+    log = TensorBoardLog(tmp_path, 1)
+    for step in (1, 2, 3):
+        log.write(step, scalars(step, loss=0.5 * step, val_loss=2.0 if step == 2 else None))
+    log.close()
+    assert curve(tmp_path, "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert curve(tmp_path, "val_loss") == [(2, 2.0)]
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert set(reader.Tags()["scalars"]) == set(SCALARS) - {"mfu"}
+
+
+def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    first = TensorBoardLog(tmp_path, 1)
+    for step in range(1, 6):
+        first.write(step, scalars(step, loss=10.0 + step))
+    first.close()
+    second = TensorBoardLog(tmp_path, 4)
+    for step in (4, 5, 6):
+        second.write(step, scalars(step, loss=20.0 + step))
+    second.close()
+    assert curve(tmp_path, "loss") == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 26.0)]
+
+
+def test_nothing_written_leaves_nothing_behind_that_breaks_the_reader(tmp_path: Path) -> None:
+    TensorBoardLog(tmp_path, 1).close()
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert reader.Tags()["scalars"] == []
+
+
+CPU = torch.device("cpu")
+
+
+def checksum(*grads: torch.Tensor) -> float:
+    gradient = LocalGradient()
+    gradient.is_due = True
+    gradient.add(grads)
+    return float(gradient.take(CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = checksum(grad)
+    assert before == checksum(grad[:300], grad[300:]), "however it is divided"
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()]
+    for bit in range(min(48, 8 * grad.element_size() - 1)):
+        flipped = grad.clone()
+        flipped.view(words)[7] ^= 1 << bit
+        assert checksum(flipped) != before
+
+
+def test_a_step_that_is_not_due_has_no_values(tmp_path: Path) -> None:
+    gradient = LocalGradient()
+    records = RankRecords(RunDir(tmp_path).attempt(1), 0, "n0", gradient)
+    records.begin_step(is_due=False)
+    records.keep_loss(torch.ones(1))
+    gradient.add([torch.ones(3)])
+    records.keep_gradient(torch.ones(()), CPU)
+    assert records.values == []
+    records.begin_step(is_due=True)
+    records.keep_loss(torch.ones(1))
+    records.keep_gradient(torch.ones(()), CPU)
+    loss, local, square_sum = (float(value) for value in records.values)
+    assert (loss, square_sum) == (1.0, 1.0)
+    assert math.isnan(local), "nothing was reduced"
+
+
+def test_a_spike_is_written_at_once(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    records = RankRecords(attempt, 3, "n0", LocalGradient())
+    file = attempt.rank_record(3)
+    records.add(1, 1.0, (2.0, math.nan, 3.0))
+    records.add(2, 1.5, (2.0, math.nan, 3.0))
+    assert not file.exists()
+    records.add(3, 30.0, (2.0, 4.0, 900.0))
+    found = list(read_jsonl(file))
+    assert [record["step"] for record in found] == [1, 2, 3]
+    fields = {"host": "n0", "loss_sum": 2.0, "local_gradient": "nan", "square_sum": 3.0}
+    assert found[0] == {"step": 1, **fields}
+    records.add(4, math.nan, (math.nan, 4.0, math.inf))
+    assert list(read_jsonl(file))[-1]["square_sum"] == "inf"
+
+
+def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_BYTES", 2000)
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    records = RankRecords(attempt, 0, "n0", LocalGradient())
+    for step in range(1, 101):
+        records.add(step, 1.0, (2.0, 4.0, 3.0))
+        records.flush()
+        assert attempt.rank_record(0).stat().st_size <= 2000 + 200
+    steps = [json.loads(line)["step"] for line in attempt.rank_record(0).read_text().splitlines()]
+    assert steps == list(range(steps[0], 101))
+    assert len(steps) > 5
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    records = RankRecords(attempt, 0, "n0", LocalGradient())
+    records.add(1, 1.0, (2.0, 4.0, 3.0))
+    records.flush()
+    attempt.path.mkdir(parents=True)
+    records.flush()
+    assert [record["step"] for record in read_jsonl(attempt.rank_record(0))] == [1]

@@ -1,4 +1,4 @@
-"""Layouts that split one sample over ranks give the curve of one process; `make parity` has all of them."""
+"""Layouts that split one sample over ranks give the curve of one process; a run may move between layouts."""
 
 from __future__ import annotations
 
@@ -107,3 +107,26 @@ def test_large_vocabularies(tmp_path: Path, is_tied: bool) -> None:
     found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in LARGE}
     assert max(found.values()) < 1e-5, found
     assert found["parts"] > 0, "nothing was split"
+
+
+CHAIN_STEPS = 3
+CHAIN: list[tuple[int, dict[str, object]]] = [
+    (4, {"pp": 2, "dp_shard": 2}),
+    (4, {"tp": 2, "dp_replicate": 2}),
+    (1, {}),
+    (2, {"pp": 2, "pp_schedule": "zbv"}),
+    (4, {"dp_shard": 2, "cp": 2}),
+]
+
+
+@pytest.mark.smoke
+def test_a_chain_of_five_layouts(tmp_path: Path) -> None:
+    """With dropout and tied embeddings, which the two ends of a pipeline both hold."""
+    last = CHAIN_STEPS * len(CHAIN)
+    common = ["model.tie_embeddings=true", "model.dropout=0.1", f"train.steps={last}"]
+    for index, (num_procs, parallel) in enumerate(CHAIN, 1):
+        link = Case("chain", num_procs, parallel, (f"train.stop_at_step={CHAIN_STEPS * index}",))
+        run_cases(tmp_path, [link], common)
+    run_cases(tmp_path, [Case("alone", 1, {})], common)
+    assert [step for step, *_ in curve(tmp_path / "chain")] == list(range(1, last + 1))
+    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,15 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     attempt = train(tmp_path / "run", ["train.steps=4", "model.dim=32"], expect=78)
     assert "belongs to another model" in attempt.rank_log(0).read_text()
     assert [c.step for c in published(attempt.run.checkpoints_dir)] == [2]
+
+
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
+
+
+@pytest.mark.slow(seconds=20)
+def test_killed_at_random_times_the_curve_stays_the_same(tmp_path: Path) -> None:
+    # This seed kills one rank.
+    argv = [sys.executable, str(CAMPAIGN), "--rounds", "1", "--seed", "54", "--keep", str(tmp_path / "runs")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "1 of 1 equal"

@@ -41,7 +41,7 @@ def make_saver(tensors: dict[str, Tensor]) -> Iterator[Callable[..., CheckpointS
     made = []
 
     def make(folder: Path, keep_last: int = 10) -> CheckpointSaver:
-        made.append(CheckpointSaver(RunDir(folder), 1, ALONE, tensors, keep_last))
+        made.append(CheckpointSaver(RunDir(folder).attempt(1), ALONE, tensors, keep_last))
         return made[-1]
 
     yield make
@@ -92,7 +92,7 @@ def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any,
     saver.finish()
     assert saver.last_step == 5
     assert_equal(loaded(tmp_path, 5, tensors), tensors)
-    chosen = choose_checkpoint(RunDir(tmp_path), 1, ALONE)
+    chosen = choose_checkpoint(RunDir(tmp_path).attempt(1), ALONE)
     assert chosen is not None
     assert chosen[1].progress == {"step": 5}
     assert events(tmp_path, "checkpoint_begin")[0]["step"] == 5

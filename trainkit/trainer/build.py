@@ -52,7 +52,7 @@ from trainkit.trainer.parallel.context import (
 )
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
-from trainkit.trainer.precision import DTYPES, apply_float8, cast_frozen, cast_weights, require_float8
+from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_
@@ -342,7 +342,7 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     )
     if world.mesh is None or reduces_on_host(world):
         if dtype != torch.float32:
-            cast_frozen(model, dtype, BATCH_NORMS)
+            cast_weights(model, dtype, BATCH_NORMS, only_frozen=True)
         allocate(module, world.device)
         return module.to(world.device)
     apply_data_parallel(

@@ -44,7 +44,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import Layout, Place
 from trainkit.run.events import log_event
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.torch_private import set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
@@ -271,12 +271,12 @@ def exit_process(exit_code: int) -> None:
 log = getLogger(__name__)
 
 
-def record_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
+def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
     """Append one event; on a full disk, log the error and continue."""
     try:
-        log_event(run, attempt, event, **fields)
+        log_event(attempt.run, attempt.number, event, **fields)
     except OSError as error:
-        log.error(f"cannot write event {event} to {run.events_file} ({error})")
+        log.error(f"cannot write event {event} to {attempt.run.events_file} ({error})")
 
 
 LOOPBACK = "127.0.0.1"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -25,7 +25,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
 from trainkit.data.sources import is_mixture, prepared_folder
-from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
@@ -40,8 +40,6 @@ from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
 """As the files of other models; a hub may refuse larger ones."""
-GROUP_BYTES = 1 << 30
-"""Bytes of tensors that are read from the checkpoint at a time."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     *(TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
@@ -118,7 +116,7 @@ def _write_files(out: Path, sizes: Sizes, reader: SafeReader) -> None:
     for number, names in enumerate(parts, 1):
         file = FILE_NAME if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         theirs = {llama_name(name): sizes[name] for name in names}
-        write_safetensors(out / file, theirs, _values(names, sizes, reader))
+        write_safetensors(out / file, theirs, _values({name: sizes[name] for name in names}, reader))
         index |= dict.fromkeys(theirs, file)
     if len(parts) > 1:
         total = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in sizes.values())
@@ -126,14 +124,12 @@ def _write_files(out: Path, sizes: Sizes, reader: SafeReader) -> None:
         (out / INDEX_NAME).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _values(names: Sequence[str], sizes: Sizes, reader: SafeReader) -> Iterator[Tensor]:
-    group: dict[str, Tensor] = {}
-    for index, name in enumerate(names):
-        group[name] = torch.empty(sizes[name][1])
-        if sum(value.nbytes for value in group.values()) >= GROUP_BYTES or index + 1 == len(names):
-            load_tensors(reader, {f"model.{key}": value for key, value in group.items()})
-            yield from group.values()
-            group = {}
+def _values(sizes: Sizes, reader: SafeReader) -> Iterator[Tensor]:
+    """The parameters of the decoder, of which one is in memory at a time."""
+    for name, (_, shape) in sizes.items():
+        value = torch.empty(shape)
+        load_tensors(reader, {f"model.{name}": value})
+        yield value
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> JsonObject:
@@ -291,16 +287,24 @@ def load_task_model(
     return task, model
 
 
+def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
+    """Print an error; returns the exit code of the process."""
+    if isinstance(error, OSError):
+        error = TrainkitError(f"{error.filename or 'a file'}: {error.strerror or error}")
+    if as_json:
+        value = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(value, ensure_ascii=False))
+    else:
+        print(error.render(), file=sys.stderr)
+    return error.exit_code
+
+
 def main() -> int:
     """Export what the request on stdin names; returns the exit code."""
     try:
         remarks = export(ExportRequest(**json.load(sys.stdin)))
-    except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILED
-    except TrainkitError as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
+    except (OSError, TrainkitError) as error:
+        return show_error(error)
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0

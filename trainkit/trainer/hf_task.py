@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from itertools import islice
 from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
@@ -90,42 +91,36 @@ class HFCausalLM(Task):
         self._check_positions(transformers.AutoConfig.from_pretrained(self._folder, **LOCAL))
         if self._weights is None:
             return self._counted(create_model(self._folder))
-        with parameters_on_meta():
-            model = create_model(self._folder)
-        lora = self.config.model.lora
-        found, why = find_stored(model, self._weights)
-        if not why and lora is not None:
-            why = "" if is_independent(lora) else "the initial values of model.lora depend on it"
-        if not why:
-            adapted = model if lora is None else self._adapted(model, lora)
-            self._names = {
-                name: found[param]
-                for name, param in adapted.named_parameters(remove_duplicate=False)
-                if param in found
-            }
-            why = _find_copied(adapted, found)
-            if not why:
-                return self._quantized(self._counted(adapted))
+        adapted, why = self._on_meta(self._weights)
+        if adapted is not None and not why:
+            return self._quantized(self._counted(adapted))
         self._refuse_quantized(why)
         log.warning(f"each process reads all of {self._folder}: {why}")
-        model = read_whole(self._folder)
+        model, lora = read_whole(self._folder), self.config.model.lora
         return self._counted(model if lora is None else self._adapted(model, lora))
+
+    def _on_meta(self, weights: StoredWeights) -> tuple[nn.Module | None, str]:
+        """The model without its weights, with adapters; and why a process has to read all of its files."""
+        lora = self.config.model.lora
+        with parameters_on_meta():
+            model = create_model(self._folder)
+        found, why = find_stored(model, weights)
+        if lora is not None and not is_independent(lora):
+            check_targets(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder))
+            why = why or "the initial values of model.lora depend on it"
+        if why:
+            return None, why
+        adapted: nn.Module = model if lora is None else self._adapted(model, lora)
+        params = list(adapted.named_parameters(remove_duplicate=False))
+        self._names = {name: found[param] for name, param in params if param in found}
+        copied = (name for name, param in params if param.is_meta and param not in found)
+        return adapted, "".join(f"model.lora copies {name}" for name in islice(copied, 1))
 
     def check_model(self) -> None:
         """Raise TrainkitError for files or adapters that do not fit the model; reads no weights."""
-        lora = self.config.model.lora
-        with errors_of_user(self.config, "its model cannot be built", but=OSError), parameters_on_meta():
-            model = create_model(self._folder)
         assert self._weights is not None
-        found, why = find_stored(model, self._weights)
-        self._refuse_quantized(why)
-        if lora is None:
-            return
-        if is_independent(lora):
-            self._refuse_quantized(_find_copied(self._adapted(model, lora), found))
-        else:
-            check_targets(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder))
-            self._refuse_quantized("the initial values of model.lora depend on it")
+        with errors_of_user(self.config, "its model cannot be built", but=OSError):
+            self._refuse_quantized(self._on_meta(self._weights)[1])
 
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
@@ -135,27 +130,18 @@ class HFCausalLM(Task):
         """
         import peft
 
-        lora = self.config.model.lora
-        assert lora is not None
-        if not is_independent(lora):
+        adapted = None if self._weights is None else self._on_meta(self._weights)[0]
+        if adapted is None:
             return self.build_model()
-        with parameters_on_meta():
-            model = create_model(self._folder)
-        assert self._weights is not None
-        found, _ = find_stored(model, self._weights)
-        adapted = self._adapted(model, lora)
         tensors = adapted.state_dict(keep_vars=True)
         exported = {id(item) for item in peft.get_peft_model_state_dict(adapted, tensors).values()}
         for name, param in list(adapted.named_parameters()):
-            if id(param) not in exported or not param.is_meta:
-                continue
-            if not param.requires_grad and param not in found:
-                return self.build_model()  # the embedding of a model whose files have other names
-            value = torch.empty_like(param, device="cpu")
-            if not param.requires_grad:
-                value.copy_(self._weights.read(found[param]))
-            owner, _, leaf = name.rpartition(".")
-            setattr(adapted.get_submodule(owner), leaf, nn.Parameter(value, param.requires_grad))
+            if id(param) in exported and param.is_meta:
+                value = torch.empty_like(param, device="cpu")
+                if not param.requires_grad:
+                    value.copy_(self.read_weight(name, slice(None)))
+                owner, _, leaf = name.rpartition(".")
+                setattr(adapted.get_submodule(owner), leaf, nn.Parameter(value, param.requires_grad))
         return adapted
 
     def _check_positions(self, settings: Any) -> None:
@@ -308,13 +294,6 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
 
 def _no_split(tp: int, message: str, hint: str) -> TaskError:
     return TaskError(Problem("parallel.tp", f"is {tp}, which {message}", hint=hint))
-
-
-def _find_copied(model: nn.Module, found: Collection[nn.Parameter]) -> str:
-    """Say which parameter starts as a copy of one in the files `found`; empty if none does."""
-    copied = (name for name, param in model.named_parameters() if param.is_meta and param not in found)
-    name = next(copied, None)
-    return "" if name is None else f"model.lora copies {name}"
 
 
 def check_hf(config: RunConfig) -> None:

@@ -11,13 +11,14 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import Batches
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
@@ -31,7 +32,6 @@ from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.step_sync import (
-    AsyncSum,
     ReportReadback,
     StepReport,
     all_reduce_sum,
@@ -52,8 +52,7 @@ VAL = "val_"
 class Trainer:
     """The training loop of one attempt; `train` runs it until the end or a stop."""
 
-    run: RunDir
-    attempt: int
+    attempt: AttemptDir
     config: RunConfig
     plan: LaunchPlan
     world: World
@@ -167,17 +166,18 @@ class Trainer:
         # actual count, which is known only then.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
-        local_report = async_sum = None
+        local_report: Tensor | None = None
+        in_flight: dist.Work | None = None
         self.rank_records.begin_step(is_due=self._is_logged(self.state.step + 1))
 
         def on_loss(sums: Tensor) -> None:
-            nonlocal local_report, async_sum
+            nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
             local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
-            if self.optimizer.has_whole_gradient:
+            if self.optimizer.has_whole_gradient and self.world.distributed:
                 # Overlaps with the last backward pass.
-                async_sum = AsyncSum(local_report, self.world)
+                in_flight = dist.all_reduce(local_report, async_op=True)
 
         self.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
         if self.tied_weights is not None:
@@ -185,9 +185,11 @@ class Trainer:
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
         self.rank_records.keep_gradient(square_sum, self.world.device)
-        if async_sum is not None:
-            return async_sum.wait(), square_sum
         assert local_report is not None
+        if self.optimizer.has_whole_gradient:
+            if in_flight is not None:
+                in_flight.wait()
+            return local_report, square_sum
         local = torch.cat((local_report, square_sum.to(local_report.device).view(1)))
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
@@ -276,7 +278,7 @@ class Trainer:
             times = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
             times |= {"ratio": round(found.ratio, 2)}
             at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
-            record_event(self.run, self.attempt, event, **at, phase=found.phase, **times)
+            record_event(self.attempt, event, **at, phase=found.phase, **times)
 
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
@@ -303,7 +305,7 @@ class Trainer:
                 self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
-                record_event(self.run, self.attempt, "first_step", step=step)
+                record_event(self.attempt, "first_step", step=step)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
@@ -335,7 +337,7 @@ class Trainer:
             shown[0] = shown[0] if finite else "val_loss=not-finite"
             log.info(f"step={state.step}/{self.total_steps} {' '.join(shown)}")
             shown_loss = val_loss if finite else None
-            record_event(self.run, self.attempt, "evaluated", step=state.step, val_loss=shown_loss)
+            record_event(self.attempt, "evaluated", step=state.step, val_loss=shown_loss)
         if not finite:
             return True, None
         self._update_best(values)
@@ -433,6 +435,7 @@ class Trainer:
             self.evaluator.close()
         self.saver.close()
         self.profiler.close()
+        self.metrics.close()
 
     def _stop(self, reason: str) -> int:
         """Save unless this step is already saved, and return exit code 75.

@@ -27,7 +27,7 @@ from trainkit.folders import ensure_folder
 from trainkit.formats import time_text
 from trainkit.plan.gpus import peak_flops
 from trainkit.run.files import append_jsonl, utc_now, write_atomic
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.step_sync import StepReport
@@ -129,15 +129,13 @@ class Metrics:
 
     def __init__(
         self,
-        run: RunDir,
-        attempt: int,
+        attempt: AttemptDir,
         world: World,
         dtype: str,
         total_steps: int,
         tensorboard: TensorBoardLog | None,
         flops_per_sample: float | None,
     ) -> None:
-        self._run = run
         self._attempt = attempt
         self._world = world
         self._flops_per_sample = flops_per_sample
@@ -182,7 +180,7 @@ class Metrics:
         record = LoggedStep(
             step=state.step,
             time=utc_now(),
-            attempt=self._attempt,
+            attempt=self._attempt.number,
             loss=report.loss if report.finite else None,
             grad_norm=report.grad_norm if report.finite else None,
             lr=lr,
@@ -214,7 +212,12 @@ class Metrics:
 
     def flush(self) -> None:
         """Write the pending records; those that cannot be written are kept."""
-        write_pending(self._run.metrics_file, self._unwritten)
+        write_pending(self._attempt.run.metrics_file, self._unwritten)
+
+    def close(self) -> None:
+        """Write what TensorBoard has not written yet."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _line(self, record: LoggedStep, val_loss: float | None) -> str:
         eta_s = (self._total_steps - record.step) * record.step_s

@@ -14,11 +14,16 @@ MAX_LOSS_SCALE = 2.0**100
 
 
 def cast_weights(
-    model: nn.Module, dtype: torch.dtype, keep: tuple[type[nn.Module], ...] = ()
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep: tuple[type[nn.Module], ...] = (),
+    *,
+    only_frozen: bool = False,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Replace a model's float32 parameters by casts to `dtype`; returns cast -> float32 master.
 
-    Modules of the types in `keep` stay in float32, and parameters of type `dtype` need no master.
+    Modules of the types in `keep` stay in float32, and parameters of type `dtype` need no master. With
+    `only_frozen`, only parameters on the meta device that never change are cast: they need no master at all.
 
     The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
     `fully_shard` sums them: a run computes the same whether or not it is sharded. Unlike those of autocast,
@@ -29,7 +34,7 @@ def cast_weights(
         if isinstance(module, keep):
             continue
         for name, master in module.named_parameters(recurse=False, remove_duplicate=False):
-            if master.dtype == dtype:
+            if master.dtype == dtype or (only_frozen and not (master.is_meta and not master.requires_grad)):
                 continue
             if master not in casts:
                 casts[master] = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
@@ -49,18 +54,6 @@ def cast_weights(
     for cast in (cast for cast in masters if cast.requires_grad):
         cast.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
     return masters
-
-
-def cast_frozen(model: nn.Module, dtype: torch.dtype, keep: tuple[type[nn.Module], ...]) -> None:
-    """Give parameters that are read and never change the type in which they are used: they need no master."""
-    casts: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        if isinstance(module, keep):
-            continue
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param.is_meta and not param.requires_grad:
-                cast = casts.setdefault(param, nn.Parameter(param.to(dtype), requires_grad=False))
-                setattr(module, name, cast)
 
 
 class LossScale:

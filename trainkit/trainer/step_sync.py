@@ -43,20 +43,6 @@ def all_reduce_sum(values: Tensor, world: World) -> Tensor:
     return values
 
 
-class AsyncSum:
-    """An asynchronous all-reduce, which overlaps with the computation of this rank."""
-
-    def __init__(self, values: Tensor, world: World) -> None:
-        self._values = values
-        self._work = dist.all_reduce(values, async_op=True) if world.distributed else None
-
-    def wait(self) -> Tensor:
-        """The sum, equal on all ranks."""
-        if self._work is not None:
-            self._work.wait()
-        return self._values
-
-
 def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
     """Give tensors the values that they have on rank 0, in place, with one collective per dtype."""
     if not world.distributed:

@@ -63,15 +63,13 @@ class StreamData:
         self.samples: Any = samples
         self.config = config
         self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
-        self.first: list[str] = []
-        """Digests of the first samples, without a fingerprint of the user."""
-        given = getattr(samples, "fingerprint", None)
-        if given is None:
+        self.fingerprint: str = getattr(samples, "fingerprint", None) or ""
+        if not self.fingerprint:
             # In a process of its own, since a stream may open files when it is read.
-            [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
+            [(first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
                 raise TaskError(problem)
-        self.fingerprint: str = given or hashlib.sha256("".join(self.first).encode()).hexdigest()
+            self.fingerprint = hashlib.sha256("".join(first).encode()).hexdigest()
 
     def continues_at(self, saved: StreamState) -> bool:
         """Whether the stream itself continues there, rather than that samples are read over."""
@@ -110,8 +108,6 @@ class Cursor:
         self.epoch = 0
         self.samples = 0
         """Samples read of the epoch."""
-        self._is_restored = False
-        """Whether the first samples read are not those of an epoch."""
 
     def next(self, position: int) -> Any:
         """Read the sample at a position of the training.
@@ -126,7 +122,6 @@ class Cursor:
                     self._begin(None)
                 assert self._iterator is not None
                 for item in self._iterator:
-                    self._compare_first(item)
                     self.samples += 1
                     return item
             if self.samples == 0:
@@ -142,7 +137,7 @@ class Cursor:
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
         seed_generators(stable_key(data.config.seed, "train", "item", last))
-        self.epoch, self._is_restored = saved.epoch, stateful
+        self.epoch = saved.epoch
         with self._errors("the stream cannot be resumed"):
             self._begin(saved.state if stateful else None)
         for index in range(0 if stateful else saved.samples):
@@ -170,10 +165,12 @@ class Cursor:
         try:
             # A copy, too: the stream may return an object that it changes later.
             copied = json.loads(json.dumps(state, allow_nan=False))
+            if copied != state:
+                raise ValueError("it is not the same afterwards")
         except (TypeError, ValueError) as error:
-            raise self._bad_state(f"cannot be saved as JSON: {error}") from None
-        if copied != state:
-            raise self._bad_state("is not the same after it was saved as JSON")
+            message = f"the state_dict() of its stream cannot be saved as JSON: {error}"
+            hint = "return dictionaries with string keys, lists, strings and finite numbers"
+            raise self._refusal(message, hint, "state_dict") from None
         return self.epoch, self.samples, copied
 
     def _begin(self, state: Any) -> None:
@@ -182,23 +179,6 @@ class Cursor:
         if state is not None:
             self._stream.load_state_dict(state)
         self._iterator = iter(self._stream)
-
-    def _compare_first(self, item: Any) -> None:
-        """Raise TaskError unless the stream begins as it did for its fingerprint."""
-        first, index = self._data.first, self.samples
-        if (
-            not self._is_restored
-            and self.epoch == 0
-            and index < len(first)
-            and digest_of(item) != first[index]
-        ):
-            message = f"its stream has another sample {index} when it is iterated over again"
-            hint = "__iter__() must begin anew, in the same order on all ranks"
-            raise self._refusal(message, hint, "__iter__")
-
-    def _bad_state(self, what: str) -> TaskError:
-        hint = "return dictionaries with string keys, lists, strings and finite numbers"
-        return self._refusal(f"the state_dict() of its stream {what}", hint, "state_dict")
 
     def _refusal(self, message: str, hint: str, method: str) -> TaskError:
         place = line_of(getattr(type(self._stream), method, None))

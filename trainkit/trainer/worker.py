@@ -24,7 +24,6 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
@@ -66,18 +65,16 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     joined = join_and_build(attempt, read_effective(attempt.config_file), plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
-    trainer, tensorboard, _ = joined
+    trainer, _ = joined
     try:
         return trainer.train()
     finally:
         trainer.close()
-        if tensorboard is not None:
-            tensorboard.close()
 
 
 def join_and_build(
     attempt: AttemptDir, config: RunConfig, plan: LaunchPlan, stop: StopRequest, progress: Progress
-) -> tuple[Trainer, TensorBoardLog | None, AnyTask] | None:
+) -> tuple[Trainer, AnyTask] | None:
     """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
     env = find_rank_env()
     if env.world_size != plan.world_size:
@@ -106,10 +103,10 @@ def join_and_build(
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return None
     if world.is_main:
-        record_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
+        record_event(attempt, "rendezvous", world_size=world.size, device=str(device))
     progress.enter("build")
     check_same_data(task, world)
-    return *build_trainer(attempt, config, plan, world, task, stop, progress), task
+    return build_trainer(attempt, config, plan, world, task, stop, progress), task
 
 
 def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
@@ -151,19 +148,18 @@ def build_trainer(
     task: AnyTask,
     stop: StopRequest,
     progress: Progress,
-) -> tuple[Trainer, TensorBoardLog | None]:
+) -> Trainer:
     """Build the model, load the newest checkpoint and set up the training loop."""
     with progress.within("load"):  # before the build, which may read the weights of a large model
-        chosen = choose_checkpoint(attempt.run, attempt.number, world)
+        chosen = choose_checkpoint(attempt, world)
         if chosen is not None:
-            refuse_other_data(*chosen, task.data_identity())
-            refuse_other_optimizer(*chosen, config.optimizer.name)
+            refuse_other_run(*chosen, task, config.optimizer.name)
     local_gradient = LocalGradient()
     built = build(task, config, plan, world, progress, local_gradient)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
-    saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
+    saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
     state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
@@ -172,8 +168,7 @@ def build_trainer(
     if world.is_main:
         log_summary(config, plan, world, task, total_steps)
         record_event(
-            attempt.run,
-            attempt.number,
+            attempt,
             "training",
             step=state.step,
             total_steps=total_steps,
@@ -190,9 +185,8 @@ def build_trainer(
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
     uses_gpu, hosts = world.device.type == "cuda", gather_from_all(own_host(), world)
-    trainer = Trainer(
-        run=attempt.run,
-        attempt=attempt.number,
+    return Trainer(
+        attempt=attempt,
         config=config,
         plan=plan,
         world=world,
@@ -209,8 +203,7 @@ def build_trainer(
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
         metrics=Metrics(
-            attempt.run,
-            attempt.number,
+            attempt,
             world,
             config.precision.dtype,
             total_steps,
@@ -228,7 +221,6 @@ def build_trainer(
         else None,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
-    return trainer, tensorboard
 
 
 def processor_name(device: torch.device) -> str:
@@ -245,31 +237,22 @@ def val_fingerprint(task: AnyTask) -> str:
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
-def refuse_other_data(checkpoint: Checkpoint, manifest: Manifest, identity: dict[str, object]) -> None:
-    """Raise TrainkitError (exit code 78) if positions in the data no longer refer to the same samples."""
-    for key, value in identity.items():
-        before = manifest.data.get(key)
-        if before == value or (before is None and key == BASE_FINGERPRINT):
+def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, optimizer: str) -> None:
+    """Raise TrainkitError (exit code 78) if a checkpoint is of another optimizer, or of other samples."""
+    name, before = checkpoint.path.name, manifest.optimizer
+    for key, value in task.data_identity().items():
+        saved = manifest.data.get(key)
+        if saved == value or (saved is None and key == BASE_FINGERPRINT):
             continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
         changed = (
-            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {before}"
+            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
-        raise TrainkitError(
-            f"{changed}: checkpoint {checkpoint.path.name} cannot be resumed",
-            hint="restore it (for `stdlib`, the Python version too), or start a new run",
-            exit_code=EXIT_NO_RESTART,
-        )
-
-
-def refuse_other_optimizer(checkpoint: Checkpoint, manifest: Manifest, name: str) -> None:
-    """Raise TrainkitError (exit code 78) if another optimizer wrote the checkpoint."""
-    before = manifest.optimizer
-    if before != name:
-        raise TrainkitError(
-            f"optimizer.name is {name}, was {before}: checkpoint {checkpoint.path.name} cannot be resumed",
-            hint=f"set optimizer.name to {before}, or start a new run with model.init_from",
-            exit_code=EXIT_NO_RESTART,
-        )
+        hint = "restore it (for `stdlib`, the Python version too), or start a new run"
+        raise TrainkitError(f"{changed}: checkpoint {name} cannot be resumed", hint, EXIT_NO_RESTART)
+    if before != optimizer:
+        message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
+        hint = f"set optimizer.name to {before}, or start a new run with model.init_from"
+        raise TrainkitError(message, hint, EXIT_NO_RESTART)
 
 
 def resume(
@@ -310,7 +293,7 @@ def resume(
     saver.last_step = state.step
     if world.is_main:
         log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
-        record_event(attempt.run, attempt.number, "resumed", step=state.step, samples_seen=state.samples_seen)
+        record_event(attempt, "resumed", step=state.step, samples_seen=state.samples_seen)
     return state
 
 
@@ -353,9 +336,6 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
         f"model {_model_name(config)}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
-    uses_gpu, dropout = world.device.type == "cuda", config.model.dropout
-    if dropout and uses_gpu and not compiles(config.parallel, plan.layout, "cuda"):
-        log.warning(f"model.dropout is {dropout} without parallel.compile: a mask takes many small kernels")
     log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"

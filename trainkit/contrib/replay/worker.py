@@ -33,7 +33,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     joined = join_and_build(attempt, config, plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
-    trainer, _, task = joined
+    trainer, task = joined
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
         raise TrainkitError(
             "no checkpoint before the steps is intact any more",

@@ -35,7 +35,7 @@ from trainkit.run.manifest import (
     set_aside,
     unreadable,
 )
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
@@ -47,7 +47,7 @@ SETTLE_S = 65.0
 RETRY_S = 1.0
 
 
-def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, Manifest] | None:
+def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Manifest] | None:
     """The newest intact published checkpoint and its manifest; None in a run that never had a checkpoint.
 
     Rank 0 proposes a candidate, the ranks share the verification, and damage found by one rank counts for
@@ -57,6 +57,7 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
     trainkit wrote it or if all checkpoints of the run are missing or damaged: only the user may start over at
     step 0.
     """
+    run = attempt.run
     listed: list[tuple[str, int]] = []
     if world.is_main:
         _remove_leftovers(run)
@@ -79,7 +80,7 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
         if world.is_main:
             aside = set_aside(candidate)
             log.warning(f"checkpoint {candidate.path.name} rejected: {damage}; set aside as {aside.name}")
-            record_event(run, attempt, "checkpoint_rejected", step=step, reason=damage, set_aside=aside.name)
+            record_event(attempt, "checkpoint_rejected", step=step, reason=damage, set_aside=aside.name)
     lost = broadcast_from_main(_describe_lost(run) if world.is_main else "", world)
     if lost:
         raise CheckpointError(

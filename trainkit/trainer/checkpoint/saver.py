@@ -35,7 +35,7 @@ from trainkit.run.manifest import (
     remove,
     seal,
 )
-from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir
+from trainkit.run.rundir import PARTIAL_SUFFIX, AttemptDir
 from trainkit.trainer.checkpoint.storage import HashingWriter
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.torch_private import make_stager
@@ -96,11 +96,9 @@ class _PublishingWriter(HashingWriter):
 class CheckpointSaver:
     """Writes the checkpoints of one attempt; all ranks call every method at the same step."""
 
-    def __init__(
-        self, run: RunDir, attempt: int, world: World, tensors: dict[str, Tensor], keep_last: int
-    ) -> None:
-        self._run = run
+    def __init__(self, attempt: AttemptDir, world: World, tensors: dict[str, Tensor], keep_last: int) -> None:
         self._attempt = attempt
+        self._run = attempt.run
         self._world = world
         self.tensors = tensors
         self._keep_last = keep_last
@@ -129,11 +127,9 @@ class CheckpointSaver:
         if request.step == self.last_step:
             return
         if self._world.is_main:
-            record_event(
-                self._run, self._attempt, "checkpoint_begin", step=request.step, reason=request.reason
-            )
+            record_event(self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)
-        partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
+        partial = target.with_name(f"{target.name}.attempt-{self._attempt.number:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
         blocking = blocking or not self._can_stage()
         from_device = blocking and self._world.device.type == "cuda"
@@ -258,15 +254,8 @@ class CheckpointSaver:
         log.info(
             f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
         )
-        record_event(
-            self._run,
-            self._attempt,
-            "checkpoint_commit",
-            step=request.step,
-            reason=request.reason,
-            best=request.is_best,
-            save_s=round(duration_s, 3),
-        )
+        fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
+        record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
 
     def _report_failure(self, request: SaveRequest, partial: Path) -> None:
         if not self._world.is_main:
@@ -277,7 +266,7 @@ class CheckpointSaver:
             f"checkpoint step={request.step} could not be saved: {self._problem};"
             " earlier checkpoints are unaffected"
         )
-        record_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
+        record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -184,10 +184,8 @@ def weights_of(
         for name, param in model.named_parameters():
             canonical = model.canonical(name)
             is_copy = canonical != name
-            if masters:
-                found.append(Weight(canonical, masters[param], is_copy, cast=param, is_read=is_read))
-            else:
-                found.append(Weight(canonical, param, is_copy, is_read=is_read))
+            master, cast = (masters[param], param) if masters else (param, None)
+            found.append(Weight(canonical, master, is_copy, cast, is_read=is_read))
     return found
 
 
