@@ -349,7 +349,7 @@ def _printed_metrics(run: RunDir, attempt: AttemptDir) -> tuple[int | None, floa
     log = attempt.rank_log(0)
     if not log.exists():
         return None
-    config, found = _config(run), None
+    config, found = read_config(run.config_file), None
     if config is not None and config.logging.pattern is not None:
         matcher = re.compile(config.logging.pattern)
         # A progress bar overwrites its line; what follows the last end of a line is incomplete.
@@ -380,16 +380,16 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
     """
     if logged is not None:
         return logged
-    config = None if plan.is_command else _config(run)
+    config = None if plan.is_command else read_config(run.config_file)
     return None if config is None else config.train.steps
 
 
-def _config(run: RunDir) -> RunConfig | None:
-    """The effective config of a run; None if it cannot be read."""
+def read_config(file: Path) -> RunConfig | None:
+    """The effective config of a run or attempt; None if it cannot be read."""
     from trainkit.config import read_effective  # its schema takes longer to load than all else here
 
     try:
-        return read_effective(run.config_file)
+        return read_effective(file)
     except (OSError, TrainkitError):
         return None
 
