@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.job.failure.test_launcher_report import OUTPUT
+from tests.observe.test_diagnose import failed, newest
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.observe.attempt_files import log_of
 from trainkit.observe.diagnose import Diagnosis, diagnose
