@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.logs import read_log
+from trainkit.observe.logs import last_texts
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
@@ -233,20 +233,14 @@ def read_status(
         checkpoint=newest_checkpoint(run),
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
-            *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(event.slowdown() for event in slowdowns),
             *(_event_warnings(run, seen) if is_known else ()),
         ],
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
+        batch_log=[] if dead is None else last_texts(batch_log(run, job, dead.job_id), BATCH_LOG_LINES),
     )
-
-
-def _last_lines(log: Path) -> list[str]:
-    text = read_log(log, log.parent, "srun")
-    return [] if text is None else list(text.lines[-BATCH_LOG_LINES:])
 
 
 def attempt_state(
@@ -424,17 +418,6 @@ def _event_warnings(run: RunDir, attempt: Attempt) -> list[str]:
             f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
         )
     return warnings
-
-
-def _log_warning(run: RunDir, attempt: int | None, job: JobInfo | None) -> list[str]:
-    """What is wrong with the log of a job that Slurm could not open, and how to start the run again."""
-    if job is None or not job.log_not_opened or attempt is None:
-        return []
-    log = run.attempt(attempt).supervisor_log
-    problem = f"a node could not open {log}"
-    if not log.parent.exists():
-        problem = f"the folder of the log, {log.parent}, does not exist"
-    return [f"{problem}: `trainkit resume {quote(str(run.path))}` starts the run again with a new log folder"]
 
 
 def _usual_interval_s(metrics: list[StepRecord]) -> float:
