@@ -292,3 +292,74 @@ def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixt
     assert err.startswith("error: unknown GPU type: a GPU without a type\n\nhint: --gpu-type takes a name")
     assert main(["check", config]) == 0
     assert "warning" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def schema(capsys: pytest.CaptureFixture[str]) -> dict:  # type: ignore[type-arg]
+    assert main(["schema"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    value = json.loads(out)
+    assert isinstance(value, dict)
+    return value
+
+
+def test_sections_and_extends(schema: dict) -> None:  # type: ignore[type-arg]
+    assert list(schema["properties"])[:3] == ["extends", "config_version", "name"]
+    assert schema["additionalProperties"] is False
+    assert "async" in schema["$defs"]["CheckpointConfig"]["properties"]
+
+
+def test_every_key_has_its_sentence(schema: dict) -> None:  # type: ignore[type-arg]
+    for definition in [schema, *schema["$defs"].values()]:
+        for name, field in definition.get("properties", {}).items():
+            assert field.get("description"), name
+
+
+SHARDS = ("--set", "train.device_batch_size=1", "--set", "train.global_batch_size=64")
+
+
+@pytest.fixture
+def run_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("extends: quickstart.yaml\n")
+    return "run.yaml"
+
+
+@pytest.mark.slow
+def test_one_of_64_ranks_is_simulated(run_config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["check", run_config, "--simulate-world", "64", "--rank", "63", *SHARDS, "--json"]
+    assert main(argv) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["plan"]["layout"]["dp_shard"] == value["plan"]["world_size"] == 64
+    assert value["plan"]["device"] == "cuda"
+    assert value["simulation"]["rank"] == 63
+    assert value["simulation"]["collectives"] == {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1}
+
+
+@pytest.mark.slow
+def test_a_simulation_for_a_person(run_config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--set", "model.preset=nano", "--set", "data.seq_len=64", "--set", "train.global_batch_size=8")
+    assert main(["check", run_config, "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("layout: one replica on one group of 2 processes (2 tensor-parallel)")
+    assert lines[1].startswith("rank 0 of 2: ")
+    assert lines[2].startswith("peak memory 0.")
+    assert lines[3].startswith("collectives per step: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs per node"),
+        (["--simulate-world", "2", "--rank", "2"], "--rank is 2, but there are 2 ranks"),
+        (["--rank", "1"], "--rank requires --simulate-world"),
+        (["--simulate-world", "2", "--no-estimate"], "conflicts with --estimate and --show-origin"),
+        (["--simulate-world", "64", *SHARDS, "--set", "parallel.tp=8"], "does not divide model.num_heads 4"),
+    ],
+)
+def test_what_cannot_be_simulated(
+    run_config: str, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert main(["check", run_config, *argv]) == 2
+    assert message in capsys.readouterr().err

@@ -169,9 +169,9 @@ def test_completion_of_runs(complete, tmp_path):
     run.config_file.write_text("name: small")
     entry = {"attempt": 1, "job_id": "4711", "backend": "sbatch"}
     write_json(run.job_file, {"name": "small", "attempts": [entry]})
-    assert complete("logs", "") == ["last", "small-2", "small", "4711"]
+    assert complete("logs", "") == ["last", "small-2", "small"]
     assert complete("status", "sm") == ["small-2", "small"]
-    assert complete("submit", "--after", "47") == ["4711"]
+    assert complete("submit", "--after", "l") == ["last"]
 
 
 def test_completion_of_configs_profiles_and_keys(complete, tmp_path):

@@ -4,24 +4,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from tests.support.runs import launch_plan
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
 
-PLAN = LaunchPlan(
-    backend="sbatch",
-    num_nodes=2,
-    workers_per_node=2,
-    device="cpu",
-    layout=Layout(dp_shard=4),
-    batch=Batch(1, 1, 4, 4),
-    lr=0.1,
-    threads_per_worker=1,
-    grace_s=20.0,
-    reasons={},
-)
+PLAN = launch_plan()
 WAITING = ("wait (control.py:61)", "advance (loop.py:110)")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from job_tree import Job, wait_for
 
+from tests.support.runs import launch_plan
 from trainkit.job.decision import repeatable_failure
 from trainkit.job.failure.stacks import LockFile, Reply, explain_silence, find_locks, find_requests
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
@@ -21,26 +22,14 @@ from trainkit.job.progress_watch import SilenceWatch
 from trainkit.observe.diagnose import diagnose
 from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_status
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
+from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.events import log_event
 from trainkit.run.files import parse_time, read_jsonl, utc_now, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
-PLAN = LaunchPlan(
-    backend="sbatch",
-    num_nodes=2,
-    workers_per_node=2,
-    device="cpu",
-    layout=Layout(dp_shard=4),
-    batch=Batch(1, 1, 4, 4),
-    lr=0.1,
-    threads_per_worker=1,
-    grace_s=20.0,
-    reasons={},
-    command=("train",),
-)
+PLAN = launch_plan(command=("train",))
 LOCK = LockFile("/cache/op/lock", "2026-01-01T00:00:00Z", is_certain=True, holder="")
 STARTED = "2026-01-01T01:00:00.000Z"
 

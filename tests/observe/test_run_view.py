@@ -62,10 +62,10 @@ def test_the_time_before_an_attempt_is_not_at_risk(tmp_path: Path) -> None:
     assert view.hours_at_risk == pytest.approx(60 * 8 / 3600)
 
 
-def test_the_limit_is_that_of_slurm_else_of_the_plan(tmp_path: Path) -> None:
+def test_the_limit_is_that_of_slurm(tmp_path: Path) -> None:
     run = watched_runs.running(tmp_path / "run")
     assert view_of(run, JOB).limit_s == 97 * 60
-    assert view_of(run, None).limit_s == 2 * 3600 - 1400
+    assert view_of(run, None).limit_s is None
 
 
 def test_what_is_unknown_is_none(tmp_path: Path) -> None:
@@ -150,8 +150,6 @@ def test_a_plan_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:
     for damage in ("{", "[]"):
         run.plan_file.write_text(damage)
         assert view_of(run).world_size is None
-    write_json(run.plan_file, {"slurm": {"sbatch": {"time": "soon"}}})
-    assert view_of(run, None).limit_s is None
 
 
 MAKES = (

@@ -187,10 +187,9 @@ def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> N
     status = login.status(run)
     words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
     assert (status["state"], status["reason"], status["step"]) == ("died", words, None)
-    [warning] = status["warnings"]
-    assert str(run.attempt(1).logs_dir) in warning
-    assert warning.endswith(f"`trainkit resume {run.path}` starts the run again with a new log folder")
-    assert diagnosed(login, run, 1)["name"] == "log-not-opened"
+    found = diagnosed(login, run, 1)
+    assert (found["name"], status["warnings"]) == ("log-not-opened", [])
+    assert f"`trainkit resume {run.path}` starts the run again with a new log folder" in found["advice"][0]
     resumed = login.trainkit("resume", str(run.path), *settings("resources.extra.hold=false"))
     assert resumed.returncode == 0, resumed.stderr
     assert login.wait_for_end(run, 2)["state"] == "finished"

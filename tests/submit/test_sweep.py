@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.groups import make_group, planned
 from trainkit.backends import slurm as slurm_backend
-from trainkit.cli.options import ConfigRequest, GroupRequest
+from trainkit.cli.options import ConfigRequest
+from trainkit.cli.submit import GroupRequest
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config

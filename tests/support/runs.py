@@ -17,6 +17,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.plan.facts import Facts
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.events import read_metrics
 from trainkit.run.files import write_json
@@ -191,3 +192,10 @@ def site(folder: Path, text: str) -> dict[str, str]:
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(text)
     return {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).parents[2]}"}
+
+
+def launch_plan(**values: Any) -> LaunchPlan:
+    """A plan of two nodes with two ranks each, with some values of its own."""
+    shape: dict[str, Any] = {"num_nodes": 2, "workers_per_node": 2, "device": "cpu", "threads_per_worker": 1}
+    sizes = {"layout": Layout(dp_shard=4), "batch": Batch(1, 1, 4, 4), "lr": 0.1, "grace_s": 20.0}
+    return LaunchPlan(**{"backend": "sbatch", **shape, **sizes, "reasons": {}, **values})

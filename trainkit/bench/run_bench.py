@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from trainkit.backends.jobs import (
     query_job_status,
     query_known_jobs,
     recover_group_job_id,
+    utc_clock,
 )
 from trainkit.backends.slurm import print_note
 from trainkit.config.load import Change
@@ -293,7 +293,7 @@ def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
     """
     files = [GroupFiles(group) for group in bench.groups]
     jobs = query([job_id for item in files for job_id in item.open_ids])
-    known = {point.run_dir: point for item in files for point in item.status(jobs, _now()).points}
+    known = {point.run_dir: point for item in files for point in item.status(jobs, utc_clock()).points}
     points = []
     for index, item in enumerate(bench.runs):
         run = bench.run_dir(item)
@@ -324,7 +324,7 @@ def run_state(bench: Bench, item: BenchRun) -> tuple[str, str | None]:
         return NOT_STARTED, None
     job = read_job(run)
     alive = query_job_status(run, job, lambda text: None).alive
-    status = read_status(RunHistory(run), job, alive, _now())
+    status = read_status(RunHistory(run), job, alive, utc_clock())
     return status.state, status.reason
 
 
@@ -353,7 +353,3 @@ def wait_for_runs(bench: Bench, log_line: Callable[[str], None]) -> None:
 def have_ended(states: Iterable[str]) -> bool:
     """Whether runs in these states have all ended."""
     return all(state in ENDED for state in states)
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)

@@ -26,7 +26,7 @@ from trainkit.bench.run_bench import (
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
 from trainkit.observe.group import NOT_STARTED
-from trainkit.observe.page import read_config
+from trainkit.observe.page import flat_config
 from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
@@ -121,7 +121,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
         points=query_bench_status(bench, warn).points,
         world_sizes=sizes,
         is_cuda=bench.device == "cuda",
-        config=read_config(first),
+        config=flat_config(first),
         provenance=read_object(RunDir(origin).provenance_file),
         speeds=speeds,
     )

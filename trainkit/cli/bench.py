@@ -34,14 +34,13 @@ from trainkit.cli.help import Group, examples, warn
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
-    GroupRequest,
     combined,
     config_options_unless,
     json_option,
     named_folder,
     refuse_other_options,
-    sweep_option,
 )
+from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import short_keys, shown_value, table
 from trainkit.plan.launch import describe_plan

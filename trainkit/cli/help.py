@@ -94,8 +94,7 @@ def completion(shell: str) -> None:
 
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """RUN: `last`, the names and job ids of known runs, and folders."""
-    from trainkit.run.record import read_job
+    """RUN: `last`, the names of known runs, and folders."""
     from trainkit.run.registry import iter_known_runs
 
     known = list(islice(iter_known_runs(), MAX_RUNS))
@@ -103,11 +102,6 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
     for item in known:
         found.setdefault(item.run.name, str(item.run.path))
         found.setdefault(item.name, str(item.run.path))
-        if item.is_group:
-            job_ids = [item.group.job_id]
-        else:
-            job_ids = [entry.job_id for entry in read_job(item.run).attempts]
-        found.update({str(job_id): str(item.run.path) for job_id in job_ids if job_id is not None})
     return [CompletionItem(incomplete, type="dir"), *_starting(found, incomplete)]
 
 

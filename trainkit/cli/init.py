@@ -10,16 +10,12 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from trainkit.cluster.model import Cluster
 
 TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -77,7 +73,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     written = [path for path, text in texts.items() if write_new(path, text)]
     kept = [path for path in texts if path not in written]
     for path in kept:
-        click.echo(f"kept {path}, which already exists{_difference(path, cluster)}", err=True)
+        click.echo(f"kept {path}, which already exists", err=True)
     if not written:
         one = len(kept) == 1
         options = "--dir DIR" if one else "--cluster NAME and --dir DIR"
@@ -128,19 +124,3 @@ def _profile_name(name: str) -> str:
         hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
         raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
     return name
-
-
-def _difference(path: Path, cluster: Cluster | None) -> str:
-    """How an existing profile differs from the cluster, as the end of a sentence; empty if it does not."""
-    from trainkit.cluster.init_files import differences
-    from trainkit.cluster.profile import read_profile
-    from trainkit.errors import ConfigError
-
-    if cluster is None or path.parent.name != "clusters":
-        return ""
-    try:
-        known = read_profile(path, str(path))[0].to_cluster()
-    except ConfigError as error:
-        return f" but is not valid: {error.message.splitlines()[0]}"
-    found = differences(known, cluster)
-    return f" but differs from what Slurm reports now: {', '.join(found)}" if found else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trainkit.cli.help import Command, complete_config, complete_profile, complete_run, complete_setting
-from trainkit.errors import ConfigError, UsageError
-from trainkit.formats import JsonObject
+from trainkit.errors import UsageError
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.plan.workload import Workload
-    from trainkit.submit.submission import ArraySpec, LoadedPoint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
@@ -309,108 +307,3 @@ def trailing_workload(launcher: str) -> Workload:
             hint=f"leave it out: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",
         )
     return workload
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """The points of a sweep or array."""
-
-    sweeps: tuple[str, ...]
-    array: str | None
-
-    def __bool__(self) -> bool:
-        return bool(self.sweeps) or self.array is not None
-
-    def points(
-        self, request: ConfigRequest, workload: Workload
-    ) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
-        """The array, None for a run, and the config of every point; a group can have 100,000 points.
-
-        A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
-        they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
-        """
-        from trainkit.plan.sweep import sweep_points
-        from trainkit.submit.submission import ArraySpec, LoadedPoint, parse_array
-
-        spec = None if self.array is None else parse_array(self.array)
-        if self.sweeps:
-            if spec is not None and spec.indices:
-                raise UsageError(
-                    f"--array {self.array}: --sweep numbers its points itself",
-                    hint="with --sweep, --array only sets a limit, as in --array %4",
-                )
-            found = sweep_points(self.sweeps, workload.argv)
-            limit = None if spec is None else spec.limit
-            return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
-        loaded = request.load_to_plan(workload)
-        if spec is None:
-            return None, iter([LoadedPoint(0, {}, loaded)])
-        if not spec.indices:
-            raise UsageError(
-                f"--array {self.array} limits how many tasks run at once, but names no tasks",
-                hint="for example --array 0-9%4",
-            )
-        if workload.is_command:
-            return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
-        seeds = ((index, loaded.config.seed + index) for index in spec.indices)
-        return spec, (
-            LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
-        )
-
-
-def _swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
-    """The config of each point of a sweep; points that differ only in the seed are loaded once."""
-    from trainkit.config.schema import is_known
-    from trainkit.formats import shown_value
-    from trainkit.plan.sweep import key_without_seed
-    from trainkit.submit.submission import LoadedPoint
-
-    loaded: dict[str, LoadedConfig] = {}
-    for index, values in enumerate(found):
-        key = key_without_seed(values)
-        try:
-            if key in loaded:
-                seed = values["seed"]
-                own = _with_seed(loaded[key], seed, f"--sweep seed={shown_value(seed)}")
-                yield LoadedPoint(index, values, own)
-                continue
-            flags = {
-                key: (f"--sweep {key}={shown_value(value)}", value)
-                for key, value in values.items()
-                if is_known(tuple(key.split(".")))  # others are only in the command
-            }
-            loaded[key] = replace(request, flags={**request.flags, **flags}).load()
-            yield LoadedPoint(index, values, loaded[key])
-        except ConfigError as error:
-            yield LoadedPoint(index, values, error)
-
-
-def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:
-    from trainkit.config.load import with_values
-
-    try:
-        return with_values(loaded, {"seed": seed}, origin)
-    except ConfigError as error:
-        return error
-
-
-def sweep_option(help_text: str) -> Callable[[Function], Function]:
-    """``--sweep KEY=V,V,…``, repeatable, given as `sweeps`."""
-    return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
-
-
-def group_options(function: Function) -> Function:
-    """``--sweep`` and ``--array``, given together as `group: GroupRequest`."""
-
-    @functools.wraps(function)
-    def wrapper(sweeps: tuple[str, ...], array: str | None, **others: Any) -> Any:
-        return function(group=GroupRequest(sweeps, array), **others)
-
-    return combined(  # type: ignore[no-any-return]
-        sweep_option("One run per value, and per combination of several --sweep, as one Slurm array."),
-        click.option(
-            "--array",
-            metavar="SPEC",
-            help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
-        ),
-    )(wrapper)

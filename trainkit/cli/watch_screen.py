@@ -29,7 +29,7 @@ from trainkit.backends.jobs import SlurmPoller, job_status, open_job_ids, utc_cl
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.logs import clean, last_lines
+from trainkit.observe.logs import last_texts
 from trainkit.observe.run_view import RunView, read_view
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.observe.view_text import (
@@ -471,6 +471,5 @@ def joined(lines: list[Text], width: int) -> Text:
 
 
 def _log_lines(path: Path) -> list[Text]:
-    lines, _ = last_lines(path, LOG_LINES)
-    texts = [Text(clean(line.decode(errors="replace"))) for line in lines]
+    texts = list(map(Text, last_texts(path, LOG_LINES)))
     return [Text(str(path), DIM), *(texts or [Text("nothing printed yet", DIM)])]

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import quote
 
-from trainkit.config import RunConfig, read_effective
-from trainkit.errors import TrainkitError
+from trainkit.config import RunConfig
 from trainkit.formats import rank_list, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
+from trainkit.observe.status import read_config
 from trainkit.run.files import Record, read_json
 from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import Checkpoint, published
@@ -40,9 +40,8 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     }
     if not attempt.logs_dir.exists():
         values["missing_logs_dir"] = str(attempt.logs_dir)
-    try:
-        config = read_effective(attempt.config_file if attempt.config_file.is_file() else run.config_file)
-    except (OSError, TrainkitError):
+    config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
+    if config is None:
         return values
     if not plan.is_command:
         values["trainer_config"] = quote(str(run.config_file))

@@ -25,7 +25,6 @@ from trainkit.slurm.states import JobState
 
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
-POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
 NEWEST_END = "attempts/latest/end.json"
 """In a copy of the folder `latest` may be no link."""
@@ -233,7 +232,7 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
     names = (path.name for path in group.path.iterdir())
     created = [int(name) for name in names if is_index(name) and int(name) in points]
-    shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
+    shares = [created[first::NUM_READERS] for first in range(NUM_READERS)]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for files in itertools.chain.from_iterable(

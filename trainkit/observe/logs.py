@@ -256,6 +256,11 @@ def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
         return [], 0
 
 
+def last_texts(path: Path, count: int) -> list[str]:
+    """The last `count` complete lines of a file for a screen."""
+    return [clean(line.decode(errors="replace")) for line in last_lines(path, count)[0]]
+
+
 def start_of_last(path: Path, count: int) -> int:
     """The position in a file where its last `count` complete lines begin."""
     lines, end = last_lines(path, count)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from trainkit.config import read_effective
 from trainkit.config.schema import flatten
-from trainkit.errors import TrainkitError
 from trainkit.folders import shipped_templates
 from trainkit.formats import duration, number, shown_value
+from trainkit.observe.status import read_config
 from trainkit.run.rundir import RunDir
 
 REPORT_FILE = "report.html"
@@ -38,12 +37,10 @@ def render_page(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def read_config(run: RunDir) -> FlatConfig:
+def flat_config(run: RunDir) -> FlatConfig:
     """The effective config of a run; empty when it cannot be read."""
-    try:
-        return dict(flatten(read_effective(run.config_file).model_dump(mode="json", by_alias=True)))
-    except (OSError, TrainkitError):
-        return {}
+    config = read_config(run.config_file)
+    return {} if config is None else dict(flatten(config.model_dump(mode="json", by_alias=True)))
 
 
 WIDTH, HEIGHT = 1000.0, 240.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
-from trainkit.observe.page import Chart, FlatConfig, Line, line_chart, read_config, render_page
+from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus
 from trainkit.run.events import Event
 from trainkit.run.files import mean, numbers, read_jsonl, read_object, read_record
@@ -137,7 +137,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     plan = read_plan(run)
     world_size = plan.count("world_size")
     nodes = read_nodes(run)
-    config = read_config(run)
+    config = flat_config(run)
     is_measured = allocated_s > 0 and curves.num_records > 0
     goodput = spent["productive"] / allocated_s if is_measured else None
     return Report(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.formats import duration, relative_path, time_limit_s
+from trainkit.formats import duration, relative_path
 from trainkit.observe.attempt_files import log_of
-from trainkit.observe.logs import clean, last_lines
+from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
@@ -190,7 +190,7 @@ def read_view(
         world_size=world_size,
         elapsed_s=(until - started).total_seconds() if started and (ended or is_allocated) else None,
         eta_s=eta_s(own, status) if is_allocated else None,
-        limit_s=_limit_s(plan, started, job, now) if is_allocated else None,
+        limit_s=_limit_s(job, now) if is_allocated else None,
         grad_norm=last.number("grad_norm"),
         lr=last.number("lr"),
         mfu=last.number("mfu"),
@@ -209,7 +209,7 @@ def read_view(
         notices=[notice for notice in _notices(history, status) if notice.text != failure],
         hint=_hint(status, cwd),
         log=None if log is None else str(log),
-        log_tail=[] if log is None else _tail(log),
+        log_tail=[] if log is None else last_texts(log, TAIL_LINES),
         curves={name: metrics.curve(name) for name in CURVES},
     )
 
@@ -288,18 +288,11 @@ def _moment(timestamp: float | None) -> datetime | None:
     return None if timestamp is None else datetime.fromtimestamp(timestamp, timezone.utc)
 
 
-def _limit_s(plan: PlanRecord, started: datetime | None, job: JobInfo | None, now: datetime) -> float | None:
-    """Seconds until the time limit of the job, by Slurm, else by the plan; None for a local run."""
-    if job is not None and job.state.is_active and job.end_time is not None:
-        return (job.end_time - now).total_seconds()
-    limit = plan.record("slurm").record("sbatch").text("time")
-    if started is None or limit is None:
+def _limit_s(job: JobInfo | None, now: datetime) -> float | None:
+    """Seconds until the time limit of the job; None for a local run, and when Slurm does not answer."""
+    if job is None or not job.state.is_active or job.end_time is None:
         return None
-    try:
-        limit_s = time_limit_s(limit)
-    except ValueError:
-        return None
-    return None if limit_s is None else (started + timedelta(seconds=limit_s) - now).total_seconds()
+    return (job.end_time - now).total_seconds()
 
 
 def node_rows(
@@ -454,11 +447,6 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
     if status.state == "incomplete":
         return f"`trainkit resume {run}` starts it"
     return None
-
-
-def _tail(log: Path) -> list[str]:
-    lines, _ = last_lines(log, TAIL_LINES)
-    return [clean(line.decode(errors="replace")) for line in lines]
 
 
 def _log(run: RunDir, status: RunStatus, plan: PlanRecord) -> Path | None:

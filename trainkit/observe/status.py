@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.logs import read_log
+from trainkit.observe.logs import last_texts
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
@@ -233,20 +233,14 @@ def read_status(
         checkpoint=newest_checkpoint(run),
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
-            *_log_warning(run, attempt, slurm_job if state == "died" else None),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(event.slowdown() for event in slowdowns),
             *(_event_warnings(run, seen) if is_known else ()),
         ],
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
+        batch_log=[] if dead is None else last_texts(batch_log(run, job, dead.job_id), BATCH_LOG_LINES),
     )
-
-
-def _last_lines(log: Path) -> list[str]:
-    text = read_log(log, log.parent, "srun")
-    return [] if text is None else list(text.lines[-BATCH_LOG_LINES:])
 
 
 def attempt_state(
@@ -349,7 +343,7 @@ def _printed_metrics(run: RunDir, attempt: AttemptDir) -> tuple[int | None, floa
     log = attempt.rank_log(0)
     if not log.exists():
         return None
-    config, found = _config(run), None
+    config, found = read_config(run.config_file), None
     if config is not None and config.logging.pattern is not None:
         matcher = re.compile(config.logging.pattern)
         # A progress bar overwrites its line; what follows the last end of a line is incomplete.
@@ -380,16 +374,16 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
     """
     if logged is not None:
         return logged
-    config = None if plan.is_command else _config(run)
+    config = None if plan.is_command else read_config(run.config_file)
     return None if config is None else config.train.steps
 
 
-def _config(run: RunDir) -> RunConfig | None:
-    """The effective config of a run; None if it cannot be read."""
+def read_config(file: Path) -> RunConfig | None:
+    """The effective config of a run or attempt; None if it cannot be read."""
     from trainkit.config import read_effective  # its schema takes longer to load than all else here
 
     try:
-        return read_effective(run.config_file)
+        return read_effective(file)
     except (OSError, TrainkitError):
         return None
 
@@ -424,17 +418,6 @@ def _event_warnings(run: RunDir, attempt: Attempt) -> list[str]:
             f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
         )
     return warnings
-
-
-def _log_warning(run: RunDir, attempt: int | None, job: JobInfo | None) -> list[str]:
-    """What is wrong with the log of a job that Slurm could not open, and how to start the run again."""
-    if job is None or not job.log_not_opened or attempt is None:
-        return []
-    log = run.attempt(attempt).supervisor_log
-    problem = f"a node could not open {log}"
-    if not log.parent.exists():
-        problem = f"the folder of the log, {log.parent}, does not exist"
-    return [f"{problem}: `trainkit resume {quote(str(run.path))}` starts the run again with a new log folder"]
 
 
 def _usual_interval_s(metrics: list[StepRecord]) -> float:

@@ -329,13 +329,9 @@ def _verdict(report: SweepReport) -> str:
 
 
 def _curve_charts(report: SweepReport) -> list[Chart]:
-    """The curves of the best points, or of all if there are few, over each other."""
+    """The curves of the best points over each other; of many, only the best one has a name."""
     drawn = [point for point in report.points if point.curves["loss"]]
-    drawn.sort(key=lambda point: _rank(point, report.objective))
-    if len(drawn) > MAX_LINES:  # the best half, and others from the best to the worst
-        half = MAX_LINES // 2
-        others = drawn[half:]
-        drawn = drawn[:half] + [others[index * len(others) // half] for index in range(half)]
+    drawn = sorted(drawn, key=lambda point: _rank(point, report.objective))[:MAX_LINES]
     charts = []
     for name, title in (("loss", "Loss"), ("tokens_per_s", "Tokens per second")):
         lines = []

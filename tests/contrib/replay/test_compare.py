@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs import launch_plan
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.replay.compare import Comparison, compare
 from trainkit.contrib.replay.plan_replay import ReplayPlan
@@ -19,18 +20,7 @@ from trainkit.run.files import append_jsonl
 from trainkit.run.rundir import AttemptDir, RunDir
 
 LAYOUT = Layout(dp_shard=4)
-PLAN = LaunchPlan(
-    backend="local",
-    num_nodes=2,
-    workers_per_node=2,
-    device="cpu",
-    layout=LAYOUT,
-    batch=Batch(2, 1, 8, 512),
-    lr=1e-3,
-    threads_per_worker=1,
-    grace_s=10.0,
-    reasons={},
-)
+PLAN = launch_plan(backend="local", layout=LAYOUT, batch=Batch(2, 1, 8, 512))
 
 
 @pytest.fixture
