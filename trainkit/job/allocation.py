@@ -58,8 +58,8 @@ from trainkit.run.group import create_task_run
 from trainkit.run.record import (
     AUTO_RESTART,
     add_attempt,
-    is_cancelled,
     read_job,
+    record_of,
     reopen_attempt,
     superseded_by,
 )
@@ -104,7 +104,7 @@ class Allocation:
         # That command holds the lock until it has recorded the attempt.
         with run_lock(self.run):
             entry = read_job(self.run).of_attempt(self.number)
-        if entry is None or (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
+        if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
             log_line(
                 f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
                 " interrupted"
@@ -117,7 +117,7 @@ class Allocation:
         with run_lock(self.run, self.lock_timeout_s):
             if (newer := superseded_by(attempt)) is not None:
                 return newer.takeover
-            if is_cancelled(attempt):
+            if record_of(attempt).is_cancelled:
                 return "cancelled before the restart"
             following = reopen_attempt(attempt)
             job_id = self.register(following)

@@ -30,7 +30,7 @@ from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_c
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between
-from trainkit.run.record import AttemptRecord, read_job, read_rendezvous, superseded_by
+from trainkit.run.record import AttemptRecord, read_rendezvous, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
 
@@ -274,7 +274,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
-        entry = read_job(self.attempt.run).of_attempt(self.attempt.number) or AttemptRecord()
+        entry = record_of(self.attempt)
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None

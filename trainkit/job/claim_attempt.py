@@ -18,9 +18,9 @@ from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
     claim_entry,
-    is_cancelled,
     read_job,
     read_job_to_change,
+    record_of,
     reopen_attempt,
     set_follow_ups,
 )
@@ -121,10 +121,10 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
         return run.attempt(own[-1].attempt)
     newest = run.attempt(run.attempt_numbers()[-1])
     entry = job.of_attempt(newest.number)
-    if entry is not None and entry.is_cancelled:
+    if entry.is_cancelled:
         # While another job ran that attempt.
         return NothingToDo("the run was cancelled; `trainkit resume` starts it again", is_cancelled=True)
-    if entry is not None:
+    if entry.attempt:
         newest = reopen_attempt(newest)
     # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
     reason = AUTO_RESTART if own or follows else "submit"
@@ -153,7 +153,7 @@ def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
     if own:
         return run.attempt(own[-1].attempt) if own[-1].is_cancelled else None
     newest = run.attempt(run.attempt_numbers()[-1])
-    return newest if is_cancelled(newest) else None
+    return newest if record_of(newest).is_cancelled else None
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

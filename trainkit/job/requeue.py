@@ -28,8 +28,7 @@ from trainkit.run.record import (
     add_slurm_attempt,
     copy_submitit_files,
     discard_attempt,
-    is_cancelled,
-    read_job,
+    record_of,
     reopen_attempt,
     submission_token,
     submitit_file,
@@ -82,10 +81,10 @@ def resubmit(
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
-        entry = read_job(run).of_attempt(newest.number)
-        if entry is not None and entry.job_id != job_id:
+        entry = record_of(newest)
+        if entry.job_id not in ("", job_id):
             raise TrainkitError(f"job {entry.job_id} has taken the run over")
-        if is_cancelled(newest):
+        if entry.is_cancelled:
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
         plan = LaunchPlan.read(newest.plan_file)

@@ -41,7 +41,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
-from trainkit.run.record import is_cancelled, is_cancelled_now, superseded_by
+from trainkit.run.record import record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
 
@@ -167,7 +167,7 @@ class Supervisor:
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
         """Run one attempt, from the start of its processes to the decision on what follows."""
-        if is_cancelled(attempt):
+        if record_of(attempt).is_cancelled:
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         outcome = Outcome()
         try:
@@ -200,7 +200,7 @@ class Supervisor:
         outcome = watch.outcome
         self.allocation.complete_outcome(attempt, plan, outcome)
         outcome.failure = find_first_failure(attempt, plan, outcome)
-        if not is_cancelled_now(attempt):
+        if not record_of(attempt).cancelled_now:
             self.allocation.record_suspect(attempt, plan, outcome.failure)
         return judge(attempt, plan, outcome, self.allocation.restart_options(plan))
 

@@ -46,11 +46,8 @@ T = TypeVar("T")
 class SlurmUnreachable(SlurmError):
     """Slurm did not answer: exit code 3. With `may_have_arrived`, it may have carried out the request."""
 
-    def __init__(
-        self, message: str, hint: str = "", *, stderr: str = "", may_have_arrived: bool = False
-    ) -> None:
+    def __init__(self, message: str, hint: str = "", *, may_have_arrived: bool = False) -> None:
         super().__init__(message, hint)
-        self.stderr = stderr
         self.may_have_arrived = may_have_arrived
 
 
@@ -59,7 +56,6 @@ class SlurmRefused(UsageError):
 
     def __init__(self, message: str, hint: str = "", *, stderr: str = "") -> None:
         super().__init__(message, hint)
-        self.stderr = stderr
         self.sentence = cleaned(stderr)
 
 
@@ -116,7 +112,6 @@ def slurm_output(
         raise SlurmUnreachable(
             f"`{program}` did not answer within {timeout_s:g} s" + (f": {message}" if message else ""),
             hint=UNREACHABLE_HINT,
-            stderr=message,
             may_have_arrived=True,
         ) from None
     stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
@@ -166,12 +161,9 @@ def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | Slur
         message = f"killed by signal {-returncode}" if killed else f"exit code {returncode} without a message"
     if kind is FailureKind.REFUSED:
         return SlurmRefused(f"{program}: {message}", hint, stderr=text)
-    return SlurmUnreachable(
-        f"{program} cannot reach Slurm: {message}",
-        hint,
-        stderr=text,
-        may_have_arrived=kind is FailureKind.ANSWER_LOST,
-    )
+    may_have_arrived = kind is FailureKind.ANSWER_LOST
+    message = f"{program} cannot reach Slurm: {message}"
+    return SlurmUnreachable(message, hint, may_have_arrived=may_have_arrived)
 
 
 _PREFIX = re.compile(

@@ -164,7 +164,7 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
                 return found
             if now - missing_since >= settle_s:
                 if now >= give_up:
-                    raise SlurmUnreachable(lost.message, lost.hint, stderr=lost.stderr)
+                    raise SlurmUnreachable(lost.message, lost.hint)
                 return None
         time.sleep(POLL_INTERVAL_S)
 
@@ -176,7 +176,6 @@ def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
         f"the answer of sbatch was lost and Slurm cannot be queried: {script} may or may not have been "
         f"submitted ({lost.message})",
         hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
-        stderr=lost.stderr,
         may_have_arrived=True,
     )
 

@@ -57,7 +57,6 @@ def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     show = 'for name; do :; done; echo "NodeName=$name Arch=x86 NodeAddr=10.0.0.1${name#host} NodeHostName=h"'
     fake.add("scontrol", show)
     monkeypatch.setenv("PATH", fake.environ["PATH"])
-    monkeypatch.delenv("SLURM_NODE_ALIASES", raising=False)
     return fake
 
 
@@ -123,17 +122,6 @@ def test_a_name_that_resolves_only_on_its_own_node_is_not_used_elsewhere(
     other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1))
     assert (first.master_addr, other.master_addr) == ("host0", "10.0.0.10")
     assert len(slurm.calls) == 1
-
-
-def test_the_addresses_of_cloud_nodes_need_no_request(
-    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_NODE_ALIASES", "host1:10.0.0.7:vm-1,host0:[fd00::8]:vm-0")
-    resolvable.clear()
-    resolvable |= {"10.0.0.7", "fd00::8"}
-    found = slurm_rendezvous(attempt, plan(), task_of())
-    assert (found.master_addr, found.peer) == ("fd00::8", "10.0.0.7")
-    assert slurm.calls == []
 
 
 def test_a_node_without_any_address_is_named(

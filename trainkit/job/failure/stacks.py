@@ -98,19 +98,14 @@ class Request:
             self.file.parent.rmdir()
 
 
-def requests_dir(attempt: AttemptDir) -> Path:
-    """The folder of the requests; it exists only while there are some."""
-    return attempt.stacks_dir / "requests"
-
-
 def find_requests(attempt: AttemptDir) -> list[Request]:
     """The open requests of an attempt."""
-    return [Request(path) for path in sorted(requests_dir(attempt).glob("*.json"))]
+    return [Request(path) for path in sorted(attempt.stacks_dir.glob("requests/*.json"))]
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
     """Request the stacks of one rank, or of all if None. Raises OSError when the folder cannot be written."""
-    request = Request(requests_dir(attempt) / f"{uuid.uuid4().hex[:12]}.json")
+    request = Request(attempt.stacks_dir / "requests" / f"{uuid.uuid4().hex[:12]}.json")
     request.replies_dir.mkdir(parents=True)
     write_json(request.file, {"rank": rank, "time": utc_now()})
     return request
