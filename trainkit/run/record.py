@@ -318,14 +318,6 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
     change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
 
-def mark_requeue_requested(run: RunDir, *, requested: bool = True) -> None:
-    """Record whether the user wants the newest attempt saved and restarted.
-
-    The signal alone can be lost: between two steps no process receives it.
-    """
-    change_newest(run, requeue_requested_at=utc_now() if requested else None)
-
-
 def next_attempt_number(run: RunDir) -> int:
     """The number of the attempt that `open_attempt` would create."""
     return max(run.attempt_numbers(), default=0) + 1
