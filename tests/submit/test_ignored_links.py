@@ -38,16 +38,6 @@ def test_what_git_ignores(project: Path, run: RunDir) -> None:
     ]
 
 
-def test_without_git(project: Path) -> None:
-    for name in ("data", "mine", "pkg/__pycache__"):
-        (project / name).mkdir(parents=True)
-    for name in ("data/x.bin", "a.py", "pkg/b.py", "pkg/w.bin", "id_rsa"):
-        (project / name).write_text(name)
-    run = RunDir(project / "mine")
-    assert copy_code(project, run, Command(()), {}).links == ["data", "pkg/w.bin"]
-    assert (run.code_dir / "pkg" / "w.bin").read_text() == "pkg/w.bin"
-
-
 def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
     for number in range(3):
