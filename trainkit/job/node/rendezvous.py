@@ -44,13 +44,18 @@ def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tup
         return DEFAULT_EPHEMERAL
 
 
+def port_pool(ephemeral: tuple[int, int]) -> list[int]:
+    """The ports that a rendezvous may use: all those outside the ephemeral range."""
+    low, high = ephemeral
+    return [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
+
+
 def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> list[int]:
     """Ports outside the ephemeral range, in an order that depends on the job and the attempt.
 
     Empty if the ephemeral range covers all ports.
     """
-    low, high = ephemeral
-    pool = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
+    pool = port_pool(ephemeral)
     return random.Random(f"{job_id}/{attempt}").sample(pool, min(NUM_CANDIDATES, len(pool)))
 
 
