@@ -1,4 +1,4 @@
-"""The rank that failed first, as launchers print it and as their agent sees it; ranks were killed for real."""
+"""The rank that failed first, as launchers print it and as their agent sees it, on ranks killed for real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rendezvous of agents, on one machine and in a step: its ports, and which attempt it makes the newest."""
+"""The rendezvous of agents, on one machine and in a step: ports, and which attempt it makes the newest."""
 
 from __future__ import annotations
 
