@@ -124,7 +124,7 @@ def _problems(
         yield loaded.problem("task", f"is {now}, but {name} was trained with {before}", hint)
         return
     for key in FIXED_KEYS:
-        old, new = manifest.data.get(key), _value(config, key)
+        old, new = manifest.data.get(key), flat_values(config)[key]
         if old is not None and old != new:
             yield loaded.problem(key, f"is {new}, but {name} was trained with {old}", hint)
     before, now = manifest.optimizer, config.optimizer.name
@@ -170,10 +170,6 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    return flat_values(config)[key]
 
 
 def refuse_replay(run: RunDir) -> None:

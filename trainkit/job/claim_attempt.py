@@ -65,7 +65,9 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
                 continue
             if carrier is None:
                 return _claim(run, job_id)
-            _forget_follow_up(run, job_id)
+            follow_ups = read_job(run).follow_ups or []
+            if job_id in follow_ups:  # those behind it depend on it
+                set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
             hint = f"`trainkit cancel {path}` would end it"
             return NothingToDo(f"job {carrier} runs or is pending for this run; {hint}")
@@ -94,13 +96,6 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     # A job that completes is about to exit, and its supervisor to release the lock.
     is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
-
-
-def _forget_follow_up(run: RunDir, job_id: str) -> None:
-    """Remove a follow-up that leaves from job.json, and those that depend on it; call with the lock held."""
-    follow_ups = read_job(run).follow_ups or []
-    if job_id in follow_ups:
-        set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
 
 
 def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:

@@ -214,13 +214,19 @@ def ranks_below(pid: int) -> list[int]:
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment in which a process started; empty when it has ended or is another user's."""
+    try:
+        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
+
+
 def rank_of(pid: int) -> int | None:
     """The value of RANK in a process's environment; None without one, or when the process has ended."""
-    try:
-        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
-    except (OSError, ValueError):
-        return None
+    rank = environ_of(pid).get("RANK", "")
+    return int(rank) if rank.isdigit() else None
 
 
 def exit_code_of_zombie(pid: int) -> int | None:

@@ -60,12 +60,6 @@ def supervise_job(run: RunDir, step: Sequence[str]) -> int:
     return supervise(SlurmAllocation(run, job_id, step))
 
 
-def supervise_local(run: RunDir, number: int) -> int:
-    """Supervise a run on this machine, starting with attempt `number`; returns the exit code."""
-    _prepare_process()
-    return supervise(Allocation(run, number))
-
-
 def _prepare_process() -> None:
     processes.block_signals()
     processes.adopt_orphans()
@@ -291,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments) > 2 and arguments[1] == "--step":
         return supervise_job(RunDir(arguments[0]), arguments[2:])
     if len(arguments) == 3 and arguments[1] == "--attempt" and arguments[2].isdigit():
-        return supervise_local(RunDir(arguments[0]), int(arguments[2]))
+        _prepare_process()
+        return supervise(Allocation(RunDir(arguments[0]), int(arguments[2])))
     print("usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N | --step ARGV…)", file=sys.stderr)
     return EXIT_USAGE
 

@@ -259,20 +259,17 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
     """The failure of an agent that was killed before any rank failed: its ranks left no record."""
     node_rank = outcome.killed_node
-    if node_rank is None or _has_record(attempt, plan, node_rank):
+    if node_rank is None:
         return None
+    first = plan.first_rank_of(node_rank)
+    if any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank))):
+        return None  # its agent was still alive
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
     if ran_out_of_memory(attempt):
         oom = _out_of_memory(signal_exit_code(signal.SIGKILL))
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
-
-
-def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
-    """Whether any rank of a node left a failure record, which means that its agent was still alive."""
-    first = plan.first_rank_of(node_rank)
-    return any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank)))
 
 
 def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:

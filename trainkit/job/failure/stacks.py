@@ -312,8 +312,8 @@ def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
     These are the one that it waits for, and those that are held: what one rank holds can be what another one
     waits for.
     """
-    environ = _environ(pid)
-    folder = next((Path(environ[name], below) for name, below in EXTENSIONS if name in environ), None)
+    environ = processes.environ_of(pid)
+    folder = next((Path(environ[name], below) for name, below in EXTENSIONS if environ.get(name)), None)
     found = []
     for path in () if folder is None else (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
         with contextlib.suppress(OSError):  # released meanwhile
@@ -328,15 +328,6 @@ def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
             # Of several, an older one may be the one.
             locks.append(LockFile(str(path), time, is_awaited and len(found) == 1, holder))
     return locks
-
-
-def _environ(pid: int) -> dict[str, str]:
-    try:
-        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}  # it has ended
-    pairs = (os.fsdecode(line).partition("=") for line in lines)
-    return {name: value for name, _, value in pairs if value}
 
 
 def _holder(path: Path, other_than: int | None) -> str:
