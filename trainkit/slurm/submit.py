@@ -27,7 +27,6 @@ from trainkit.slurm.client import (
     query,
     records,
     run_slurm,
-    slurm_output,
     time_of,
 )
 from trainkit.slurm.environment import scrubbed
@@ -213,9 +212,9 @@ def query_start(
         path = Path(folder, "submit.sbatch")
         path.write_text(script, encoding="utf-8", errors="surrogateescape")
         argv = ["sbatch", "--test-only", *extra_argv, str(path)]
-        stdout, stderr = slurm_output(argv, timeout_s, environ=environ, cwd=path.parent)
-    # sbatch prints the estimate to stderr.
-    return parse_start_estimate(stderr + stdout)
+        # sbatch prints the estimate to stderr.
+        printed = run_slurm(argv, timeout_s, environ=environ, cwd=path.parent, with_stderr=True)
+    return parse_start_estimate(printed)
 
 
 def parse_start_estimate(text: str) -> StartEstimate:
