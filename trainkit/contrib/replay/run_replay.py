@@ -18,7 +18,7 @@ from trainkit.control.resume import REPLAY_FILE, copy_checkpoint, submission_fol
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.worker_env import worker_argv, worker_environ
-from trainkit.job.processes import kill_group, start_child
+from trainkit.job.processes import first_failed, kill_group, start_child
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import NOTICE_SIGNALS, describe_exit
 from trainkit.plan.launch import LaunchPlan
@@ -143,7 +143,9 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                     procs.append(start_child(argv, environ=environ, output=log, keeps_mask=False))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _wait(procs, attempt)
+        # As soon as one has failed, since the others would wait for it.
+        if (failed := first_failed(procs)) is not None:
+            raise _failure(attempt, failed, procs[failed].poll() or 0)
     finally:
         for process in procs:
             if process.poll() is None:
@@ -158,20 +160,6 @@ def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
         return {}
     paths = [*code.import_path, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
-    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait."""
-    waiting = dict(enumerate(procs))
-    while waiting:
-        for rank, process in list(waiting.items()):
-            try:
-                code = process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            del waiting[rank]
-            if code:
-                raise _failure(attempt, rank, code)
 
 
 def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
