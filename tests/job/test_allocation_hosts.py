@@ -11,8 +11,10 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job import allocation
-from trainkit.job.allocation import lost_hosts, step_argv
+from trainkit.job import requeue
+from trainkit.job.allocation import SlurmAllocation
+from trainkit.job.node.slurm_step import step_argv
+from trainkit.job.requeue import lost_hosts
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
@@ -75,15 +77,15 @@ def test_too_few_hosts(spares: int) -> None:
 
 def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
-    monkeypatch.setattr(allocation, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
-    monkeypatch.setattr(allocation, "node_states", lambda hosts: states)
+    monkeypatch.setattr(requeue, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
+    monkeypatch.setattr(requeue, "node_states", lambda hosts: states)
     hosts = ["h1", "h2", "h3", "h4", "h5", "h6", "h7"]
     assert lost_hosts("7", hosts, is_running=True) == ("h2", "h3", "h4", "h6")
     # While a job ends, its hosts leave it one by one.
     assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
     assert lost_hosts("7", [], is_running=True) == ()
     # It ended between the query of the job and the query of its hosts.
-    monkeypatch.setattr(allocation, "hosts_of_job", lambda job_id: [])
+    monkeypatch.setattr(requeue, "hosts_of_job", lambda job_id: [])
     assert lost_hosts("7", hosts, is_running=True) is None
 
 
@@ -93,7 +95,7 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
     def away(job_id: str) -> list[str]:
         raise SlurmUnreachable("squeue cannot reach Slurm")
 
-    monkeypatch.setattr(allocation, "hosts_of_job", away)
+    monkeypatch.setattr(requeue, "hosts_of_job", away)
     assert lost_hosts("7", ["h1"], is_running=True) is None
     assert "cannot query the hosts of 7: squeue cannot reach Slurm" in capfd.readouterr().out
 
@@ -106,7 +108,7 @@ def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path
         event = {"event": "slow_rank", "attempt": 1, "rank": rank, "host": host, "ratio": 1.7}
         append_jsonl(attempt.run.events_file, event)
     append_jsonl(attempt.run.events_file, {"event": "slow_rank_over", "attempt": 1, "rank": 0, "host": "h18"})
-    of_job = allocation.SlurmAllocation.__new__(allocation.SlurmAllocation)
+    of_job = SlurmAllocation.__new__(SlurmAllocation)
     of_job.hosts, of_job.bad = list(HOSTS), {}
     of_job.record_suspect(attempt, plan(f"requeue.slow_hosts={policy}"), None)
     assert of_job.bad == ({} if policy == "ignore" else {"h1": "slow"})

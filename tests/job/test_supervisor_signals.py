@@ -59,9 +59,9 @@ def test_what_is_to_end_now_is_not_asked_to_save(
     "then",
     [
         # Nobody receives the signal: it came between two steps.
-        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); mark_requeue_requested(run); time.sleep(60)",
+        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); request(); time.sleep(60)",
         # It comes before the ranks have handlers, and kills them.
-        "mark_requeue_requested(run); os.kill(os.getpid(), signal.SIGUSR2)",
+        "request(); os.kill(os.getpid(), signal.SIGUSR2)",
     ],
 )
 def test_a_requested_requeue_is_neither_lost_nor_a_crash(
@@ -72,7 +72,8 @@ def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
-        " from trainkit.run.record import mark_requeue_requested;"
+        " from trainkit.run.record import change_newest;"
+        " request = lambda: change_newest(run, requeue_requested_at='2030-01-01T00:00:00Z');"
         f" run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']); {then}"
     )
     result, end = step(run, code)

@@ -17,13 +17,12 @@ from trainkit.slurm.client import (
     retrying,
     run_slurm,
     safe_value,
-    slurm_output,
 )
 
 
 def test_out_and_err_are_kept_apart(fake: FakeSlurm) -> None:
     fake.add("squeue", "echo out; echo err >&2")
-    assert slurm_output(["squeue"], 60, environ=fake.environ) == ("out\n", "err\n")
+    assert run_slurm(["squeue"], 60, environ=fake.environ, with_stderr=True) == "err\nout\n"
     assert run_slurm(["squeue"], 60, environ=fake.environ) == "out\n"
 
 

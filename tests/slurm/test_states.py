@@ -1,10 +1,23 @@
-"""What Slurm's states mean where they are read."""
+"""Ids and states of jobs, what Slurm's states mean where they are read, and why a job waits."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trainkit.slurm.states import JobState, state_in_accounting, state_in_queue
+from trainkit.errors import UsageError
+from trainkit.slurm.states import (
+    JobState,
+    array_indices,
+    base_id,
+    checked_job_id,
+    expand_tasks,
+    is_job_id,
+    reason_sentence,
+    state_in_accounting,
+    state_in_queue,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,3 +74,93 @@ def test_what_has_ended() -> None:
     for state in JobState:
         kinds = (state.is_terminal, state.is_waiting, state.is_active, state is JobState.UNKNOWN)
         assert kinds.count(True) == 1, state
+
+
+SENTENCES = {
+    "Resources": "waiting for nodes to become free; next in line",
+    "(Priority)": "other jobs have a higher priority",
+    "Dependency": "waiting for the jobs that it depends on",
+    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
+    "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
+    "QOSMaxJobsPerUserLimit": "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit",
+    "AssocGrpGRESMinutes": "would exceed a limit of its account: AssocGrpGRESMinutes",
+    "MaxGRESPerAccount": "would exceed a limit of its account: MaxGRESPerAccount",
+    "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
+        "nodes that it needs are down, drained or reserved for jobs of higher priority"
+    ),
+    "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` releases it",
+}
+
+
+@pytest.mark.parametrize("reason", SENTENCES)
+def test_sentence(reason: str) -> None:
+    assert reason_sentence(reason) == SENTENCES[reason]
+
+
+@pytest.mark.parametrize("reason", ["", "None", "N/A", "(null)"])
+def test_no_reason(reason: str) -> None:
+    assert reason_sentence(reason) == ""
+
+
+@pytest.mark.parametrize(
+    "reason", ["SomethingNew", "QOSmax", "held by the dean", "Nodes required, but moved"]
+)
+def test_unknown_reasons_are_shown_as_they_are(reason: str) -> None:
+    assert reason_sentence(reason) == reason
+
+
+def test_what_slurm_adds_is_kept() -> None:
+    known = reason_sentence("ReqNodeNotAvail")
+    assert known == "nodes that it needs are down, drained or reserved, for example for maintenance"
+    assert reason_sentence("ReqNodeNotAvail, UnavailableNodes:n3") == f"{known} (UnavailableNodes:n3)"
+
+
+@pytest.mark.parametrize("text", ["1", "123456789", "123_0", "123_42"])
+def test_job_ids(text: str) -> None:
+    assert is_job_id(text)
+    assert checked_job_id(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "a", "1 ", "1;2", "1_", "_1", "1_[2-3]", "1.0", "1_2_3", "--all", "1\n", "١"]
+)
+def test_no_job_ids(text: str) -> None:
+    assert not is_job_id(text)
+    with pytest.raises(UsageError, match="is not a Slurm job id"):
+        checked_job_id(text)
+
+
+def test_base_id() -> None:
+    assert [base_id(text) for text in ("12", "12_3", "12_[4-9%2]", "12+1")] == ["12"] * 4
+
+
+def test_expand_tasks() -> None:
+    assert expand_tasks("12_[5-7,9%2]") == ["12_5", "12_6", "12_7", "12_9"]
+    assert expand_tasks("12_5") == ["12_5"]
+    assert expand_tasks("12") == ["12"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "indices"),
+    [
+        ("0-3", [0, 1, 2, 3]),
+        ("1,3,5", [1, 3, 5]),
+        ("0-15:5,20%2", [0, 5, 10, 15, 20]),
+        ("7", [7]),
+        ("3-1", []),
+    ],
+)
+def test_array_indices(spec: str, indices: list[int]) -> None:
+    assert array_indices(spec) == indices
+
+
+@pytest.mark.parametrize("spec", ["", "a", "1-", "1--2", "1,,2", "-1", "1-2:", "0-9:0", "1;2"])
+def test_no_array_indices(spec: str) -> None:
+    with pytest.raises(UsageError, match="not the indices of a job array"):
+        array_indices(spec)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, unique=True))
+def test_any_indices_come_back(indices: list[int]) -> None:
+    assert array_indices(",".join(map(str, indices))) == indices

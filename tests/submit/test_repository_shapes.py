@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import git
-from trainkit.plan.workload import Command
+from tests.support.folders import content, git, names
+from trainkit.errors import UsageError
+from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import copy_code
+from trainkit.submit import source_tree
+from trainkit.submit.snapshot import WORK_FOLDER_NOTE, copy_code
 
 
 def write(root: Path, *names: str) -> None:
@@ -27,81 +29,6 @@ def ignore(root: Path, *patterns: str) -> None:
 def commit(root: Path) -> None:
     git(root, "add", "-A")
     git(root, "-c", "user.name=u", "-c", "user.email=u@x", "commit", "-qm", "m")
-
-
-def ignored_weights_next_to_text(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.pt")
-    write(root, "train.py", "out/a.pt", "out/note.txt")
-
-
-def only_ignored_weights(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.pt")
-    write(root, "train.py", "out/a.pt", "out/deep/b.pt")
-
-
-def ignored_data_by_name(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin")
-    write(root, "train.py", "data/a.bin", "data/deep/b.bin")
-
-
-def ignored_data_in_a_tracked_folder(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin")
-    write(root, "train.py", "data/prepare.py", "data/a.bin", "data/deep/b.bin", "data/deep/c.bin")
-    commit(root)
-
-
-def ignored_folder(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "/data/")
-    write(root, "train.py", "data/a.bin", "data/deep/b.json")
-
-
-def ignored_folder_in_a_tracked_one(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "cache")
-    write(root, "train.py", "pkg/m.py", "pkg/cache/x.bin")
-    commit(root)
-
-
-def names_that_sort_between(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin")
-    write(root, "train.py", "a/x.bin", "a-b/y.bin", "a.b/z.bin")
-
-
-def built_extension(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.so", "build/")
-    write(root, "pkg/__init__.py", "pkg/_C.so", "build/lib/pkg/_C.so")
-    commit(root)
-
-
-def earlier_runs(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin", "runs/")
-    write(root, "train.py", "runs/x/job.json", "runs/x/attempts/001/end.json", "runs/x/work/a.bin")
-
-
-def earlier_runs_elsewhere(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin")
-    write(root, "train.py", "exp/x/job.json", "exp/x/attempts/001/a.bin", "exp/x/work/deep/a.bin")
-
-
-def ignored_folder_of_earlier_runs(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "exp/")
-    write(root, "train.py", "exp/x/job.json", "exp/x/attempts/001/end.json")
-
-
-def earlier_group(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin")
-    write(root, "train.py", "exp/g/sweep.json", "exp/g/logs/0.log", "exp/g/code/a.bin", "exp/g/0/work/b.bin")
 
 
 def submodule(root: Path) -> None:
@@ -155,19 +82,8 @@ def symlinks(root: Path) -> None:
     (root / "circle").symlink_to("circle")
 
 
-def odd_names(root: Path) -> None:
-    git(root, "init")
-    ignore(root, "*.bin")
-    write(root, "a b/t'r$(x).py", "a b/é.bin", "-x.bin", "[1].bin", "line\nbreak.bin")
-
-
 def no_repository(root: Path) -> None:
-    write(root, "train.py", "data/a.bin", "out/a.pt", "pkg/m.py", "pkg/w.pt", "wandb/x.json")
-
-
-def untracked_code_named_like_outputs(root: Path) -> None:
-    git(root, "init")
-    write(root, "train.py", "logs/__init__.py", "results/plot.py", "results/curve.npy", "last.ckpt")
+    write(root, "train.py", "data/a.bin", "out/a.pt", "pkg/m.py", "pkg/w.pt", "wandb/x.json", "id_rsa")
 
 
 def no_commits_and_an_empty_folder(root: Path) -> None:
@@ -183,28 +99,60 @@ def folders_of_a_key_of_runs_and_of_nothing(root: Path) -> None:
     (root / "exp").mkdir()
 
 
+# name: (patterns that git ignores, files, those of them that are copied, what is linked)
+TABLE = {
+    "ignored weights next to text": ("*.pt", "out/a.pt out/note.txt", "out/note.txt", ""),
+    "only ignored weights": ("*.pt", "out/a.pt out/deep/b.pt", "", ""),
+    "ignored data by name": ("*.bin", "data/a.bin data/deep/b.bin", "", "data"),
+    "ignored data in a folder of code": (
+        *("*.bin", "data/prepare.py data/a.bin data/deep/b.bin data/deep/c.bin"),
+        *("data/prepare.py", "data/a.bin data/deep"),
+    ),
+    "ignored folder": ("/data/", "data/a.bin data/deep/b.json", "", "data"),
+    "ignored folder in one of code": ("cache", "pkg/m.py pkg/cache/x.bin", "pkg/m.py", "pkg/cache"),
+    "names that sort between": ("*.bin", "a/x.bin a-b/y.bin a.b/z.bin", "", "a a-b a.b"),
+    "built extension": (
+        *("*.so build/", "pkg/__init__.py pkg/_C.so build/lib/pkg/_C.so"),
+        *("pkg/__init__.py", "build pkg/_C.so"),
+    ),
+    "earlier runs": ("*.bin runs/", "runs/x/job.json runs/x/attempts/001/end.json runs/x/work/a.bin", "", ""),
+    "elsewhere": ("*.bin", "exp/x/job.json exp/x/attempts/001/a.bin exp/x/work/deep/a.bin", "", ""),
+    "ignored folder of them": ("exp/", "exp/x/job.json exp/x/attempts/001/end.json", "", ""),
+    "earlier group": (
+        *("*.bin", "exp/g/sweep.json exp/g/logs/0.log exp/g/code/a.bin exp/g/0/work/b.bin"),
+        *("", ""),
+    ),
+    "odd names": ("*.bin", "a/t'r$(x).py a/é.bin -x.bin [1].bin", "a/t'r$(x).py", "-x.bin [1].bin a/é.bin"),
+    "code named like outputs": (
+        *("", "logs/__init__.py results/plot.py results/curve.npy last.ckpt"),
+        *("logs/__init__.py results/plot.py", ""),
+    ),
+}
+
+
+COMMITTED = ("ignored data in a folder of code", "ignored folder in one of code", "built extension")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_ignored(project: Path, run: RunDir, name: str) -> None:
+    patterns, files, copied, linked = map(str.split, TABLE[name])
+    git(project, "init")
+    ignore(project, *patterns)
+    write(project, "train.py", *files)
+    if name in COMMITTED:
+        commit(project)
+    folder = "pkg" if name == "ignored folder in one of code" else ""
+    check(project / folder, run, copied, linked)
+
+
 SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
     # shape: (folder to submit from, copied besides train.py and .gitignore, linked)
-    ignored_weights_next_to_text: ("", ["out/note.txt"], []),
-    only_ignored_weights: ("", [], []),
-    ignored_data_by_name: ("", [], ["data"]),
-    ignored_data_in_a_tracked_folder: ("", ["data/prepare.py"], ["data/a.bin", "data/deep"]),
-    ignored_folder: ("", [], ["data"]),
-    ignored_folder_in_a_tracked_one: ("pkg", ["pkg/m.py"], ["pkg/cache"]),
-    names_that_sort_between: ("", [], ["a", "a-b", "a.b"]),
-    built_extension: ("", ["pkg/__init__.py"], ["build", "pkg/_C.so"]),
-    earlier_runs: ("", [], []),
-    earlier_runs_elsewhere: ("", [], []),
-    ignored_folder_of_earlier_runs: ("", [], []),
-    earlier_group: ("", [], []),
     submodule: ("", [".gitmodules", "third/lib/.gitignore", "third/lib/lib.py"], ["third/lib/w.bin"]),
     nested_clone: ("", ["lib/.gitignore", "lib/m.py"], ["lib/w.bin"]),
     worktree: ("tree", [], ["data"]),
     sparse: ("", ["small/b.py"], []),
     symlinks: ("", ["alias.py", "circle", "dangling"], ["data"]),
-    odd_names: ("", ["a b/t'r$(x).py"], ["-x.bin", "[1].bin", "a b/é.bin", "line\nbreak.bin"]),
     no_repository: ("", ["pkg/m.py"], ["data"]),
-    untracked_code_named_like_outputs: ("", ["logs/__init__.py", "results/plot.py"], []),
     no_commits_and_an_empty_folder: ("", [], ["data"]),
     folders_of_a_key_of_runs_and_of_nothing: ("", [], []),
 }
@@ -214,7 +162,12 @@ SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
 def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
     shape(project)
     folder, copied, linked = SHAPES[shape]
-    found = copy_code(project / folder, run, Command(()), {})
+    check(project / folder, run, copied, linked)
+
+
+def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> None:
+    """The copy of the code in a folder has these files and links."""
+    found = copy_code(folder, run, Command(()), {})
     assert found.links == linked
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)
@@ -224,3 +177,42 @@ def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[
     assert sorted({*files} - {"train.py", ".gitignore", *linked}) == copied
     for name in linked:
         assert (run.code_dir / name).readlink() == Path(found.source, name)
+
+
+def test_what_git_ignores(project: Path, run: RunDir) -> None:
+    git(project, "init")
+    (project / ".gitignore").write_text("data/\n*.bin\n.env\n__pycache__/\nruns/\nold/\n.venv\n")
+    for name in ("data/deep", ".venv/bin", "sub/__pycache__", "runs/x", "old/attempts"):
+        (project / name).mkdir(parents=True)
+    for name in ("data/deep/x", ".venv/bin/python", "sub/m.py", "sub/w.bin", ".env", "key.pem"):
+        (project / name).write_text(name)
+    (project / "old" / "job.json").touch()
+    (project / "sub" / "__pycache__" / "m.pyc").touch()
+    found = copy_code(project, run, Command(()), {})
+    assert found.links == [".venv", "data", "sub/w.bin"]
+    assert content(run.code_dir) == {
+        ".gitignore": (project / ".gitignore").read_text(),
+        "sub/m.py": "sub/m.py",
+        **{name: f"{project}/{name}" for name in found.links},
+    }
+    assert (run.code_dir / "data" / "deep" / "x").read_text() == "data/deep/x"
+    assert found.notes == [
+        "not in the copy of the code: key.pem (looks like a secret)",
+        "linked into the copy of the code, not copied: .venv, data, sub/w.bin",
+        WORK_FOLDER_NOTE,
+    ]
+
+
+def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
+    for number in range(3):
+        (project / f"{number}.jpg").touch()
+    with pytest.raises(UsageError, match=r"has 3 files besides its code"):
+        copy_code(project, run, Command(()), {})
+    assert copy_code(project, run, TRAINER, {}).num_files == 0
+
+
+def test_none_unless_asked_for(project: Path, run: RunDir) -> None:
+    (project / "x.bin").touch()
+    assert copy_code(project, run, TRAINER, {}).links == []
+    assert names(run.code_dir) == []

@@ -55,7 +55,7 @@ def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> Jo
         status = query_job_status(run, job, warn)
     entry = job.of_attempt(attempt.number)
     end = read_end(attempt)
-    if entry is None or not (end is None or end.guessed):
+    if not entry.attempt or not (end is None or end.guessed):
         return status
     if status.job is not None and (status.job.state.is_active or status.job.is_terminal):
         return status  # it runs, or accounting was asked already
@@ -144,7 +144,7 @@ def recover_job_id(run: RunDir) -> None:
     if (
         not attempt.script_file.exists()
         or attempt.end_file.exists()
-        or read_job(run).of_attempt(attempt.number)
+        or read_job(run).of_attempt(attempt.number).attempt
     ):
         return
     written = attempt.script_file.stat().st_mtime

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.backends import JobScript
 from trainkit.backends.slurm import SbatchBackend, print_note
-from trainkit.errors import TrainkitError, UsageError
+from trainkit.errors import UsageError
 from trainkit.run.files import write_json
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.client import SlurmUnreachable, failure
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.quoting import directive
 from trainkit.slurm.submit import submit_once
@@ -96,7 +96,10 @@ class SubmititBackend(SbatchBackend):
                 with _environment(clean):
                     return str(executor.submit(SubmititJob(str(run.path))).job_id)
             except FailedJobError as error:
-                raise _submission_error(error) from None
+                known = failure("sbatch", 1, str(error).strip())
+                if isinstance(known, SlurmUnreachable):
+                    raise known from None
+                raise UsageError(f"submitit: {known.message}", hint=known.hint) from None
             except FailedSubmissionError as error:  # sbatch printed no job id
                 raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
@@ -138,13 +141,3 @@ def _rename_files(run: RunDir, job_id: str) -> None:
 
 def _folder(run: RunDir) -> Path:
     return run.path / "submitit"
-
-
-def _submission_error(error: Exception) -> TrainkitError:
-    from trainkit.slurm.client import failure
-
-    message = str(error).strip()
-    known = failure("sbatch", 1, message)
-    if isinstance(known, SlurmUnreachable):
-        return known
-    return UsageError(f"submitit: {known.message}", hint=known.hint)

@@ -62,7 +62,7 @@ def command(
     from trainkit.job.failed_starts import batch_log
     from trainkit.observe.logs import follow, start_of_last
     from trainkit.run.end import AttemptEnd, read_end
-    from trainkit.run.record import AttemptRecord, read_job
+    from trainkit.run.record import read_job
     from trainkit.run.registry import find_attempt, find_run
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
@@ -75,7 +75,7 @@ def command(
         for source, text in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
             click.echo(f"{source} | {text}" if named else text)
     job = read_job(run)
-    entry = job.of_attempt(attempt.number) or AttemptRecord()
+    entry = job.of_attempt(attempt.number)
     if following and entry.has_started:
         return EXIT_OK
     paths = [path for path in logs_of(attempt) if path.exists()]

@@ -32,9 +32,9 @@ from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.slurm_request import with_excluded
 from trainkit.plan.workload import Workload
 from trainkit.run.end import is_over, read_end
-from trainkit.run.files import read_json
+from trainkit.run.files import read_json, utc_now
 from trainkit.run.manifest import Manifest, newest_intact, published
-from trainkit.run.record import AttemptRecord, mark_requeue_requested, read_job
+from trainkit.run.record import AttemptRecord, change_newest, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
 from trainkit.submit.create import start_attempt
@@ -124,7 +124,7 @@ def _problems(
         yield loaded.problem("task", f"is {now}, but {name} was trained with {before}", hint)
         return
     for key in FIXED_KEYS:
-        old, new = manifest.data.get(key), _value(config, key)
+        old, new = manifest.data.get(key), flat_values(config)[key]
         if old is not None and old != new:
             yield loaded.problem(key, f"is {new}, but {name} was trained with {old}", hint)
     before, now = manifest.optimizer, config.optimizer.name
@@ -170,10 +170,6 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    return flat_values(config)[key]
 
 
 def refuse_replay(run: RunDir) -> None:
@@ -308,11 +304,13 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
             job = backend_of(entry).job(entry)
             outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"
         else:
-            with suppress(OSError):  # on a full disk the signal alone has to do
-                mark_requeue_requested(run)
+            # The signal alone can be lost: between two steps no process receives it.
+            with suppress(OSError):  # on a full disk it has to do
+                change_newest(run, requeue_requested_at=utc_now())
             outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
             if outcome == "waiting":
-                mark_requeue_requested(run, requested=False)  # else the job would requeue itself at its start
+                # Else the job would requeue itself at its start.
+                change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
         raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
     return entry, False

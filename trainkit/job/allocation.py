@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path, PurePath
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -47,10 +46,18 @@ from trainkit.job.failure.launcher_report import hosts_without_launch, launch_er
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
-from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
+from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.job.progress_watch import slow_hosts
-from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
+from trainkit.job.requeue import (
+    await_eviction,
+    cancel_jobs,
+    exclude_from,
+    lost_hosts,
+    resubmit,
+    start_host_watch,
+)
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
@@ -58,15 +65,15 @@ from trainkit.run.group import create_task_run
 from trainkit.run.record import (
     AUTO_RESTART,
     add_attempt,
-    is_cancelled,
     read_job,
+    record_of,
     reopen_attempt,
     superseded_by,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
-from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states
+from trainkit.slurm.hosts import expand_hosts, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
 
@@ -104,7 +111,7 @@ class Allocation:
         # That command holds the lock until it has recorded the attempt.
         with run_lock(self.run):
             entry = read_job(self.run).of_attempt(self.number)
-        if entry is None or (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
+        if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
             log_line(
                 f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
                 " interrupted"
@@ -117,7 +124,7 @@ class Allocation:
         with run_lock(self.run, self.lock_timeout_s):
             if (newer := superseded_by(attempt)) is not None:
                 return newer.takeover
-            if is_cancelled(attempt):
+            if record_of(attempt).is_cancelled:
                 return "cancelled before the restart"
             following = reopen_attempt(attempt)
             job_id = self.register(following)
@@ -223,31 +230,16 @@ class SlurmAllocation(Allocation):
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         view = retry_on_disk_error(lambda: supervisor_view(attempt))
-        self._watch_batch_host(plan, attempt.batch_host_log)
+        others = [host for host in self.good_hosts if host != self.hosts[0]]
+        is_watched = self._host_watch is not None and not processes.ended(self._host_watch)
+        if plan.spare_nodes and others and not is_watched:
+            self._host_watch = start_host_watch(others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts)
 
     @property
     def good_hosts(self) -> list[str]:
         return [host for host in self.hosts if host not in self.bad]
-
-    def _watch_batch_host(self, plan: LaunchPlan, log: Path) -> None:
-        """Have another host watch this one: with spare nodes Slurm does not requeue a job that loses it."""
-        others = self.good_hosts[1:] if self.good_hosts[:1] == self.hosts[:1] else self.good_hosts
-        is_running = self._host_watch is not None and not processes.ended(self._host_watch)
-        if not plan.spare_nodes or not others or is_running:
-            return
-        step = ["srun", "--overlap", "--mpi=none", "--mem=0", "--nodes=1", "--ntasks=1"]
-        argv = [
-            *step,
-            f"--nodelist={others[-1]}",
-            "--input=none",
-            *module_argv("trainkit.job.requeue"),
-        ]
-        with log.open("ab") as output:
-            self._host_watch = processes.start_child(
-                argv, environ=os.environ, output=output, keeps_mask=False
-            )
 
     def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         was_stopped = outcome.stop_signal is not None
@@ -434,48 +426,3 @@ class SlurmAllocation(Allocation):
             # The job enters the queue only after this shell has exited.
             completing.append(self.job_id)
         cancel_jobs(waiting, completing)
-
-
-def step_argv(
-    step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
-) -> list[str]:
-    """The argv that starts the ranks on the first of these hosts, derived from the step in the batch script.
-
-    Without spare nodes the step uses all hosts of the job, and its argv is unchanged. Set `overlap` when
-    Slurm may still count an earlier step as running, which then occupies the job's memory: a step on an
-    unreachable host cannot be ended.
-    Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
-    """
-    if len(hosts) < plan.num_nodes:
-        good = f"{len(hosts)} of the job's are good: {','.join(hosts) or 'none'}"
-        raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
-    options = ["--overlap", "--mem=0"] if overlap else []
-    if plan.spare_nodes:
-        options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
-    if not options:
-        return list(step)
-    srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
-    if srun is None:
-        raise TrainkitError(
-            f"the step of the script has no srun: {' '.join(step)}",
-            hint="a step can only be restarted, or moved to other hosts, when srun starts it",
-        )
-    return [*step[: srun + 1], *options, *step[srun + 1 :]]
-
-
-def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
-    """The hosts of a job that can no longer start processes; None when Slurm does not respond.
-
-    Slurm reports them as down, failed or not responding. In a running job, hosts that Slurm has removed from
-    it count too; from a job that is ending, Slurm also removes the healthy ones as they finish.
-    """
-    if not hosts:
-        return ()
-    try:
-        remaining, states = (hosts_of_job(job_id) if is_running else hosts), node_states(hosts)
-    except TrainkitError as error:
-        log_line(f"cannot query the hosts of {job_id}: {error.message}")
-        return None
-    if is_running and not remaining:
-        return None  # the job ended between the two queries: its hosts are not lost
-    return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))

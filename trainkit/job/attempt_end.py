@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.run.end import KILLED, AttemptEnd, Best, RankFailure, read_end
+from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event, read_events
 from trainkit.run.files import (
     parse_time,
@@ -33,8 +34,8 @@ from trainkit.run.files import (
     utc_now,
 )
 from trainkit.run.manifest import published
-from trainkit.run.record import AttemptRecord, is_cancelled, is_cancelled_now, read_job
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.record import read_job, record_of
+from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
 """A trainer without checkpoints counts as progressing when it has run for this long."""
@@ -45,9 +46,9 @@ LATE_RECORDS = 1000
 def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: RestartOptions) -> Decision:
     """Decide what follows an ended attempt, and set `outcome.failure` if it is unset."""
     cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
-    if is_cancelled(attempt):
+    if (entry := record_of(attempt)).is_cancelled:
         # scancel sends SIGTERM before SIGKILL, so a stop signal may have been recorded as well.
-        if is_cancelled_now(attempt) and killed in outcome.exit_codes:
+        if entry.cancelled_now and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
         cause = None
     outcome.failure = outcome.failure or find_first_failure(attempt, plan, outcome)
@@ -117,6 +118,9 @@ def write_end(
     if decision.action == "failed" or decision.cause in FAILURES:
         reason = decision.reason.partition(";")[0]
         failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
+    best = None
+    with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
+        best = best_result(run)
     # end.json first: the events only repeat its content.
     state = _state(attempt, decision)
     end = AttemptEnd(
@@ -128,7 +132,7 @@ def write_end(
         verdict=failure,
         mark=progress_of(attempt),
         step=last_step(attempt, failure),
-        best=_best(run),
+        best=best,
         guessed=guessed,
         time=utc_now(),
     )
@@ -152,14 +156,7 @@ def _state(attempt: AttemptDir, decision: Decision) -> str:
         return "finished"
     if decision.resumes:
         return "failed" if decision.cause in FAILURES else "stopped"
-    return "cancelled" if is_cancelled(attempt) else str(decision.action)
-
-
-def _best(run: RunDir) -> Best | None:
-    try:
-        return best_result(run)
-    except OSError:
-        return None  # end.json must be written even if the metrics cannot be read
+    return "cancelled" if record_of(attempt).is_cancelled else str(decision.action)
 
 
 def previous_ends(attempt: AttemptDir) -> dict[int, AttemptEnd]:
@@ -197,7 +194,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
 
 def _duration_s(attempt: AttemptDir) -> float:
     """Seconds that an attempt has run; for an earlier attempt, until the last write to its logs."""
-    entry = read_job(attempt.run).of_attempt(attempt.number) or AttemptRecord()
+    entry = record_of(attempt)
     is_newest = attempt.number == max(attempt.run.attempt_numbers())
     end = datetime.now(timezone.utc) if is_newest else last_log_write(attempt)
     return seconds_between(entry.started_at or entry.submitted_at, end) or 0.0

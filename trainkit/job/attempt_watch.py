@@ -30,7 +30,7 @@ from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_c
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between
-from trainkit.run.record import AttemptRecord, read_job, read_rendezvous, superseded_by
+from trainkit.run.record import AttemptRecord, read_rendezvous, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
 
@@ -274,7 +274,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
-        entry = read_job(self.attempt.run).of_attempt(self.attempt.number) or AttemptRecord()
+        entry = record_of(self.attempt)
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
@@ -283,17 +283,16 @@ class SlurmAttemptWatch(AttemptWatch):
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""
         if self._failed_s is None:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
-            if any(self.attempt.errors_dir.glob("rank-*.json")) or self._has_failed_task():
+            # Without a record, a task failed if no notice came before; after one the others may still save.
+            if any(self.attempt.errors_dir.glob("rank-*.json")) or (
+                first_task_exit(self.attempt) is not None
+                and self.outcome.stop_signal is None
+                and self._signal_of_ranks() is None
+            ):
                 self._failed_s = time.monotonic()
         elif time.monotonic() > self._failed_s + PEER_EXIT_S:
             self._failed_s = float("inf")
             self.end_all()
-
-    def _has_failed_task(self) -> bool:
-        """Whether a task failed without a notice; after a notice the other tasks may still save."""
-        if first_task_exit(self.attempt) is None:
-            return False
-        return self.outcome.stop_signal is None and self._signal_of_ranks() is None
 
     def end_all(self) -> None:
         """Have srun kill the remaining tasks; later calls do nothing."""
@@ -343,7 +342,8 @@ class SlurmAttemptWatch(AttemptWatch):
             # The signal of a request came before the handlers of the ranks were installed.
             self.outcome.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
-        is_late = was_killed or self._exceeded_grace(ended_at)
+        since_s = (seconds_between(event.time, ended_at) or 0.0 for event in self._signal_events())
+        is_late = was_killed or any(seconds >= self.plan.grace_s for seconds in since_s)
         self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
 
     def _signal_of_ranks(self) -> str | None:
@@ -351,11 +351,6 @@ class SlurmAttemptWatch(AttemptWatch):
         names = [event.text("signal") for event in self._signal_events()]
         overriding = [name for name in names if name != RESTART_SIGNAL] or names
         return str(overriding[0]) if overriding else None
-
-    def _exceeded_grace(self, end: datetime) -> bool:
-        """Whether the ranks had received a notice longer ago than the grace time."""
-        since_s = (seconds_between(event.time, end) or 0.0 for event in self._signal_events())
-        return any(seconds >= self.plan.grace_s for seconds in since_s)
 
     def _signal_events(self) -> Iterator[Event]:
         return read_events(self.attempt.run, "signal", attempt=self.attempt.number)

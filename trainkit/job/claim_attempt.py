@@ -18,9 +18,9 @@ from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
     claim_entry,
-    is_cancelled,
     read_job,
     read_job_to_change,
+    record_of,
     reopen_attempt,
     set_follow_ups,
 )
@@ -65,7 +65,9 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
                 continue
             if carrier is None:
                 return _claim(run, job_id)
-            _forget_follow_up(run, job_id)
+            follow_ups = read_job(run).follow_ups or []
+            if job_id in follow_ups:  # those behind it depend on it
+                set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
             hint = f"`trainkit cancel {path}` would end it"
             return NothingToDo(f"job {carrier} runs or is pending for this run; {hint}")
@@ -96,13 +98,6 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     return other if is_live else None
 
 
-def _forget_follow_up(run: RunDir, job_id: str) -> None:
-    """Remove a follow-up that leaves from job.json, and those that depend on it; call with the lock held."""
-    follow_ups = read_job(run).follow_ups or []
-    if job_id in follow_ups:
-        set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
-
-
 def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
     """`claim_attempt` with the lock held, when no other job carries the run."""
     refresh_listing(run.attempts_dir)
@@ -121,10 +116,10 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
         return run.attempt(own[-1].attempt)
     newest = run.attempt(run.attempt_numbers()[-1])
     entry = job.of_attempt(newest.number)
-    if entry is not None and entry.is_cancelled:
+    if entry.is_cancelled:
         # While another job ran that attempt.
         return NothingToDo("the run was cancelled; `trainkit resume` starts it again", is_cancelled=True)
-    if entry is not None:
+    if entry.attempt:
         newest = reopen_attempt(newest)
     # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
     reason = AUTO_RESTART if own or follows else "submit"
@@ -153,7 +148,7 @@ def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
     if own:
         return run.attempt(own[-1].attempt) if own[-1].is_cancelled else None
     newest = run.attempt(run.attempt_numbers()[-1])
-    return newest if is_cancelled(newest) else None
+    return newest if record_of(newest).is_cancelled else None
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

@@ -183,7 +183,7 @@ def message(
     entry, step = job.of_attempt(attempt.number), notification.step
     if plan.workload.knows_run:  # a COMMAND ignores it
         total_steps = read_effective(attempt.config_file).train.steps
-    where = f"job {entry and entry.job_id}, attempt {attempt.number}"
+    where = f"job {entry.job_id or None}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
     more = f"\nnot reported before: {more}" if more else ""
@@ -193,7 +193,7 @@ def message(
         "event": notification.event,
         "run": job.name,
         "run_dir": str(run.path),
-        "job_id": entry and entry.job_id,
+        "job_id": entry.job_id or None,
         "attempt": attempt.number,
         "state": notification.state,
         "reason": notification.reason or notification.text,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -195,6 +196,19 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
         return
 
 
+def first_failed(children: Sequence[subprocess.Popen[bytes]], timeout_s: float = math.inf) -> int | None:
+    """Wait until all children have ended, or one has failed: its index. Raises TimeoutExpired."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        codes = [child.poll() for child in children]
+        failed = next((index for index, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            return failed
+        if time.monotonic() > deadline_s:
+            raise subprocess.TimeoutExpired("processes", timeout_s)
+        time.sleep(0.05)
+
+
 def end_descendants() -> None:
     """Kill and reap all descendants of this process, except those stuck in the kernel."""
     deadline_s = time.monotonic() + GIVE_UP_S
@@ -214,13 +228,19 @@ def ranks_below(pid: int) -> list[int]:
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment in which a process started; empty when it has ended or is another user's."""
+    try:
+        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
+
+
 def rank_of(pid: int) -> int | None:
     """The value of RANK in a process's environment; None without one, or when the process has ended."""
-    try:
-        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
-    except (OSError, ValueError):
-        return None
+    rank = environ_of(pid).get("RANK", "")
+    return int(rank) if rank.isdigit() else None
 
 
 def exit_code_of_zombie(pid: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Continues a run in another allocation: requeued or resubmitted jobs, and the hosts that they exclude.
+"""Continues a run in another allocation: requeued or resubmitted jobs, lost hosts, and those to exclude.
 
 ``python -m trainkit.job.requeue`` is a step that watches the host of its job's batch shell from another host.
 Under ``--no-kill``, which spare nodes require, Slurm does nothing when that host dies with the supervisor,
@@ -7,8 +7,10 @@ and the other hosts would idle until the time limit.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 from trainkit.errors import EXIT_OK, EXIT_USAGE, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import slurm_job_id
-from trainkit.job.processes import log_line, retry_on_disk_error
+from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event
@@ -28,8 +30,7 @@ from trainkit.run.record import (
     add_slurm_attempt,
     copy_submitit_files,
     discard_attempt,
-    is_cancelled,
-    read_job,
+    record_of,
     reopen_attempt,
     submission_token,
     submitit_file,
@@ -37,7 +38,7 @@ from trainkit.run.record import (
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
-from trainkit.slurm.hosts import is_down, node_states
+from trainkit.slurm.hosts import hosts_of_job, is_down, is_unavailable, node_states
 from trainkit.slurm.jobs import job_details
 from trainkit.slurm.submit import query_start, submit_script
 
@@ -82,10 +83,10 @@ def resubmit(
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
-        entry = read_job(run).of_attempt(newest.number)
-        if entry is not None and entry.job_id != job_id:
+        entry = record_of(newest)
+        if entry.job_id not in ("", job_id):
             raise TrainkitError(f"job {entry.job_id} has taken the run over")
-        if is_cancelled(newest):
+        if entry.is_cancelled:
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
         plan = LaunchPlan.read(newest.plan_file)
@@ -191,6 +192,34 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
     except OSError as error:
         raise TrainkitError(f"cannot run sbatch --test-only on this host: {error}") from error
     return None
+
+
+def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
+    """The hosts of a job that can no longer start processes; None when Slurm does not respond.
+
+    Slurm reports them as down, failed or not responding. In a running job, hosts that Slurm has removed from
+    it count too; from a job that is ending, Slurm also removes the healthy ones as they finish.
+    """
+    if not hosts:
+        return ()
+    try:
+        remaining, states = (hosts_of_job(job_id) if is_running else hosts), node_states(hosts)
+    except TrainkitError as error:
+        log_line(f"cannot query the hosts of {job_id}: {error.message}")
+        return None
+    if is_running and not remaining:
+        return None  # the job ended between the two queries: its hosts are not lost
+    return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))
+
+
+def start_host_watch(host: str, log: Path) -> subprocess.Popen[bytes]:
+    """Have `host` watch the host of this batch shell: see `main`."""
+    argv = [
+        *("srun", "--overlap", "--mpi=none", "--mem=0", "--nodes=1", "--ntasks=1"),
+        *(f"--nodelist={host}", "--input=none", *module_argv("trainkit.job.requeue")),
+    ]
+    with log.open("ab") as output:
+        return processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
 
 
 HOST_POLL_S = 20.0

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -111,23 +111,6 @@ def exit_on_stop() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def signals_held() -> Iterator[Callable[[], None]]:
-    """Hold signals back while a child with a `preexec_fn` is started; yields what the child must call.
-
-    Python drops an exception that a signal handler raises inside a fork, and with it the request to stop.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-
-    def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    try:
-        yield release
-    finally:
-        release()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

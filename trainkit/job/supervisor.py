@@ -41,7 +41,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
-from trainkit.run.record import is_cancelled, is_cancelled_now, superseded_by
+from trainkit.run.record import record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
 
@@ -58,12 +58,6 @@ def supervise_job(run: RunDir, step: Sequence[str]) -> int:
     except OSError as error:
         log_line(f"cannot remove the record of this start: {error}")
     return supervise(SlurmAllocation(run, job_id, step))
-
-
-def supervise_local(run: RunDir, number: int) -> int:
-    """Supervise a run on this machine, starting with attempt `number`; returns the exit code."""
-    _prepare_process()
-    return supervise(Allocation(run, number))
 
 
 def _prepare_process() -> None:
@@ -167,7 +161,7 @@ class Supervisor:
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
         """Run one attempt, from the start of its processes to the decision on what follows."""
-        if is_cancelled(attempt):
+        if record_of(attempt).is_cancelled:
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         outcome = Outcome()
         try:
@@ -200,7 +194,7 @@ class Supervisor:
         outcome = watch.outcome
         self.allocation.complete_outcome(attempt, plan, outcome)
         outcome.failure = find_first_failure(attempt, plan, outcome)
-        if not is_cancelled_now(attempt):
+        if not record_of(attempt).cancelled_now:
             self.allocation.record_suspect(attempt, plan, outcome.failure)
         return judge(attempt, plan, outcome, self.allocation.restart_options(plan))
 
@@ -291,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments) > 2 and arguments[1] == "--step":
         return supervise_job(RunDir(arguments[0]), arguments[2:])
     if len(arguments) == 3 and arguments[1] == "--attempt" and arguments[2].isdigit():
-        return supervise_local(RunDir(arguments[0]), int(arguments[2]))
+        _prepare_process()
+        return supervise(Allocation(RunDir(arguments[0]), int(arguments[2])))
     print("usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N | --step ARGV…)", file=sys.stderr)
     return EXIT_USAGE
 

@@ -21,7 +21,7 @@ from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import SAVE_EVENTS, Event, events_of
 from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
 from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
-from trainkit.run.record import AttemptRecord, JobRecord, read_job, read_rendezvous
+from trainkit.run.record import JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -172,7 +172,7 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
     How a job ends, slurmstepd writes into the log with which the job began: that of an earlier attempt, after
     a restart inside the allocation or a requeue.
     """
-    entries, entry = job.attempts, job.of_attempt(attempt.number) or AttemptRecord()
+    entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)
     others = (parse_time(other.started_at) for other in entries if other.attempt > attempt.number)
     next_start = min(filter(None, others), default=None)

@@ -29,7 +29,6 @@ from trainkit.observe.logs import (
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.run.end import SIGNALLED, RankFailure, read_end, signal_name
 from trainkit.run.files import read_json, read_record
-from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -400,7 +399,7 @@ class _Case:
         tail = [] if text is None else self._tail(text)
         if first is None:
             gone = "the supervisor was killed or its host went down: it recorded no end"
-            entry = self.files.job.of_attempt(self.attempt.number) or AttemptRecord()
+            entry = self.files.job.of_attempt(self.attempt.number)
             if not entry.has_started:
                 gone = "the job ended before the supervisor began"
             reason = clean(str(self.end.reason or gone))

@@ -170,9 +170,9 @@ class JobRecord:
         reasons = [entry.reason for entry in self.attempts]
         return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
 
-    def of_attempt(self, number: int) -> AttemptRecord | None:
-        """The record of an attempt."""
-        return next((entry for entry in self.attempts if entry.attempt == number), None)
+    def of_attempt(self, number: int) -> AttemptRecord:
+        """The record of an attempt; one of attempt 0 without it."""
+        return next((entry for entry in self.attempts if entry.attempt == number), AttemptRecord())
 
     def of_job(self, job_id: str) -> list[AttemptRecord]:
         """The attempts of a job, oldest first."""
@@ -262,6 +262,11 @@ def attempt_of(entry: object) -> AttemptRecord | None:
     return read_record(AttemptRecord, entry)
 
 
+def record_of(attempt: AttemptDir) -> AttemptRecord:
+    """The record of an attempt in job.json, as `JobRecord.of_attempt` returns it."""
+    return read_job(attempt.run).of_attempt(attempt.number)
+
+
 def superseded_by(attempt: AttemptDir) -> AttemptRecord | None:
     """The newest attempt of the run, if it is a later one, which has taken the run over."""
     newest = read_job(attempt.run).newest
@@ -311,26 +316,6 @@ def change_newest(run: RunDir, **values: Any) -> None:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
     """Record that the user cancelled the newest attempt, with `now` without a save."""
     change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
-
-
-def mark_requeue_requested(run: RunDir, *, requested: bool = True) -> None:
-    """Record whether the user wants the newest attempt saved and restarted.
-
-    The signal alone can be lost: between two steps no process receives it.
-    """
-    change_newest(run, requeue_requested_at=utc_now() if requested else None)
-
-
-def is_cancelled(attempt: AttemptDir) -> bool:
-    """Whether the user cancelled an attempt."""
-    entry = read_job(attempt.run).of_attempt(attempt.number)
-    return entry is not None and entry.is_cancelled
-
-
-def is_cancelled_now(attempt: AttemptDir) -> bool:
-    """Whether the user cancelled an attempt without a save."""
-    entry = read_job(attempt.run).of_attempt(attempt.number)
-    return entry is not None and entry.cancelled_now
 
 
 def next_attempt_number(run: RunDir) -> int:

@@ -46,11 +46,8 @@ T = TypeVar("T")
 class SlurmUnreachable(SlurmError):
     """Slurm did not answer: exit code 3. With `may_have_arrived`, it may have carried out the request."""
 
-    def __init__(
-        self, message: str, hint: str = "", *, stderr: str = "", may_have_arrived: bool = False
-    ) -> None:
+    def __init__(self, message: str, hint: str = "", *, may_have_arrived: bool = False) -> None:
         super().__init__(message, hint)
-        self.stderr = stderr
         self.may_have_arrived = may_have_arrived
 
 
@@ -59,7 +56,6 @@ class SlurmRefused(UsageError):
 
     def __init__(self, message: str, hint: str = "", *, stderr: str = "") -> None:
         super().__init__(message, hint)
-        self.stderr = stderr
         self.sentence = cleaned(stderr)
 
 
@@ -68,21 +64,14 @@ def run_slurm(
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    *,
+    with_stderr: bool = False,
 ) -> str:
-    """The stdout of a Slurm command; raises the errors of `slurm_output`."""
-    return slurm_output(argv, timeout_s, environ, cwd)[0]
+    """The stdout of a Slurm command, run once and without a shell; invalid UTF-8 becomes U+FFFD.
 
-
-def slurm_output(
-    argv: Sequence[str],
-    timeout_s: float,
-    environ: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> tuple[str, str]:
-    """(stdout, stderr) of a Slurm command, run once and without a shell; invalid UTF-8 becomes U+FFFD.
-
-    Raises UsageError when the program is not installed, SlurmUnreachable when Slurm cannot be reached or does
-    not answer within `timeout_s`, SlurmRefused when it refuses the request.
+    `with_stderr` puts what it prints to stderr before that. Raises UsageError when the program is not
+    installed, SlurmUnreachable when Slurm cannot be reached or does not answer within `timeout_s`,
+    SlurmRefused when it refuses the request.
     """
     program = argv[0]
     environ = os.environ if environ is None else environ
@@ -116,7 +105,6 @@ def slurm_output(
         raise SlurmUnreachable(
             f"`{program}` did not answer within {timeout_s:g} s" + (f": {message}" if message else ""),
             hint=UNREACHABLE_HINT,
-            stderr=message,
             may_have_arrived=True,
         ) from None
     stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
@@ -129,7 +117,7 @@ def slurm_output(
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
         _unanswered.pop(_place(environ), None)
         _answered[_place(environ)] = time.monotonic()
-    return stdout, stderr
+    return stderr + stdout if with_stderr else stdout
 
 
 def _note_unanswered(program: str, environ: Mapping[str, str], began_s: float) -> None:
@@ -166,12 +154,9 @@ def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | Slur
         message = f"killed by signal {-returncode}" if killed else f"exit code {returncode} without a message"
     if kind is FailureKind.REFUSED:
         return SlurmRefused(f"{program}: {message}", hint, stderr=text)
-    return SlurmUnreachable(
-        f"{program} cannot reach Slurm: {message}",
-        hint,
-        stderr=text,
-        may_have_arrived=kind is FailureKind.ANSWER_LOST,
-    )
+    may_have_arrived = kind is FailureKind.ANSWER_LOST
+    message = f"{program} cannot reach Slurm: {message}"
+    return SlurmUnreachable(message, hint, may_have_arrived=may_have_arrived)
 
 
 _PREFIX = re.compile(
@@ -319,7 +304,7 @@ def query(
 ) -> str:
     """The stdout of a query, retried while Slurm cannot be reached; its times are Unix seconds.
 
-    Raises the errors of `slurm_output`.
+    Raises the errors of `run_slurm`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
     if patience_s <= QUERY_PATIENCE_S and _is_unanswered(plain):

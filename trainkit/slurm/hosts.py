@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
@@ -109,21 +108,14 @@ def hosts_of_job(job_id: str) -> list[str]:
     return expand_hosts(answer) if answer else []
 
 
-_ALIAS = re.compile(r"(?P<name>[^:,]+):(?:\[(?P<ipv6>[^\]]+)\]|(?P<addr>[^:,]+))(?::[^,]*)?")
-"""An element of SLURM_NODE_ALIASES: the name, address and hostname of a node."""
 _NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
 
 
 def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
-    """The NodeAddr of a node: from the job's SLURM_NODE_ALIASES, else from Slurm's controller.
-
-    It is the name itself unless the administrators have set another one.
+    """The NodeAddr of a node: the name itself unless the administrators have set another one.
 
     Raises SlurmUnreachable, and SlurmRefused for a node that Slurm does not know.
     """
-    for alias in _ALIAS.finditer(os.environ.get("SLURM_NODE_ALIASES", "")):
-        if alias["name"] == name:
-            return alias["ipv6"] or alias["addr"]
     argv = ["scontrol", "--oneliner", "show", "node", safe_value(name, "a node name")]
     answer = query(argv, timeout_s=HOSTS_TIMEOUT_S, patience_s=patience_s)
     found = _NODE_ADDR.search(answer)

@@ -27,7 +27,6 @@ from trainkit.slurm.client import (
     query,
     records,
     run_slurm,
-    slurm_output,
     time_of,
 )
 from trainkit.slurm.environment import scrubbed
@@ -164,7 +163,7 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
                 return found
             if now - missing_since >= settle_s:
                 if now >= give_up:
-                    raise SlurmUnreachable(lost.message, lost.hint, stderr=lost.stderr)
+                    raise SlurmUnreachable(lost.message, lost.hint)
                 return None
         time.sleep(POLL_INTERVAL_S)
 
@@ -176,7 +175,6 @@ def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
         f"the answer of sbatch was lost and Slurm cannot be queried: {script} may or may not have been "
         f"submitted ({lost.message})",
         hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
-        stderr=lost.stderr,
         may_have_arrived=True,
     )
 
@@ -214,9 +212,9 @@ def query_start(
         path = Path(folder, "submit.sbatch")
         path.write_text(script, encoding="utf-8", errors="surrogateescape")
         argv = ["sbatch", "--test-only", *extra_argv, str(path)]
-        stdout, stderr = slurm_output(argv, timeout_s, environ=environ, cwd=path.parent)
-    # sbatch prints the estimate to stderr.
-    return parse_start_estimate(stderr + stdout)
+        # sbatch prints the estimate to stderr.
+        printed = run_slurm(argv, timeout_s, environ=environ, cwd=path.parent, with_stderr=True)
+    return parse_start_estimate(printed)
 
 
 def parse_start_estimate(text: str) -> StartEstimate:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +34,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a replay in this process are forks of one that has imported torch."""
 
-    def fork(argv: Sequence[str], *, env: dict[str, str], stdout: Any, **_: Any) -> ForkedWorker:
+    def fork(argv: Sequence[str], *, environ: dict[str, str], output: Any, **_: Any) -> ForkedWorker:
         assert tuple(argv[-3:-1]) == ("-m", "trainkit.trainer")
-        return ForkedWorker(start_worker(Path(argv[-1]), Path(stdout.name), env))
+        return ForkedWorker(start_worker(Path(argv[-1]), Path(output.name), environ))
 
-    monkeypatch.setattr(run_replay, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork}))
+    monkeypatch.setattr(run_replay, "start_child", fork)
+    monkeypatch.setattr(run_replay, "kill_group", ForkedWorker.kill)

@@ -1,14 +1,16 @@
-"""The rank that failed first, in the output of launchers whose rank was killed for real."""
+"""The rank that failed first, as launchers print it and as their agent sees it, on ranks killed for real."""
 
 from __future__ import annotations
 
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.broken_runs import FOLDER
-from trainkit.job.failure.launcher_report import first_exit
+from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit, first_exit
 from trainkit.job.failure.records import killed_rank, record_silent_death
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -72,3 +74,50 @@ def test_the_record_has_the_signal_and_the_rank(attempt: AttemptDir, name: str, 
 def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt: AttemptDir) -> None:
     attempt.rank_log(0).write_text(OUTPUT["deepspeed-second-node"])
     assert killed_rank(attempt, 0, 3) is None
+
+
+def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> None:
+    """Rank 4 finishes, rank 6 is killed, and rank 5 ends because of that."""
+    argv = {4: ["true"], 5: ["sleep", "60"], 6: ["sleep", "60"]}
+    processes = {rank: subprocess.Popen(words) for rank, words in argv.items()}
+    ranks = LaunchedRanks()
+    try:
+        ranks.watch({rank: process.pid for rank, process in processes.items()})
+        ranks.watch({6: processes[6].pid})
+        processes[6].kill()
+        deadline_s = time.monotonic() + 30.0
+        while ranks.first_exit is None and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        processes[5].terminate()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    assert (ranks.first_exit, len(ranks)) == (RankExit(-9, 6), 3)
+
+
+@pytest.mark.parametrize(
+    ("codes", "saved"), [((75, 0), True), ((0, 0), False), ((75, 1), False), ((75, -15), False)]
+)
+def test_ranks_have_saved_when_all_say_so(codes: tuple[int, int], saved: bool) -> None:
+    ends = [f"exit {code}" if code >= 0 else f"kill {code} $$; sleep 9" for code in codes]
+    processes = [subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE) for end in ends]
+    ranks = LaunchedRanks()
+    ranks.watch({rank: process.pid for rank, process in enumerate(processes)})
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    deadline_s = time.monotonic() + 30.0
+    while len(ranks.codes) < len(codes) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    for process in processes:
+        process.wait()
+    assert (sorted(ranks.codes), ranks.have_saved) == (sorted(codes), saved)
+
+
+def test_a_process_that_is_gone_is_not_watched() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    ranks = LaunchedRanks()
+    ranks.watch({0: process.pid})
+    assert ranks.first_exit is None

@@ -5,7 +5,6 @@ import pytest
 from trainkit.job.failure.records import (
     agent_failure,
     first_rank_failure,
-    log_tail,
     record_silent_death,
     suspect_host,
 )
@@ -167,10 +166,6 @@ def test_a_rank_that_left_because_it_hung(attempt):
     record_silent_death(attempt, 1, 0, 70)
     value = read_json(attempt.rank_error(1))
     assert (value["type"], value["step"], value["message"]) == ("Hang", 41, hang.summary)
-
-
-def test_no_log(attempt):
-    assert log_tail(attempt.rank_log(5)) == []
 
 
 def test_job_that_failed_outside_its_workers():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task, slurm_job_id
+from trainkit.job.node.slurm_step import StepListener, find_slurm_task, reason_not_a_task, slurm_job_id
+from trainkit.job.processes import descendants
+from trainkit.job.signals import NOTICE_SIGNALS
 
 BATCH_SHELL = {
     "SLURM_JOB_ID": "12",
@@ -113,3 +120,32 @@ def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         find_slurm_task(step(**changes))
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[StepListener, int, socket.socket]]:
+    """A listener, its process, and the other end of a connection that is open while it starts."""
+    before, known = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS), set(descendants(os.getpid()))
+    ours, other = socket.socketpair()
+    with ours:
+        listener = StepListener()
+    [pid] = set(descendants(os.getpid())) - known
+    yield listener, pid, other
+    other.close()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_it_hears_what_the_ranks_hear(child: tuple[StepListener, int, socket.socket]) -> None:
+    listener, pid, _ = child
+    os.kill(pid, signal.SIGTERM)
+    assert listener.has_heard(signal.SIGTERM)
+    assert not listener.has_heard(signal.SIGUSR2)
+
+
+def test_it_keeps_no_connection_of_the_agent_open(child: tuple[StepListener, int, socket.socket]) -> None:
+    """The rendezvous of another task of the node would wait for its end."""
+    _, _, other = child
+    assert select.select([other], [], [], 10.0)[0], "the connection is still open"
+    assert other.recv(1) == b""

@@ -1,4 +1,4 @@
-"""The rendezvous of agents, on one machine and in a step."""
+"""The rendezvous of agents, on one machine and in a step: ports, and which attempt it makes the newest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node import agent, rendezvous
+from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
     StopSignalReceived,
     await_port,
+    candidate_ports,
     check_step,
+    choose_port,
+    ephemeral_range,
+    is_free,
     local_rendezvous,
     slurm_rendezvous,
 )
@@ -57,7 +62,6 @@ def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     show = 'for name; do :; done; echo "NodeName=$name Arch=x86 NodeAddr=10.0.0.1${name#host} NodeHostName=h"'
     fake.add("scontrol", show)
     monkeypatch.setenv("PATH", fake.environ["PATH"])
-    monkeypatch.delenv("SLURM_NODE_ALIASES", raising=False)
     return fake
 
 
@@ -123,17 +127,6 @@ def test_a_name_that_resolves_only_on_its_own_node_is_not_used_elsewhere(
     other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1))
     assert (first.master_addr, other.master_addr) == ("host0", "10.0.0.10")
     assert len(slurm.calls) == 1
-
-
-def test_the_addresses_of_cloud_nodes_need_no_request(
-    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_NODE_ALIASES", "host1:10.0.0.7:vm-1,host0:[fd00::8]:vm-0")
-    resolvable.clear()
-    resolvable |= {"10.0.0.7", "fd00::8"}
-    found = slurm_rendezvous(attempt, plan(), task_of())
-    assert (found.master_addr, found.peer) == ("fd00::8", "10.0.0.7")
-    assert slurm.calls == []
 
 
 def test_a_node_without_any_address_is_named(
@@ -218,3 +211,62 @@ def test_a_notice_before_the_ranks_are_started_is_written_down_once(
     monkeypatch.setattr(agent, "await_plan", signalled)
     assert agent.run_slurm_task(run, 1) == EXIT_STOPPED
     assert [event["signal"] for event in read_jsonl(run.events_file)] == events
+
+
+def test_candidates_are_outside_the_ephemeral_range_and_differ_by_job_and_attempt():
+    first = candidate_ports("local-1", 1, (32768, 60999))
+    assert len(set(first)) == 64
+    assert all(10_000 <= port < 32768 or 60999 < port < 65_000 for port in first)
+    assert first == candidate_ports("local-1", 1, (32768, 60999))
+    assert first[0] != candidate_ports("local-1", 2, (32768, 60999))[0]
+    assert first[0] != candidate_ports("local-2", 1, (32768, 60999))[0]
+
+
+def test_no_candidates_when_everything_is_ephemeral():
+    assert candidate_ports("local-1", 1, (1024, 65535)) == []
+
+
+def test_ephemeral_range_of_a_file(tmp_path):
+    (tmp_path / "range").write_text("20000\t30000\n")
+    assert ephemeral_range(str(tmp_path / "range")) == (20000, 30000)
+    assert ephemeral_range(str(tmp_path / "missing")) == (32768, 60999)
+
+
+def test_taken_port_is_passed_over():
+    wanted = choose_port("local-1", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", wanted))
+        taken.listen()
+        assert not is_free(wanted)
+        assert choose_port("local-1", 1) != wanted
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path)
+    for number in (1, 2, 3):
+        run.attempt(number).create()
+    return run
+
+
+def meet(run, number):
+    write_json(run.attempt(number).rendezvous_file, {"port": 1})
+
+
+def test_the_newest_goes_on(run):
+    meet(run, 1)
+    meet(run, 2)
+    meet(run, 3)
+    assert superseding_attempt(run.attempt(3)) is None
+
+
+def test_an_attempt_that_waits_in_a_queue_takes_no_place(run):
+    meet(run, 1)
+    assert superseding_attempt(run.attempt(1)) is None
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_ranks_that_have_met_elsewhere(run, number):
+    meet(run, 1)
+    meet(run, number)
+    assert superseding_attempt(run.attempt(1)) == number

@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,11 +15,12 @@ from typing import IO
 
 from trainkit.contrib.doctor import from_json, to_json
 from trainkit.job.preflight import Finding, warn_if
+from trainkit.job.processes import first_failed
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
 MARK = "trainkit-bandwidth:"
 """Before the result of rank 0: NCCL_DEBUG prints to the standard output, too."""
-TIMEOUT_S, POLL_S = 180.0, 0.05
+TIMEOUT_S = 180.0
 NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 
@@ -111,7 +111,7 @@ def run_ranks(
                     argv, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=variables
                 )
                 ranks.append((proc, out, errors))
-            failed = _wait([proc for proc, _, _ in ranks])
+            failed = first_failed([proc for proc, _, _ in ranks], TIMEOUT_S)
         except OSError as error:
             return Bandwidth(f"{python[0]} does not run on {host}: {error.strerror or error}")
         except subprocess.TimeoutExpired:
@@ -130,21 +130,6 @@ def run_ranks(
         if line is None:
             return Bandwidth(f"rank 0 on {host} ended without a result")
         return from_json(Bandwidth, line.removeprefix(MARK))
-
-
-def _wait(procs: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended, or one has failed: its index. Raises TimeoutExpired."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while True:
-        codes = [proc.poll() for proc in procs]
-        for index, code in enumerate(codes):
-            if code:
-                return index
-        if None not in codes:
-            return None
-        if time.monotonic() > deadline_s:
-            raise subprocess.TimeoutExpired("ranks", TIMEOUT_S)
-        time.sleep(POLL_S)
 
 
 def _lines(file: IO[str]) -> list[str]:

@@ -33,7 +33,7 @@ from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
 from trainkit.run.process import own_host
 from trainkit.slurm.client import plain_environ, query, run_slurm
-from trainkit.slurm.control import parse_config, parse_version
+from trainkit.slurm.control import parse_version, show_config
 from trainkit.slurm.environment import scrubbed
 
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
@@ -301,7 +301,7 @@ MIN_JOB_AGE_S = 120
 def slurm_checks() -> Iterator[Finding]:
     """The checks of Slurm's version and of the settings that decide whether a run survives."""
     try:
-        config = parse_config(query(["scontrol", "show", "config"]))
+        config = show_config()
         partitions = query(["scontrol", "show", "partition", "--oneliner"])
     except TrainkitError as error:
         yield Finding("Slurm", "failure", error.message, error.hint)

@@ -15,7 +15,7 @@ from trainkit.backends import backend_of
 from trainkit.backends.slurm import print_note, step_of
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
-from trainkit.job.processes import descendants, parent_pid
+from trainkit.job.processes import descendants, environ_of, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.record import AttemptRecord, read_job
@@ -46,26 +46,21 @@ def find_processes(run: RunDir) -> RunProcesses:
     agents: dict[int, int] = {}
     with_rank: dict[int, int] = {}
     for pid in (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()):
-        words = _words(pid, "cmdline")
+        try:
+            words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it has ended
         if str(run.path) in words and "trainkit.job.supervisor" in words:
             supervisors.append(pid)
         elif str(run.path) in words and "trainkit.job.node.agent" in words and "--node-rank" in words:
             agents[int(words[words.index("--node-rank") + 1])] = pid
         else:
-            environ = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
+            environ = environ_of(pid)
             if environ.get(RUN_DIR_VARIABLE) == str(run.path) and environ.get("RANK", "").isdigit():
                 with_rank[pid] = int(environ["RANK"])
     # Children of a rank, such as data loaders, have its environment too.
     ranks = {rank: pid for pid, rank in with_rank.items() if parent_pid(pid) not in with_rank}
     return RunProcesses(tuple(supervisors), agents, ranks)
-
-
-def _words(pid: int, file: str) -> list[str]:
-    """The NUL-separated strings in a /proc file of a process; empty if it has ended or is not readable."""
-    try:
-        return (PROC / str(pid) / file).read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
 
 
 def kill_all(pids: Iterable[int]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ from trainkit.contrib.replay.plan_replay import ReplayPlan
 from trainkit.contrib.replay.steps import find_step
 from trainkit.control.resume import REPLAY_FILE, copy_checkpoint, submission_folder
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.worker_env import worker_argv, worker_environ
-from trainkit.job.processes import dies_with
+from trainkit.job.processes import first_failed, kill_group, start_child
 from trainkit.job.rank_env import RankEnv
-from trainkit.job.signals import describe_exit, signals_held
+from trainkit.job.signals import NOTICE_SIGNALS, describe_exit
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json, write_json
@@ -122,7 +122,8 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 
 
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
-    port, size, procs = _free_port(), plan.world_size, []
+    port, size = choose_port(str(os.getpid()), attempt.number), plan.world_size
+    procs: list[subprocess.Popen[bytes]] = []
     plan = replace(plan, env={**plan.env, **code_variables(attempt.run, plan.env)})
     try:
         for rank in range(size):
@@ -134,22 +135,21 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
             )
-            with attempt.rank_log(rank).open("ab") as log, signals_held() as release:
-                procs.append(
-                    subprocess.Popen(
-                        worker_argv(plan, env, attempt.run),
-                        env=environ,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        preexec_fn=dies_with(os.getpid(), signal.SIGKILL, release),
-                    )
-                )
-        _wait(procs, attempt)
+            argv = worker_argv(plan, env, attempt.run)
+            # Python drops an exception that a signal handler raises inside a fork.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, signal.SIGHUP})
+            try:
+                with attempt.rank_log(rank).open("ab") as log:
+                    procs.append(start_child(argv, environ=environ, output=log, keeps_mask=False))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # As soon as one has failed, since the others would wait for it.
+        if (failed := first_failed(procs)) is not None:
+            raise _failure(attempt, failed, procs[failed].poll() or 0)
     finally:
         for process in procs:
             if process.poll() is None:
-                process.kill()
+                kill_group(process)
                 process.wait()
 
 
@@ -162,20 +162,6 @@ def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
-    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait."""
-    waiting = dict(enumerate(procs))
-    while waiting:
-        for rank, process in list(waiting.items()):
-            try:
-                code = process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            del waiting[rank]
-            if code:
-                raise _failure(attempt, rank, code)
-
-
 def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
     """The error of a rank that failed, as it has recorded it, else the last line of its log."""
     hint = "`--keep` keeps its folder, with the logs of all ranks"
@@ -186,9 +172,3 @@ def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
         lines = attempt.rank_log(rank).read_text(errors="replace").strip().splitlines()
         message = lines[-1] if lines else describe_exit(code if code > 0 else 128 - code)
     return TrainkitError(f"rank {rank} of the replay failed: {message}", hint=hint)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

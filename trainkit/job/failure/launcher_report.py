@@ -69,18 +69,17 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     if not roots:
         return None
     # Of the ranks that ended since it last looked, torchrun calls the one with the lowest number the first.
-    killed = (item for item in exits if item.killed_outside_launcher and _is_at_once(roots[0], item))
-    first = next(killed, roots[0])
+    first = roots[0]
+    for item in exits:
+        later_s = seconds_between(roots[0].time, parse_time(item.time))
+        if item.killed_outside_launcher and later_s is not None and abs(later_s) < AT_ONCE_S:
+            first = item
+            break
     return None if first.code == -signal.SIGTERM else first
 
 
 def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position)
-
-
-def _is_at_once(first: RankExit, second: RankExit) -> bool:
-    later_s = seconds_between(first.time, parse_time(second.time))
-    return later_s is not None and abs(later_s) < AT_ONCE_S
 
 
 class LaunchedRanks:

@@ -80,11 +80,6 @@ LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 16_384
 
 
-def log_tail(path: Path) -> list[str]:
-    """The last lines of a log; empty if it does not exist."""
-    return _last_lines(path)[-LOG_TAIL_LINES:]
-
-
 def _last_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as stream:
@@ -127,7 +122,7 @@ def record_silent_death(
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     """Write the failure record of a worker of this host, with the end of its log."""
     record = replace(failure, host=own_host(), time=utc_now()).to_dict()
-    log = log_tail(attempt.rank_log(worker))
+    log = _last_lines(attempt.rank_log(worker))[-LOG_TAIL_LINES:]
     write_json(attempt.rank_error(worker), {**record, "traceback": None, "log_tail": log})
 
 
@@ -179,15 +174,17 @@ def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
 def first_exit_code(attempt: AttemptDir) -> int | None:
     """The exit code of the first failing rank; None when no rank left a record."""
     first = _first_record(attempt)
-    if first is None:
-        return None
-    return first.exit_code or EXIT_FAILED
+    return None if first is None else first.exit_code or EXIT_FAILED
 
 
 def _first_record(attempt: AttemptDir) -> RankFailure | None:
     records = rank_failures(attempt)
-    killed = (item for item in records if item.was_signalled and _later_s(records[0], item) < PEER_EXIT_S / 2)
-    return next(killed, records[0] if records else None)
+    for item in records:
+        # An unknown time counts as that of the first.
+        later_s = seconds_between(records[0].time, parse_time(item.time)) or 0.0
+        if item.was_signalled and later_s < PEER_EXIT_S / 2:
+            return item
+    return records[0] if records else None
 
 
 def rank_failures(attempt: AttemptDir) -> list[RankFailure]:
@@ -202,11 +199,6 @@ def rank_failures(attempt: AttemptDir) -> list[RankFailure]:
         if isinstance(record, dict):
             records.append(read_record(RankFailure, record))
     return sorted(records, key=lambda record: record.time or "~")
-
-
-def _later_s(first: RankFailure, second: RankFailure) -> float:
-    """Seconds by which the second record is later than the first; 0 when a time is unknown."""
-    return seconds_between(first.time, parse_time(second.time)) or 0.0
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
@@ -267,20 +259,17 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
     """The failure of an agent that was killed before any rank failed: its ranks left no record."""
     node_rank = outcome.killed_node
-    if node_rank is None or _has_record(attempt, plan, node_rank):
+    if node_rank is None:
         return None
+    first = plan.first_rank_of(node_rank)
+    if any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank))):
+        return None  # its agent was still alive
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
     if ran_out_of_memory(attempt):
         oom = _out_of_memory(signal_exit_code(signal.SIGKILL))
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
-
-
-def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
-    """Whether any rank of a node left a failure record, which means that its agent was still alive."""
-    first = plan.first_rank_of(node_rank)
-    return any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank)))
 
 
 def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:

@@ -98,19 +98,14 @@ class Request:
             self.file.parent.rmdir()
 
 
-def requests_dir(attempt: AttemptDir) -> Path:
-    """The folder of the requests; it exists only while there are some."""
-    return attempt.stacks_dir / "requests"
-
-
 def find_requests(attempt: AttemptDir) -> list[Request]:
     """The open requests of an attempt."""
-    return [Request(path) for path in sorted(requests_dir(attempt).glob("*.json"))]
+    return [Request(path) for path in sorted(attempt.stacks_dir.glob("requests/*.json"))]
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
     """Request the stacks of one rank, or of all if None. Raises OSError when the folder cannot be written."""
-    request = Request(requests_dir(attempt) / f"{uuid.uuid4().hex[:12]}.json")
+    request = Request(attempt.stacks_dir / "requests" / f"{uuid.uuid4().hex[:12]}.json")
     request.replies_dir.mkdir(parents=True)
     write_json(request.file, {"rank": rank, "time": utc_now()})
     return request
@@ -317,8 +312,8 @@ def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
     These are the one that it waits for, and those that are held: what one rank holds can be what another one
     waits for.
     """
-    environ = _environ(pid)
-    folder = next((Path(environ[name], below) for name, below in EXTENSIONS if name in environ), None)
+    environ = processes.environ_of(pid)
+    folder = next((Path(environ[name], below) for name, below in EXTENSIONS if environ.get(name)), None)
     found = []
     for path in () if folder is None else (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
         with contextlib.suppress(OSError):  # released meanwhile
@@ -333,15 +328,6 @@ def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
             # Of several, an older one may be the one.
             locks.append(LockFile(str(path), time, is_awaited and len(found) == 1, holder))
     return locks
-
-
-def _environ(pid: int) -> dict[str, str]:
-    try:
-        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}  # it has ended
-    pairs = (os.fsdecode(line).partition("=") for line in lines)
-    return {name: value for name, _, value in pairs if value}
 
 
 def _holder(path: Path, other_than: int | None) -> str:

@@ -36,7 +36,6 @@ from trainkit.job.node.rendezvous import (
     Rendezvous,
     StopSignalReceived,
     await_plan,
-    has_rendezvous,
     local_rendezvous,
     record_notice,
     recorded_notices,
@@ -64,7 +63,7 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import write_json
 from trainkit.run.process import own_host
-from trainkit.run.record import read_job
+from trainkit.run.record import read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir, RunDir
 
 POLL_S = 2.0
@@ -377,7 +376,8 @@ def superseding_attempt(attempt: AttemptDir) -> int | None:
     # the agent of that attempt on this node would wait for as long.
     newest = run.latest_number() or 0
     later = range(newest, attempt.number, -1)
-    return next((number for number in later if has_rendezvous(run.attempt(number))), None)
+    # Its first task has published its port, so that its ranks start.
+    return next((number for number in later if read_rendezvous(run.attempt(number)).port), None)
 
 
 if __name__ == "__main__":

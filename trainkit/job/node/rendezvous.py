@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import random
 import secrets
 import signal
 import socket
@@ -22,7 +22,7 @@ from trainkit.run.files import (
     wait_for_json,
     write_json_in_place,
 )
-from trainkit.run.record import RendezvousRecord, read_rendezvous
+from trainkit.run.record import RendezvousRecord
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.hosts import node_addr
 
@@ -56,11 +56,7 @@ def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> li
     Empty if the ephemeral range covers all ports.
     """
     pool = port_pool(ephemeral)
-    if not pool:
-        return []
-    digest = hashlib.sha256(f"{job_id}/{attempt}".encode()).digest()
-    start = int.from_bytes(digest[:8], "big")
-    return [pool[(start + 101 * index) % len(pool)] for index in range(NUM_CANDIDATES)]
+    return random.Random(f"{job_id}/{attempt}").sample(pool, min(NUM_CANDIDATES, len(pool)))
 
 
 def is_free(port: int) -> bool:
@@ -338,14 +334,13 @@ def await_port(
 
     Raises TrainkitError after the timeout and, in a step without a supervisor, when another task has failed.
     """
-    pause = _pause if is_supervised else PauseUntilFailure(attempt)
-
-    def is_from_this_step(record: dict[str, object]) -> bool:
-        return record.get("step") == task.key
-
     try:
         record = wait_for_json(
-            attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=pause, creates=True
+            attempt.rendezvous_file,
+            timeout_s,
+            accept=lambda record: bool(record["step"] == task.key),  # not from an earlier start
+            pause=_pause if is_supervised else PauseUntilFailure(attempt),
+            creates=True,
         )
     except TimeoutError:
         raise TrainkitError(
@@ -354,8 +349,3 @@ def await_port(
             hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
         ) from None
     return read_record(RendezvousRecord, record)
-
-
-def has_rendezvous(attempt: AttemptDir) -> bool:
-    """Whether the first task of an attempt has published its port, so that its ranks start."""
-    return read_rendezvous(attempt).port is not None

@@ -1,4 +1,4 @@
-"""The Slurm step of this process: its task, from the variables that srun sets, and whom Slurm signals.
+"""The step of a Slurm job: its argv, the task of this process, and whom Slurm signals.
 
 The batch shell has SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID tells them apart.
 Before Slurm 26.05 it has none; since then the shells of a job have the numbers of their special steps.
@@ -11,13 +11,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from trainkit.errors import UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.job import processes
 from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.plan.launch import LaunchPlan
 from trainkit.slurm.hosts import expand_hosts, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
@@ -154,6 +155,33 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not text.removeprefix("-").isdigit():
         raise UsageError(f"{name}={text!r} is not a whole number")
     return int(text)
+
+
+def step_argv(
+    step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
+) -> list[str]:
+    """The argv that starts the ranks on the first of these hosts, derived from the step in the batch script.
+
+    Without spare nodes the step uses all hosts of the job, and its argv is unchanged. Set `overlap` when
+    Slurm may still count an earlier step as running, which then occupies the job's memory: a step on an
+    unreachable host cannot be ended.
+    Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
+    """
+    if len(hosts) < plan.num_nodes:
+        good = f"{len(hosts)} of the job's are good: {','.join(hosts) or 'none'}"
+        raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
+    options = ["--overlap", "--mem=0"] if overlap else []
+    if plan.spare_nodes:
+        options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
+    if not options:
+        return list(step)
+    srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
+    if srun is None:
+        raise TrainkitError(
+            f"the step of the script has no srun: {' '.join(step)}",
+            hint="a step can only be restarted, or moved to other hosts, when srun starts it",
+        )
+    return [*step[: srun + 1], *options, *step[srun + 1 :]]
 
 
 PATIENCE_S = 0.5
