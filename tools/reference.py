@@ -150,7 +150,7 @@ def _key(name: str, field: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    """The text in lines: code and links are not broken, and no line begins with a sign that Markdown reads."""
+    """The text in lines: code and links stay whole, and no line begins with a sign that Markdown reads."""
     words = re.findall(r"(?:[-+*>#<] )?(?:`[^`]*`|<a [^>]*>|\[[^]]*\]\([^)]*\)|\S)+", text)
     lines = textwrap.wrap(
         " ".join(word.replace(" ", "\0") for word in words),
