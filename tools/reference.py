@@ -150,8 +150,8 @@ def _key(name: str, field: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    """The text in lines; no line is broken within code, and none begins as another item of a list would."""
-    words = re.findall(r"(?:`[^`]*`|<a [^>]*>|\[[^]]*\]\([^)]*\)|\S)+", text)
+    """The text in lines: code and links stay whole, and no line begins with a sign that Markdown reads."""
+    words = re.findall(r"(?:[-+*>#<] )?(?:`[^`]*`|<a [^>]*>|\[[^]]*\]\([^)]*\)|\S)+", text)
     lines = textwrap.wrap(
         " ".join(word.replace(" ", "\0") for word in words),
         WIDTH,

@@ -204,7 +204,7 @@ class RequeueConfig(Section):
     hang_min_s: Positive = Field(default=300.0, description="Seconds before which no step counts as hanging.")
     inspect_s: Positive | None = Field(
         default=600.0,
-        description="Seconds without output of any rank after which a COMMAND is looked at, and reported if"
+        description="Seconds without output of any rank after which a COMMAND is inspected, and reported if"
         " it has not printed anything yet or waits for a lock file; null disables this.",
     )
     silence_s: Positive | None = Field(
@@ -213,8 +213,8 @@ class RequeueConfig(Section):
     )
     slow_hosts: Literal["ignore", "exclude", "restart"] = Field(
         default="ignore",
-        description="What happens to the hosts of ranks that hold the others up, on Slurm; exclude: continue"
-        " without them after the next interruption; restart: also save and restart without such a host.",
+        description="What happens to the hosts of slow ranks, on Slurm; exclude: continue without them after"
+        " the next interruption; restart: also save and restart without such a host.",
     )
     slow_after_s: Positive = Field(
         default=300.0,
@@ -240,7 +240,7 @@ class NotifyConfig(Section):
     on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = list_field(
         ("finished", "failed", "requeued", "stalled"),
         "Events to report; failed: the run ended without finishing; requeued: it restarts; stalled: no"
-        " progress, no output, or no checkpoints; slow: a rank holds the others up.",
+        " progress, no output, or no checkpoints; slow: a rank slows down the others.",
     )
     webhook: str | None = Field(
         default=WEBHOOK_VARIABLE,
