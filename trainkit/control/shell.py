@@ -61,7 +61,7 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
     """
     interpreter, problems = find_interpreter(config.launch, cwd)
     if problems:
-        raise ConfigError([Problem(key, message, hint) for key, message, hint in problems])
+        raise ConfigError([Problem(key, message, hint=hint) for key, message, hint in problems])
     launch = config.launch.model_copy(update={"container": None})
     environment = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
