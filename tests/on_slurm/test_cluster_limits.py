@@ -234,8 +234,10 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     profile = profile_of(login)
     assert done.stdout.splitlines() == [str(profile), "first-run.yaml"]
-    assert "low (default)  4      4 h100         1-00:00:00" in done.stderr
-    assert "accounts: research (default)" in done.stderr
+    assert f"{login.cluster.name}, Slurm " in done.stderr
+    text = profile.read_text()
+    assert "  low:\n    default: true\n" in text
+    assert "  research: {default: true" in text
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
     assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr
 
