@@ -81,7 +81,7 @@ class Gatherer:
             return make_target(loaded)
 
         def look() -> None:
-            with suppress(TrainkitError, OSError):  # raised again when it is needed
+            with suppress(Exception):  # raised again when it is needed
                 self._environment_of(loaded.config, True, workload)
                 if not workload.is_command:
                     self._data_of(loaded.config)
