@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.init_files import describe_cluster, first_partition, first_run_text
+from trainkit.cluster.init_files import first_partition, first_run_text
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
@@ -103,9 +103,3 @@ def test_partition(partitions: tuple[Partition, ...], name: str | None) -> None:
     )
     found = first_partition(cluster)
     assert (None if found is None else found.name) == name
-
-
-def test_the_default_account_is_listed_first() -> None:
-    """Slurm 24.11 lists the account of the whole cluster before it."""
-    cluster = Cluster("one", accounts=(Account("root"), Account("research", is_default=True)))
-    assert "  accounts: research (default) and root\n" in describe_cluster(cluster)

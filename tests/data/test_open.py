@@ -81,7 +81,7 @@ def test_validation_is_optional(data_config, tmp_path):
     assert has_validation(data_config(source=str(tmp_path / "a.txt")))
     without = data_config(source=str(tmp_path / "a.txt"), val_fraction=0.0)
     assert not has_validation(without)
-    with pytest.raises(UsageError, match=r"val split of .* is empty"):
+    with pytest.raises(UsageError, match=r"val split of .* has 0 tokens"):
         open_dataset(without, 16, "val")
 
 

@@ -114,7 +114,7 @@ def test_split_shorter_than_a_sample(tmp_path):
         TokenShards(folder, "train", 10)
     assert "data.seq_len to at most 9" in caught.value.hint
     assert TokenShards(folder, "train", 9).num_samples == 1
-    with pytest.raises(UsageError, match=r"val split .* is empty") as caught:
+    with pytest.raises(UsageError, match=r"val split .* has 0 tokens") as caught:
         TokenShards(folder, "val", 8)
     assert "data.val_fraction" in caught.value.hint
 

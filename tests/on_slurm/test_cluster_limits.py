@@ -83,7 +83,7 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
         ),
         (
             ("--qos", "short", "--time", "20"),
-            "--time 20: resources.time: is 20, but QOS short allows at most 00:10:00",
+            "--time 20: resources.time: is 00:20:00, but QOS short allows at most 00:10:00",
             "--time 00:10:00 fits",
         ),
         (
@@ -174,7 +174,7 @@ def test_when_it_would_start(knowing: Login) -> None:
     assert [line.split("  ")[0] for line in table] == ["partition", "low (requested)", "high", "debug"]
     assert re.search(r"  in (1h|59m|58m).* \(\d{4}-", table[1])
     assert "no " in table[3]
-    assert "resources.time: is 20, but partition debug allows at most 00:05:00" in table[3]
+    assert "resources.time: is 00:20:00, but partition debug allows at most 00:05:00" in table[3]
     args = ["--set", "device=cpu", "--time", "5", "--json"]
     value = json.loads(knowing.trainkit("check", QUICKSTART, *args).stdout)
     assert [(item["partition"], item["is_asked"]) for item in value["wait"]] == [
@@ -234,8 +234,10 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     profile = profile_of(login)
     assert done.stdout.splitlines() == [str(profile), "first-run.yaml"]
-    assert "low (default)  4      4 h100         1-00:00:00" in done.stderr
-    assert "accounts: research (default)" in done.stderr
+    assert f"{login.cluster.name}, Slurm " in done.stderr
+    text = profile.read_text()
+    assert "  low:\n    default: true\n" in text
+    assert "  research: {default: true" in text
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
     assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr
 
@@ -293,7 +295,7 @@ def test_without_accounting(
     login = Login(cluster_without_accounting, tmp_path)
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
-    assert "accounts: not checked" in done.stderr
+    assert "# Accounts are not checked: " in profile_of(login).read_text()
     args = ["--account", "any", "--qos", "any", "--no-estimate"]
     assert login.trainkit("check", "first-run.yaml", *args, env=cuda).returncode == 0
     assert problems(login, "--partition", "hgih")

@@ -14,7 +14,7 @@ from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
-from trainkit.plan.launcher_files import Job, LauncherInput, keys_set_by_user, launcher_input
+from trainkit.plan.launcher_files import Job, LauncherInput, launcher_input
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
 
@@ -49,12 +49,12 @@ def test_values_of_a_shipped_config_are_not_the_users() -> None:
     job = Job(load_config("quickstart", layers=False), 8, 2, 4, "cuda")
     assert launcher_input(job, ("train.py",), "accelerate") == LauncherInput()
     assert launcher_input(job, ("train.py",), "megatron") == LauncherInput()
-    assert keys_set_by_user(job.loaded) == ()
+    assert job.typed == ()
 
 
 def test_keys_set_by_user(tmp_path: Path) -> None:
     config = loaded(tmp_path, "train: {steps: 5}\nlaunch: {env: {A: b}}\nparallel: {zero: 2}")
-    assert keys_set_by_user(config) == ("parallel.zero", "train.steps")
+    assert Job(config, 1, 1, 1, "cpu").typed == ("parallel.zero", "train.steps")
 
 
 def test_deepspeed_gets_a_file_only_where_the_command_asks(tmp_path: Path) -> None:

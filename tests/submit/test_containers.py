@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,8 @@ def test_pyxis() -> None:
     )
 
 
-def problems(folders: tuple[str, ...] = ("/r",), **launch) -> list[tuple[str, str]]:
-    return [(key, message) for key, message, _ in container_problems(LaunchConfig(**launch), folders)]
+def problems(cwd: str = "/nowhere", **launch: Any) -> list[tuple[str, str]]:
+    return [(key, message) for key, message, _ in container_problems(LaunchConfig(**launch), cwd)]
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
@@ -91,9 +92,9 @@ def test_what_is_wrong(tmp_path: Path) -> None:
     assert problems(container="image") == [(key, "is 'image', which apptainer and pyxis can both run")]
     gone = f"{tmp_path}/gone.sif"
     assert problems(container=gone) == [(key, f"is {gone!r}, but {gone} does not exist")]
-    [(_, message, _)] = container_problems(LaunchConfig(container="gone.sif"), ["/r"], cwd="/nowhere")
+    [(_, message)] = problems(container="gone.sif")
     assert message == "is 'gone.sif', but /nowhere/gone.sif does not exist"
-    [(where, message)] = problems(("/r", "/a,b"), container="docker://x")
+    [(where, message)] = problems("/a,b", container="docker://x")
     assert (where, message) == (key, "needs '/a,b' mounted, but a mount cannot contain any of ,:\"")
     for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b"):
         assert problems(container="docker://x", container_mounts=[mount]) == [

@@ -27,13 +27,13 @@ BARE = {"PATH": "/nowhere"}
 
 def find(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> Interpreter:
     """The interpreter of a config with which nothing is wrong."""
-    found, problems = find_interpreter(LaunchConfig(**launch), SUBMITTING, environ or BARE, cwd)
+    found, problems = find_interpreter(LaunchConfig(**launch), cwd, environ or BARE)
     assert problems == []
     return found
 
 
 def wrong(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> list[tuple[str, str, str]]:
-    return find_interpreter(LaunchConfig(**launch), SUBMITTING, environ or BARE, cwd)[1]
+    return find_interpreter(LaunchConfig(**launch), cwd, environ or BARE)[1]
 
 
 def make_python(folder: Path, version: str = "3.10") -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import yaml
@@ -24,30 +23,15 @@ from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
 from trainkit.folders import FIRST_RUN, ensure_folder, shipped_templates
-from trainkit.formats import memory_text, table, time_text, version_text
+from trainkit.formats import memory_text, time_text, version_text
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """A summary of a cluster as text."""
-    rows = [("partition", "nodes", "GPUs per node", "time limit")]
-    for item in cluster.partitions:
-        if not item.is_hidden:
-            name = item.name + (" (default)" if item.is_default else "") + ("" if item.is_up else " (not up)")
-            limit = "no limit" if item.max_time_s is None else time_text(item.max_time_s)
-            gpus = {f"{count} {kind}".rstrip() for node in item.nodes for kind, count in node.gpus.items()}
-            rows.append((name, str(item.num_nodes), ", ".join(sorted(gpus)) or "none", limit))
-    known = sorted(cluster.accounts or (), key=lambda item: not item.is_default)
-    accounts = [item.name + (" (default)" if item.is_default else "") for item in known]
-    return "\n".join(
-        (
-            f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}",
-            indent(table(rows), "  "),
-            f"  accounts: {listed(accounts) or 'not checked'}",
-            f"  QOS: {listed(item.name for item in cluster.qos or ()) or 'not checked'}",
-            f"  containers: {listed(cluster.containers) or 'none found'}",
-            f"  modules: {'yes' if cluster.has_modules else 'none found'}",
-        )
-    )
+    """A cluster in one line; the profile says the rest."""
+    names = [
+        f"{item.name}{' (default)' * item.is_default}" for item in cluster.partitions if not item.is_hidden
+    ]
+    return f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}, with the partitions {listed(names)}"
 
 
 def differences(profile: Cluster, found: Cluster) -> list[str]:

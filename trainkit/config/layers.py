@@ -154,13 +154,16 @@ class Layers:
             parts = name.removeprefix(ENV_PREFIX).split("__")
             # Parts after section and key name entries of a free mapping (launch.env), which keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
-            try:
-                value = parse_value(text, path)
-            except ValueError as error:
-                self.problem("", str(error), name)
-                continue
-            result = merge(result, entry_at(path, value, name, text))
+            result = self._with_typed(result, path, text, name)
         return result
+
+    def _with_typed(self, below: Entry, path: tuple[str, ...], text: str, origin: str) -> Entry:
+        """A layer with one more value, as it was typed."""
+        try:
+            return merge(below, entry_at(path, parse_value(text, path), origin, text.strip()))
+        except ValueError as error:
+            self.problem(".".join(path), str(error), origin)
+            return below
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
         """The layer of ``--set a.b=c`` and of named options; the last ``--set`` of a key wins."""
@@ -174,12 +177,7 @@ class Layers:
                     "", "must have the form section.key=value", origin, "for example --set train.steps=100"
                 )
                 continue
-            try:
-                value = parse_value(raw, path)
-            except ValueError as error:
-                self.problem(".".join(path), str(error), origin)
-                continue
-            result = merge(result, entry_at(path, value, origin, raw.strip()))
+            result = self._with_typed(result, path, raw, origin)
         for key, (origin, value) in named.items():
             path = tuple(key.split("."))
             other = result.find(path)

@@ -141,19 +141,15 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
         "model.from_scratch": model.from_scratch,
         "model.quantize": model.quantize is not None,
         "model.architecture": config.uses_transformers,
+        "model.lora": model.lora is not None and not config.has_user_task,
     }
-    for key, is_used in needs_hf.items():
-        if is_used and model.hf is None:
-            yield loaded.problem(key, "is set, but model.hf is null", "set model.hf to the model's folder")
-        elif is_used and config.has_user_task:
+    for key in (key for key, is_used in needs_hf.items() if is_used):
+        if config.has_user_task:
             message = f"is set, but task is {config.task}, which builds its model itself"
             yield loaded.problem(key, message, f"remove {key}")
-    if config.has_user_task:
-        return
-    if model.lora is not None and model.hf is None:
-        hint = "set model.hf to the model's folder, or use a task of your own"
-        yield loaded.problem("model.lora", "is set, but model.hf is null", hint)
-    if model.hf is None:
+        elif model.hf is None:
+            yield loaded.problem(key, "is set, but model.hf is null", "set model.hf to the model's folder")
+    if config.has_user_task or model.hf is None:
         return
     if model.lora is not None and not config.uses_transformers:
         message = f"is set, but model.architecture is {model.architecture}"
@@ -163,7 +159,15 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
         yield loaded.problem("model.quantize", message, "quantised weights are frozen: set model.lora too")
     if model.lora is not None and model.from_scratch:
         yield loaded.problem("model.lora", "is set, but model.from_scratch is true", "remove one of them")
-    if model.dropout and config.uses_transformers:
+    if not config.uses_transformers:
+        return
+    if config.parallel.tp > 1 and model.lora is not None:
+        message = f"is {config.parallel.tp}, but model.lora is set, whose adapters cannot be split"
+        yield loaded.problem("parallel.tp", message, "remove parallel.tp; use dp_shard")
+    if isinstance(config.data.source, dict):
+        hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
+        yield loaded.problem("data.source", "is a mixture, but model.architecture is transformers", hint)
+    if model.dropout:
         message = f"is {model.dropout:g}, which models of transformers do not use"
         yield loaded.problem("model.dropout", message, f"set the dropout in config.json of {model.hf}")
 
@@ -256,7 +260,7 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
 
 
 def _stages(loaded: LoadedConfig) -> Iterator[Problem]:
-    """What only a `Model` of trainkit supports: degrees that cut it, and mixtures of data."""
+    """The degrees that only a `Model` of trainkit supports."""
     config = loaded.config
     if config.has_decoder:
         return
@@ -270,13 +274,6 @@ def _stages(loaded: LoadedConfig) -> Iterator[Problem]:
         if degree > 1:
             hint = "use parallel.dp_shard or tp; model.architecture llama, or FILE.py:CLASS, supports it"
             yield loaded.problem(f"parallel.{key}", f"is {degree}, but {why}", hint)
-    if config.uses_transformers and config.parallel.tp > 1 and config.model.lora is not None:
-        message = f"is {config.parallel.tp}, but model.lora is set, whose adapters cannot be split"
-        yield loaded.problem("parallel.tp", message, "remove parallel.tp; use dp_shard")
-    if config.uses_transformers and isinstance(config.data.source, dict):
-        message = "is a mixture, but model.architecture is transformers"
-        hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
-        yield loaded.problem("data.source", message, hint)
 
 
 def _document_mask(loaded: LoadedConfig) -> Iterator[Problem]:

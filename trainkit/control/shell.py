@@ -59,9 +59,9 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
     The shell runs outside of any container, like salloc and srun.
     """
-    interpreter, problems = find_interpreter(config.launch, sys.executable, os.environ, cwd)
+    interpreter, problems = find_interpreter(config.launch, cwd)
     if problems:
-        raise ConfigError([Problem(key, message, hint) for key, message, hint in problems])
+        raise ConfigError([Problem(key, message, hint=hint) for key, message, hint in problems])
     launch = config.launch.model_copy(update={"container": None})
     environment = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)

@@ -59,12 +59,15 @@ def run_jobs(
     TrainkitError if a worker was killed.
     """
     num_workers = min(workers, len(jobs))
+    results: dict[int, R] = {}
     if num_workers <= 1:
-        return [_run_here(function, job, number, on_done) for number, job in enumerate(jobs)]
+        for number, job in enumerate(jobs):
+            results[number] = function(job)
+            on_done(number)
+        return [*results.values()]
     lifeline, end = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_begin_worker, initargs=(lifeline,))
-    results: dict[int, R] = {}
     try:
         numbers = {pool.submit(function, job): number for number, job in enumerate(jobs)}
         for future in as_completed(numbers):
@@ -82,12 +85,6 @@ def run_jobs(
         end.close()
         lifeline.close()
     return [results[number] for number in range(len(jobs))]
-
-
-def _run_here(function: Callable[[J], R], job: J, number: int, on_done: Callable[[int], None]) -> R:
-    result = function(job)
-    on_done(number)
-    return result
 
 
 def _begin_worker(lifeline: Connection) -> None:
@@ -153,24 +150,19 @@ def prepare(
     """
     work = _Preparation(folder, spec, unit_bytes, workers, on_progress)
     try:
-        return _make_or_compare(work, folder)
+        if not is_dataset(folder):
+            _make_work_folder(folder)
+            lock, busy = folder / WORK_FOLDER / "lock", f"another process is preparing {folder}"
+            with exclusive(lock, busy, wait=False):
+                if not is_dataset(folder):
+                    return Prepared(folder, work.make(), was_there=False)
+        return Prepared(folder, work.compare(), was_there=True)
     except OSError as error:
         raise TrainkitError(
             f"cannot write to {folder}: {error.strerror or error}",
             hint="free space there, or make it writable, and run the same command again: "
             "it resumes where it stopped",
         ) from error
-
-
-def _make_or_compare(work: _Preparation, folder: Path) -> Prepared:
-    if not is_dataset(folder):
-        _make_work_folder(folder)
-        with exclusive(
-            folder / WORK_FOLDER / "lock", busy=f"another process is preparing {folder}", wait=False
-        ):
-            if not is_dataset(folder):
-                return Prepared(folder, work.make(), was_there=False)
-    return Prepared(folder, work.compare(), was_there=True)
 
 
 class _Preparation:

@@ -202,14 +202,13 @@ def open_dataset(
 
 
 def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> UsageError:
-    if num_tokens < 2:
-        hint = "add more text"
-        if split == "val":
-            hint = "raise data.val_fraction or name a data.val_source"
-        return UsageError(f"the {split} split of {folder} is empty ({num_tokens} tokens)", hint=hint)
-    hint = f"set data.seq_len to at most {num_tokens - 1}, or add more text"
-    if split == "val":
-        hint += " (a larger data.val_fraction, or a data.val_source)"
+    hint = (
+        f"set data.seq_len to at most {num_tokens - 1}, or add more text"
+        if num_tokens > 1
+        else "add more text"
+    )
+    if split == VAL:
+        hint += "; raise data.val_fraction, or name a data.val_source"
     return UsageError(
         f"the {split} split of {folder} has {num_tokens:,} tokens, "
         f"fewer than one sample of data.seq_len {seq_len} + 1",

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
@@ -37,11 +38,17 @@ class Job:
     workers_per_node: int
     device: str
 
+    @cached_property
+    def typed(self) -> tuple[str, ...]:
+        """The keys that may reach a launcher and that the user set, sorted."""
+        known = sorted(self.loaded.origins)
+        return tuple(
+            key for key in known if key.partition(".")[0] in SECTIONS and self.loaded.set_by_user(key)
+        )
+
     def has(self, *keys: str) -> bool:
         """Whether the user set one of these keys or a key of these sections."""
-        return any(
-            self.loaded.set_by_user(key) for key in self.loaded.origins for name in keys if _is_in(key, name)
-        )
+        return any(key == name or key.startswith(f"{name}.") for key in self.typed for name in keys)
 
     def batch(self, layout: Layout) -> Batch | None:
         """The batch of one step; None unless the user set one of its sizes."""
@@ -75,29 +82,14 @@ class LauncherInput:
     """Placeholder in the command -> its value."""
 
 
-def keys_set_by_user(loaded: LoadedConfig) -> tuple[str, ...]:
-    """The keys that may reach a launcher and that the user set, sorted."""
-    return tuple(
-        sorted(
-            key
-            for key in loaded.origins
-            if loaded.set_by_user(key) and any(_is_in(key, section) for section in SECTIONS)
-        )
-    )
-
-
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
     """What a launcher's tool gets for a command.
 
     Raises ConfigError for values that the tool has no counterpart for.
     """
-    make = {
-        "accelerate": _accelerate,
-        "deepspeed": _deepspeed,
-        "lightning": _lightning,
-        "megatron": _megatron,
-    }.get(launcher)
-    return LauncherInput() if make is None else make(job, command)
+    tools = {"accelerate": _accelerate, "deepspeed": _deepspeed, "lightning": _lightning}
+    tools["megatron"] = _megatron
+    return tools[launcher](job, command) if launcher in tools else LauncherInput()
 
 
 def describe_input(given: LauncherInput, launcher: str) -> str | None:
@@ -106,10 +98,6 @@ def describe_input(given: LauncherInput, launcher: str) -> str | None:
     parts += [f"{name}={value}" for name, value in given.env.items()]
     parts += [f"{{{name}}} is {value}" for name, value in given.values.items() if value]
     return f"{launcher} gets {', '.join(parts)}" if parts else None
-
-
-def _is_in(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
 
 
 def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: Sequence[str] = ()) -> None:
@@ -329,7 +317,10 @@ def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
     # A microbatch of a pipeline: what trainkit divides a device batch into.
     micro = batch and batch.device_batch_size // (batch.pp_microbatches or 1)
     whole = batch and batch.global_batch_size if train.global_batch_size is not None else None
-    is_fp16, is_wsd, recomputes = precision.dtype == "fp16", schedule.name == "wsd", recompute == "full"
+    is_wsd, recomputes, lr = schedule.name == "wsd", recompute == "full", job.lr(layout)
+    is_fp16 = precision.dtype == "fp16"
+    scale = precision.init_loss_scale if is_fp16 else None
+    window = precision.loss_scale_growth_interval if is_fp16 else None
     return job.only_set(
         ("parallel.tp", "--tensor-model-parallel-size", layout.tp),
         ("parallel.pp", "--pipeline-model-parallel-size", layout.pp),
@@ -348,24 +339,16 @@ def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
         ("train.log_every", "--log-interval", train.log_every),
         ("train.eval_every", "--eval-interval", train.eval_every),
         ("train.grad_clip", "--clip-grad", train.grad_clip or 0.0),
-        ("optimizer.lr", "--lr", job.lr(layout)),
+        ("optimizer.lr", "--lr", lr),
         ("optimizer.weight_decay", "--weight-decay", optimizer.weight_decay),
         ("optimizer.betas", "--adam-beta1", optimizer.betas[0]),
         ("optimizer.betas", "--adam-beta2", optimizer.betas[1]),
         ("optimizer.eps", "--adam-eps", optimizer.eps),
-        ("precision.init_loss_scale", "--initial-loss-scale", precision.init_loss_scale if is_fp16 else None),
-        (
-            "precision.loss_scale_growth_interval",
-            "--loss-scale-window",
-            precision.loss_scale_growth_interval if is_fp16 else None,
-        ),
+        ("precision.init_loss_scale", "--initial-loss-scale", scale),
+        ("precision.loss_scale_growth_interval", "--loss-scale-window", window),
         ("schedule", "--lr-decay-style", schedule.name.upper() if is_wsd else schedule.name),
         ("schedule", "--lr-warmup-iters", schedule.warmup_steps),
-        (
-            "schedule",
-            "--min-lr",
-            None if schedule.name == "constant" else schedule.min_lr_ratio * job.lr(layout),
-        ),
+        ("schedule", "--min-lr", None if schedule.name == "constant" else schedule.min_lr_ratio * lr),
         ("schedule", "--lr-wsd-decay-style", "linear" if is_wsd else None),
         ("schedule", "--lr-wsd-decay-iters", schedule.decay_steps if is_wsd else None),
         *(_megatron_model(job) if job.has("model") else ()),
@@ -406,12 +389,9 @@ def _megatron_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "optimizer.lr", "is not set, but Megatron needs the learning rate with a schedule"
     if job.has("schedule") and config.schedule.name == "wsd" and config.schedule.decay_steps is None:
         yield "schedule.decay_steps", "is null, but Megatron has no default for it"
-    for key, value in (
-        ("parallel.offload", config.parallel.offload or None),
-        *(
-            (f"model.{key}", getattr(config.model, key))
-            for key in ("hf", "lora", "init_from", "rope_scaling")
-        ),
-    ):
+    values = {
+        f"model.{name}": getattr(config.model, name) for name in ("hf", "lora", "init_from", "rope_scaling")
+    }
+    for key, value in {"parallel.offload": config.parallel.offload or None, **values}.items():
         if value is not None and job.has(key):
             yield key, "is set, which --launcher megatron does not pass on"

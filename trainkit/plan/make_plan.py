@@ -19,7 +19,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import Gpu, gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
-from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, keys_set_by_user, launcher_input
+from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory import FLOAT32, memory_of, state_bytes
 from trainkit.plan.model_shape import num_params, resolve_model_shape, vocabulary_note
@@ -112,7 +112,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
     sizes = target.node_sizes
     num_nodes = config.resources.nodes if sizes is None else len(sizes)
     world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
-    given = LauncherInput()
+    given, typed = LauncherInput(), tuple[str, ...]()
     if not workload.is_command:
         layout = draft.layout(world_size)
         batch = draft.batch(layout)
@@ -122,7 +122,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
     else:
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
         job = Job(loaded, world_size, num_nodes, workers_per_node, device)
-        given = _launcher_input(draft, job, workload)
+        given, typed = _launcher_input(draft, job, workload), job.typed
         draft.reasons["end"] = (
             "exit code 0 is the end; after a notice only if the command has created $TRAINKIT_JOB_DONE_FILE"
         )
@@ -162,7 +162,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         health_every_s=config.logging.health_every_s,
         launcher_files=given.files,
         launcher_values=given.values,
-        launcher_keys=keys_set_by_user(loaded) if workload.is_command else (),
+        launcher_keys=typed,
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
         warnings=tuple(draft.warnings),

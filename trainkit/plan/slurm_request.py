@@ -42,6 +42,12 @@ SBATCH_KEYS = {
 }
 """sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
 
+_PASSED_ON = (
+    *("time", "partition", "account", "qos", "constraint", "exclude", "reservation"),
+    *("mem", "comment", "mail_user", "mail_type"),
+)
+"""Keys of `resources` whose values sbatch gets as they are."""
+
 RESERVED_SBATCH_OPTIONS = (
     "output",
     "error",
@@ -117,16 +123,9 @@ def make_request(
         kind = "" if resources.gpu_type is None else f"{resources.gpu_type}:"
         prefix = "gpu:" if gpu_option == "gres" else ""
         sbatch[gpu_option] = f"{prefix}{kind}{gpus_per_node}"
-    for option, key in SBATCH_KEYS.items():
-        section, _, name = key.partition(".")
-        if (
-            section == "resources"
-            and option not in sbatch
-            and name not in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu")
-        ):
-            value = getattr(resources, name)
-            if value is not None:
-                sbatch[option] = value
+    for name in _PASSED_ON:
+        if (value := getattr(resources, name)) is not None:
+            sbatch[name.replace("_", "-")] = value
     if config.notify.mail is not None:
         # Imported here because it is slow, and jobs only read their request.
         from trainkit.config.running import MAIL_TYPES

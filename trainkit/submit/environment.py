@@ -29,15 +29,12 @@ _CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")
 
 
 def find_interpreter(
-    launch: LaunchConfig, executable: str, environ: Mapping[str, str], cwd: Path
+    launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """The interpreter of a launch section, and its problems; folders are relative to `cwd`.
-
-    `executable` is the submitting interpreter: the default of the job.
-    """
+    """The interpreter of a launch section, by default this one, and its problems; folders are below `cwd`."""
     problems = list(_contradictions(launch))
     venv, conda, script = None, None, None
-    argv: tuple[str, ...] = (executable,)
+    argv: tuple[str, ...] = (sys.executable,)
     in_container = launch.container is not None
     if in_container:
         argv = ("python3",)
@@ -62,10 +59,10 @@ def find_interpreter(
         if not is_found and not launch.modules:
             message = f"is {launch.python!r}, which is not an executable program"
             problems.append(("launch.python", message, "give the path of an interpreter"))
-    options = ("-u",) if in_container else _options(argv[0], executable)
+    options = ("-u",) if in_container else _options(argv[0])
     found = Interpreter(
         argv=argv,
-        host_argv=(executable,) if in_container else argv,
+        host_argv=(sys.executable,) if in_container else argv,
         options=options,
         host_options=PYTHON_OPTIONS if in_container else options,
         venv=None if in_container else venv,
@@ -298,9 +295,9 @@ def _absolute(folder: str, cwd: Path) -> str:
     return os.path.normpath(cwd / Path(folder).expanduser())
 
 
-def _options(program: str, executable: str) -> tuple[str, ...]:
+def _options(program: str) -> tuple[str, ...]:
     """The options of an interpreter; its version is read from the name of the file that it links to."""
-    if program == executable:
+    if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))
     newer = match is not None and (int(match[1]), int(match[2])) >= (3, 11)
@@ -343,17 +340,15 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
     return os.path.normpath(Path(cwd, Path(image).expanduser()))
 
 
-def container_problems(
-    launch: LaunchConfig, folders: Sequence[str], available: Sequence[str] = (), cwd: str = "."
-) -> Iterator[KeyProblem]:
-    """Problems of the container settings; paths of images are relative to `cwd`."""
+def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:
+    """Problems of the container settings; images are relative to `cwd`, which is mounted."""
     image = launch.container
     if image is None:
         if launch.container_mounts:
             yield "launch.container_mounts", "is set while launch.container is null", "set launch.container"
         return
     program = container_program(launch, available)
-    key, path = "launch.container", absolute_image(image, program or "", str(Path(cwd).absolute()))
+    key, path = "launch.container", absolute_image(image, program or "", cwd)
     if image.startswith("-"):
         yield key, f"is {image!r}, which is an option, not an image", "give the path or URI of an image"
     elif program is None:
@@ -361,10 +356,9 @@ def container_problems(
         yield key, message, "set launch.container_runtime to apptainer or pyxis"
     elif path.startswith("/") and not Path(path).exists():
         yield key, f"is {image!r}, but {path} does not exist", "a URI needs its scheme: docker://…"
-    for folder in folders:
-        if any(char in _FORBIDDEN_IN_MOUNTS for char in folder):
-            message = f"needs {folder!r} mounted, but a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
-            yield "launch.container", message, "choose another folder, or use no container"
+    if any(char in _FORBIDDEN_IN_MOUNTS for char in cwd):
+        message = f"needs {cwd!r} mounted, but a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
+        yield "launch.container", message, "choose another folder, or use no container"
     for mount in launch.container_mounts:
         parts = mount.split(":")
         if "," in mount or '"' in mount or len(parts) > 3 or not all(parts) or not parts[0].startswith("/"):

@@ -66,7 +66,7 @@ class Gatherer:
         launch, cluster = loaded.config.launch, self._target.cluster
         if cluster is not None:
             cwd = str(Path.cwd())
-            found = container_problems(launch, [cwd], cluster.containers, cwd=cwd)
+            found = container_problems(launch, cwd, cluster.containers)
             environment = replace(environment, problems=(*environment.problems, *found))
         data: DataFacts | None = None
         missing: tuple[KeyProblem, ...] = ()
@@ -81,7 +81,7 @@ class Gatherer:
             return make_target(loaded)
 
         def look() -> None:
-            with suppress(TrainkitError, OSError):  # raised again when it is needed
+            with suppress(Exception):  # raised again when it is needed
                 self._environment_of(loaded.config, True, workload)
                 if not workload.is_command:
                     self._data_of(loaded.config)
@@ -249,7 +249,7 @@ def command_python(
     That is the one that the config or the command names, else that of the active environment, else this one.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
-        return find_interpreter(launch, sys.executable, environ, cwd)[0].argv
+        return find_interpreter(launch, cwd, environ)[0].argv
     if "/" in command[0] and PurePath(command[0]).name.startswith("python"):
         return (os.path.normpath(cwd / Path(command[0]).expanduser()),)
     active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
@@ -308,7 +308,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
     if not on_slurm and (launch.container is not None or key in (None, "conda")):
         key, launch = None, LaunchConfig(env=launch.env)
-    interpreter, found = find_interpreter(launch, sys.executable, os.environ, cwd)
+    interpreter, found = find_interpreter(launch, cwd)
     program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
     # On another host, PATH may lead to another program of this name.
     is_known = not found and "/" in program and launch.container is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import traceback
@@ -94,7 +93,7 @@ def _job_environment(
     run: RunDir, plan: LaunchPlan, config: RunConfig, cwd: Path, code: CodeCopy | None
 ) -> JobEnvironment:
     launch = config.launch
-    interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
+    interpreter, _ = find_interpreter(launch, cwd)
     if plan.workload.is_command and launch.container is None:
         # The environment of a command may lack trainkit, so its agent uses this interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}

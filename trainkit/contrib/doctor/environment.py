@@ -187,7 +187,7 @@ def with_interpreter(
     if not on_slurm:
         unused = {"container": None, "conda": None, "modules": (), "setup": ()}
         launch = launch.model_copy(update=unused)
-    found, problems = find_interpreter(launch, sys.executable, os.environ, cwd)
+    found, problems = find_interpreter(launch, cwd)
     checks = [Finding("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
     before = [f"launch.{name}" for name in ("modules", "setup") if getattr(launch, name)]
     named = [f"launch.{name}" for name in ("conda", "python") if getattr(launch, name) is not None]
