@@ -86,7 +86,10 @@ class ProfileWindow:
             self._write_memory()
             profile.export_chrome_trace(str(self._file))
             if self._num_steps:
-                self._write_summary(summary_of(profile.events(), self._num_steps, wall_s, cuda=self._cuda))
+                summary = summary_of(profile.events(), self._num_steps, wall_s, cuda=self._cuda)
+                write_json(self._file.with_suffix(".summary.json"), summary)
+                shares = [f"{kind} {share:.0%}" for kind, share in summary["share"].items() if share >= 0.005]
+                log.info(f"profiled steps took {summary['step_s']:.4f} s each: {', '.join(shares)}")
         except (OSError, RuntimeError) as error:
             log.error(f"cannot write the profile to {self._file} ({error})")
         else:
@@ -98,11 +101,6 @@ class ProfileWindow:
             dump_memory_history(str(file))
             record_memory_history(False)
             log.info(f"memory snapshot written to {file}; open it at pytorch.org/memory_viz")
-
-    def _write_summary(self, summary: JsonObject) -> None:
-        write_json(self._file.with_suffix(".summary.json"), summary)
-        shares = [f"{kind} {share:.0%}" for kind, share in summary["share"].items() if share >= 0.005]
-        log.info(f"profiled steps took {summary['step_s']:.4f} s each: {', '.join(shares)}")
 
 
 def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> JsonObject:
