@@ -358,7 +358,7 @@ def profile_steps(name: str, device: str, folder: Path) -> list[Row]:
             timed(step, device)
         with profile(activities=activities) as profiler:
             wall_s = sum(timed(step, device) for _ in range(num_steps))
-    found = summary_of(profiler.events(), num_steps, wall_s, cuda=device == "cuda").seconds_per_step
+    found = summary_of(profiler.events(), num_steps, wall_s, cuda=device == "cuda")["seconds_per_step"]
     return [{"kind": kind, "ms per step": round(1000 * seconds, 2)} for kind, seconds in found.items()]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,8 +43,6 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
     if lora is None:
         return
     require("peft", "model.lora", "peft")
-    import peft
-
     name = type(module).__name__
     settings = lora_config(lora)
     if settings.modules_to_save:
@@ -61,10 +58,7 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
             hint="build it without parameters_on_meta",
             exit_code=EXIT_NO_RESTART,
         )
-    with errors_of_lora(name):
-        check_targets(module, settings, name)
-        peft.inject_adapter_in_model(settings, module, ADAPTER)
-    reset_meta_adapters(module, settings)
+    apply_lora(module, settings, name, wraps=False)
 
 
 def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
@@ -84,15 +78,31 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
         raise TrainkitError(f"model.lora is {lora}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART) from error
 
 
-@contextmanager
-def errors_of_lora(model: str) -> Iterator[None]:
-    """Raise TrainkitError (exit code 78) if peft cannot add adapters to what `model` names."""
+def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
+    """Add adapters to a model, or with `wraps` return it in one of peft, which saves only them.
+
+    Adapters of weights on the meta device get memory and their initial values. Raises TrainkitError (exit
+    code 78) if peft cannot add them to the model, which the error calls `name`.
+    """
+    import peft
+
     try:
-        yield
+        check_targets(model, settings, name)
+        if wraps:
+            model = peft.get_peft_model(model, settings)
+        else:
+            peft.inject_adapter_in_model(settings, model, ADAPTER)
     except (TypeError, ValueError, re.error) as error:
         raise TrainkitError(
-            f"model.lora does not fit {model}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART
+            f"model.lora does not fit {name}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART
         ) from error
+    for layer in _adapted_layers(model):
+        parts = [getattr(layer, part) for part in layer.adapter_layer_names]
+        if any(param.is_meta for part in parts for param in part.parameters()):
+            for part in parts:
+                part.to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
+    return model
 
 
 def check_targets(module: nn.Module, settings: Any, model: str) -> None:
@@ -100,35 +110,24 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
         return  # peft knows the modules, or raises
-    names = [name for name, _ in module.named_modules()]
-    ends = {name.rpartition(".")[2] for name, part in module.named_modules() if _is_adaptable(part)}
-    for target in [targets] if isinstance(targets, str) else targets:
-        # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
-        if isinstance(targets, str):
-            is_known = any(re.fullmatch(target, name) for name in names)
-        else:
-            is_known = any(f".{name}".endswith(f".{target}") for name in names)
-        if not is_known:
+    # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
+    if isinstance(targets, str):
+        patterns = {targets: targets}
+    else:
+        patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in targets}
+    for target, pattern in patterns.items():
+        if not any(re.fullmatch(pattern, name) for name, _ in module.named_modules()):
+            # Those that have a matrix of their own.
+            found = {
+                name.rpartition(".")[2]
+                for name, part in module.named_modules()
+                if any(param.dim() > 1 for param in part.parameters(recurse=False))
+            }
             raise TrainkitError(
                 f"model.lora.target_modules has {target}, which matches no module of {model}",
-                hint=f"the modules with weights are called {', '.join(sorted(ends))}",
+                hint=f"the modules with weights are called {', '.join(sorted(found))}",
                 exit_code=EXIT_NO_RESTART,
             )
-
-
-def _is_adaptable(module: nn.Module) -> bool:
-    """Whether a module has a matrix of its own."""
-    return any(param.dim() > 1 for param in module.parameters(recurse=False))
-
-
-def reset_meta_adapters(model: nn.Module, settings: Any) -> None:
-    """Give adapters of weights on the meta device memory and their initial values."""
-    for layer in _adapted_layers(model):
-        parts = [getattr(layer, name) for name in layer.adapter_layer_names]
-        if any(param.is_meta for part in parts for param in part.parameters()):
-            for part in parts:
-                part.to_empty(device="cpu")
-            layer.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
 
 
 def has_adapters(model: nn.Module) -> bool:

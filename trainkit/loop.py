@@ -23,12 +23,13 @@ import gc
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.run.files import append_jsonl, utc_now
+from trainkit.run.files import utc_now
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.__main__ import record_failure
@@ -62,11 +63,13 @@ from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import (
     COLLECTIVE_TIMEOUT,
     World,
+    broadcast_from_main,
     join_world,
     make_world,
     record_event,
     select_device,
 )
+from trainkit.trainer.metrics import write_pending
 from trainkit.trainer.progress import Progress, RankInfo, RankStacks, Watchdog, watch_deadline
 from trainkit.trainer.stateless_random import stable_key
 
@@ -133,21 +136,12 @@ def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher
 
 def _own_attempt(run: RunDir, world: World) -> AttemptDir:
     """The next attempt of a run that trainkit did not start, created by rank 0."""
-    number = torch.zeros((), dtype=torch.int64)
+    number = 0
     if world.is_main:
         ensure_folder(run.path, parents=True)
-        number += (run.attempt_numbers() or [0])[-1] + 1
-        run.attempt(int(number)).create()
-    dist.broadcast(number, src=0, group=world.checkpoint_group)
-    return run.attempt(int(number))
-
-
-class Stateful(Protocol):
-    """What can be in a checkpoint."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
+        number = (run.attempt_numbers() or [0])[-1] + 1
+        run.attempt(number).create()
+    return run.attempt(broadcast_from_main(number, world))
 
 
 class Attached:
@@ -177,8 +171,10 @@ class Attached:
         self._attempt = attempt
         self._stop = stop
         self._progress = Progress()
-        self._tracked: dict[str, Stateful] = {}
+        self._tracked: dict[str, Any] = {}
         self._values: dict[str, float | Tensor] = {}
+        self._records: deque[dict[str, object]] = deque(maxlen=10_000)
+        """Those of metrics.jsonl that are not written yet."""
         self._control = _Control()
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
@@ -305,10 +301,8 @@ class Attached:
         means = dict(zip(names, (sums / self.world_size).tolist(), strict=True))
         record = {"step": step, "time": utc_now(), "attempt": self.attempt, **means}
         record["step_s"] = round(step_s, 6)
-        try:
-            append_jsonl(self._attempt.run.metrics_file, record)
-        except OSError as error:
-            log.error(f"cannot write metrics.jsonl ({error})")
+        self._records.append(record)
+        write_pending(self._attempt.run.metrics_file, self._records)
 
     def _save(self, step: int, reason: str, *, blocking: bool) -> None:
         if not self._tracked:
@@ -375,9 +369,7 @@ class Attached:
             record_event(self._attempt, "resumed", step=step)
         return step
 
-    def _wanted(
-        self, name: str, item: Stateful, saved: Mapping[str, TensorStorageMetadata]
-    ) -> dict[str, Tensor]:
+    def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """The tensors of an object to load, in place if they exist."""
         if not isinstance(item, nn.Module | Optimizer):
             # Its state may have grown since it was created.
@@ -407,14 +399,14 @@ class Attached:
             else:
                 encode(name, self._state_of(name, item), {})
 
-    def _state_of(self, name: str, item: Stateful) -> Any:
+    def _state_of(self, name: str, item: Any) -> Any:
         if isinstance(item, nn.Module):
             return get_model_state_dict(item)
         if isinstance(item, Optimizer):
             return get_optimizer_state_dict(self._model_of(name, item), item, options=FLAT)
         return item.state_dict()
 
-    def _load(self, item: Stateful, name: str, state: Any) -> None:
+    def _load(self, item: Any, name: str, state: Any) -> None:
         if isinstance(item, nn.Module):
             set_model_state_dict(item, state)
         elif isinstance(item, Optimizer):

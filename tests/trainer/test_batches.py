@@ -77,7 +77,7 @@ def assert_same(a: StepBatch, b: StepBatch) -> None:
 
 def union(position: int, dp_size: int, **changes: Any) -> dict[str, Tensor]:
     """A step's rows of all ranks, in the order of their positions: microbatch by microbatch, rank by rank."""
-    steps = [source(rank, dp_size, **changes).step_at(position) for rank in range(dp_size)]
+    steps = [source(rank, dp_size, **changes).steps_at(position, 1)[0] for rank in range(dp_size)]
     micros = [step.microbatches[index] for index in range(len(steps[0].microbatches)) for step in steps]
     return {
         name: torch.cat([getattr(m, name) for m in micros]) for name in ("tokens", "labels", "sample_keys")
@@ -116,7 +116,7 @@ def test_a_step_crosses_the_end_of_an_epoch() -> None:
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("left", [1, 2, 3, 15, 16])
 def test_the_end_of_the_data_is_padded_masked_and_counted(dp_size: int, left: int) -> None:
-    steps = [source(rank, dp_size, end_position=96 + left).step_at(96) for rank in range(dp_size)]
+    steps = [source(rank, dp_size, end_position=96 + left).steps_at(96, 1)[0] for rank in range(dp_size)]
     assert {step.num_samples for step in steps} == {left}
     assert sum(step.num_tokens for step in steps) == left * SEQ_LEN
     for step in steps:
@@ -145,14 +145,15 @@ def test_sample_keys_depend_on_seed_and_position_only() -> None:
 
 
 def test_sample_keys_are_promises() -> None:
-    assert source().step_at(0).microbatches[0].sample_keys.tolist() == [-1330467478, -1561825288]
-    assert source().step_at(2**40).microbatches[0].sample_keys.tolist() == [-1939650490, -363037967]
+    assert source().steps_at(0, 1)[0].microbatches[0].sample_keys.tolist() == [-1330467478, -1561825288]
+    assert source().steps_at(2**40, 1)[0].microbatches[0].sample_keys.tolist() == [-1939650490, -363037967]
 
 
 def test_sample_keys_rarely_meet() -> None:
     batch = Batch(1 << 16, 1, 1 << 16, (1 << 16) * SEQ_LEN)
     keys = [
-        source(batch=batch).step_at(p).microbatches[0].sample_keys for p in (0, 1 << 16, 1 << 31, 1 << 32)
+        source(batch=batch).steps_at(p, 1)[0].microbatches[0].sample_keys
+        for p in (0, 1 << 16, 1 << 31, 1 << 32)
     ]
     unique = torch.cat(keys).unique().numel()
     assert unique > (1 << 18) - 40, "2^18 keys of 32 bits: eight pairs are to be expected"
@@ -164,7 +165,7 @@ def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | N
     direct = source(1, 2, end_position=end_position)
     batches = PrefetchedBatches(direct, 16, num_workers)
     for number, batch in enumerate(islice(batches, 9)):
-        assert_same(batch, direct.step_at(min(16 + number * GLOBAL_BATCH, end_position or 10**9)))
+        assert_same(batch, direct.steps_at(min(16 + number * GLOBAL_BATCH, end_position or 10**9), 1)[0])
     batches.close()
 
 
@@ -222,7 +223,7 @@ def test_many_steps_at_once_are_the_steps_one_by_one(dp_size: int) -> None:
     together = reader.steps_at(GLOBAL_BATCH, 5)
     assert [step.num_samples for step in together] == [GLOBAL_BATCH] * 3 + [GLOBAL_BATCH - 3, 0]
     for number, step in enumerate(together):
-        alone = reader.step_at(GLOBAL_BATCH * (number + 1))
+        alone = reader.steps_at(GLOBAL_BATCH * (number + 1), 1)[0]
         assert (step.num_tokens, step.num_samples) == (alone.num_tokens, alone.num_samples)
         for micro, expected in zip(step.microbatches, alone.microbatches, strict=True):
             assert torch.equal(micro.tokens, expected.tokens)

@@ -79,8 +79,7 @@ def batches(
     return stream_batches(
         StreamData(stream, config_of()),
         collate,
-        Positions(Batch(1, 4 // dp, 4, 4), rank, dp, end=None),
-        start=start,
+        Positions(Batch(1, 4 // dp, 4, 4), rank, dp, start, end=None),
         saved=saved,
         takes_state=rank == 0,
         num_workers=0,

@@ -179,11 +179,7 @@ def build(
     Only the weights with `is_read` have no values yet.
     """
     if isinstance(task, UserTask):
-        module = build_module(task, config, plan, world)
-        read_quantized(module.model, task.read_weight, world.device)
-        weights, forward_backward = assemble_task(task, config, world, progress, module, local_gradient)
-        buffers = StateBuffers.of(module.model)
-        return BuiltModel([module], weights, forward_backward, None, buffers, task.read_weight)
+        return _build_task(task, config, plan, world, progress, local_gradient)
     model_parts = build_model_parts(task, config, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
@@ -201,7 +197,7 @@ def build_model_parts(task: CausalLM, config: RunConfig, plan: LaunchPlan, world
     layout = plan.layout
     if layout.pp == 1:
         return [_build_part(task, config, plan, world, None)]
-    from trainkit.trainer.parallel.pipeline import stage_specs  # see `_assemble_pipeline`
+    from trainkit.trainer.parallel.pipeline import stage_specs  # see `assemble`
 
     stages = stage_specs(world.place.pp, layout.pp, config.parallel.pp_schedule, task.shape.num_layers)
     return [_build_part(task, config, plan, world, stage) for stage in stages]
@@ -230,7 +226,22 @@ def assemble(
         positions=positions if layout.cp > 1 else None,
     )
     if layout.pp > 1:
-        return _assemble_pipeline(task, config, plan, world, progress, model_parts, context)
+        # Imported only if needed: it adds a quarter to the start-up time of the trainer.
+        from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
+
+        weights = weights_of(model_parts, is_read=task.reads_weights)
+        pipeline = PipelineForwardBackward(
+            model_parts,
+            world,
+            context,
+            progress,
+            parallel.pp_schedule,
+            plan.batch.pp_microbatches or parallel.pp_microbatches,
+            plan.batch.accumulation_steps,
+        )
+        tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
+        tied_weights = TiedWeights(tied, world)
+        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, task.read_weight)
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
@@ -246,34 +257,6 @@ def assemble(
     )
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
     return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)
-
-
-def _assemble_pipeline(
-    task: CausalLM,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    progress: Progress,
-    model_parts: list[Model],
-    context: ForwardContext,
-) -> BuiltModel:
-    # Imported only if needed: it adds a quarter to the start-up time of the trainer.
-    from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
-
-    parallel = config.parallel
-    weights = weights_of(model_parts, is_read=task.reads_weights)
-    forward_backward = PipelineForwardBackward(
-        model_parts,
-        world,
-        context,
-        progress,
-        parallel.pp_schedule,
-        plan.batch.pp_microbatches or parallel.pp_microbatches,
-        plan.batch.accumulation_steps,
-    )
-    tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
-    tied_weights = TiedWeights(tied, world)
-    return BuiltModel(model_parts, weights, forward_backward, tied_weights, None, task.read_weight)
 
 
 def _build_part(
@@ -376,16 +359,17 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
         raise refusal(config, message, hint)
 
 
-def assemble_task(
+def _build_task(
     task: UserTask,
     config: RunConfig,
+    plan: LaunchPlan,
     world: World,
     progress: Progress,
-    module: LossModule,
-    local_gradient: LocalGradient | None = None,
-) -> tuple[list[Weight], TaskForwardBackward]:
-    """The weights of a built model and its forward and backward passes."""
+    local_gradient: LocalGradient | None,
+) -> BuiltModel:
+    module = build_module(task, config, plan, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
+    read_quantized(model, task.read_weight, world.device)
     module.train()
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
@@ -394,12 +378,9 @@ def assemble_task(
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
-        options = task.task.parameter_options(name, param)
-        is_read = name in module.read_names
-        weights.append(
-            Weight(name, master, cast=cast_param, options=options, is_read=is_read, is_reread=is_reread)
-        )
+        options, is_read = task.task.parameter_options(name, param), name in module.read_names
+        weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
     offload = config.parallel.offload
     switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
-    forward_backward = TaskForwardBackward(module, switch, progress, config, world)
-    return weights, forward_backward
+    passes = TaskForwardBackward(module, switch, progress, config, world)
+    return BuiltModel([module], weights, passes, None, StateBuffers.of(model), task.read_weight)

@@ -105,10 +105,6 @@ class BatchSource:
     """Position after the last sample; None if only the number of steps ends the training."""
     pin_memory: bool = False
 
-    def step_at(self, position: int) -> StepBatch:
-        """The batch of the step whose first sample is at `position`."""
-        return self.steps_at(position, 1)[0]
-
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
         """The batches of consecutive steps, read together to amortise the overhead of each operation."""
         size = self.batch.global_batch_size

@@ -5,7 +5,7 @@ that is asked to stop during it either hangs or leaves the others hanging. At th
 the store and then polls one key, which decides for all: the last rank to arrive sets "go", a rank that was
 asked to stop sets "stop", rank 0 sets "missing" after the timeout, and the first value wins.
 
-Thousands of ranks ask one server, so they ask less and less often. The store's own wait would ask once, but
+Thousands of ranks ask one server, so they ask less often than a few. The store's own wait would ask once, but
 it cannot be interrupted by a stop signal.
 """
 
@@ -21,7 +21,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -280,10 +280,6 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 
 LOOPBACK = "127.0.0.1"
-POLL_S = 0.02
-"""The first pause between two questions; each is longer than the one before."""
-LONGER = 1.5
-LONGEST_POLL_S = 2.0
 BUSY_POLL_S = 10.0
 """Seconds between checks, after the timeout, whether missing ranks are still preparing data."""
 IDENTITY_TIMEOUT = timedelta(seconds=60)
@@ -315,7 +311,6 @@ def startup_barrier(
     store.set(_arrival(env.rank), _sealed(env, _arrival(env.rank), f"{socket.gethostname()} {gpu}"))
     if store.add("num_arrived", 1) >= env.world_size and not _missing_ranks(env, store):
         _decide(env, store, "go")
-    pauses = _pauses(env.world_size)
     while not store.check(["verdict"]):
         if stop:
             _decide(env, store, "stop")
@@ -327,7 +322,7 @@ def startup_barrier(
                 _decide(env, store, "missing")
             deadline = time.monotonic() + BUSY_POLL_S
         else:
-            time.sleep(next(pauses))
+            time.sleep(_pause_s(env.world_size))
     verdict = _read(env, store, "verdict")
     if verdict == "go":
         return store
@@ -361,13 +356,9 @@ def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
             )
 
 
-def _pauses(world_size: int) -> Iterator[float]:
-    """Growing pauses in seconds; the more ranks ask the same server, the longer they get."""
-    longest_s = min(LONGEST_POLL_S, max(5 * POLL_S, world_size / 4000))
-    pause_s = max(POLL_S, longest_s / 20)
-    while True:
-        yield pause_s
-        pause_s = min(longest_s, LONGER * pause_s)
+def _pause_s(world_size: int) -> float:
+    """Seconds between two questions of a rank: the more ranks ask the same server, the longer."""
+    return min(2.0, max(0.05, world_size / 4000))
 
 
 def _missing_ranks(env: RankEnv, store: Store) -> list[int]:
@@ -443,7 +434,7 @@ def _own_part(env: RankEnv, store: TCPStore, timeout: timedelta) -> Store:
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: Callable[[int], bool]) -> bool:
     """Wait until rank 0 listens; returns False if asked to stop before that."""
-    deadline, pauses = time.monotonic() + timeout_s, _pauses(env.world_size)
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             with socket.create_connection((env.master_addr, env.master_port), timeout=1.0):
@@ -459,7 +450,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: C
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",
                     hint="check the log of rank 0: it may have failed before it started to listen",
                 ) from None
-            time.sleep(next(pauses))
+            time.sleep(_pause_s(env.world_size))
 
 
 def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
@@ -467,4 +458,4 @@ def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S
     while env.rank == 0 and store.add("num_left", 0) < num_ranks and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(_pause_s(num_ranks))

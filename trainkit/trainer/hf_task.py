@@ -15,15 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.adapters import (
-    check_targets,
-    errors_of_lora,
-    is_independent,
-    keeps_base,
-    lora_config,
-    require,
-    reset_meta_adapters,
-)
+from trainkit.adapters import apply_lora, check_targets, is_independent, keeps_base, lora_config, require
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
@@ -161,14 +153,7 @@ class HFCausalLM(Task):
         )
 
     def _adapted(self, model: nn.Module, lora: JsonObject) -> nn.Module:
-        import peft
-
-        settings = lora_config(lora, task_type="CAUSAL_LM")
-        with errors_of_lora(str(self._folder)):
-            check_targets(model, settings, str(self._folder))
-            adapted: nn.Module = peft.get_peft_model(model, settings)
-        reset_meta_adapters(adapted, settings)
-        return adapted
+        return apply_lora(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder), wraps=True)
 
     def _quantized(self, model: nn.Module) -> nn.Module:
         """The model, whose frozen linear layers but the head have 4 bits if `model.quantize` is set."""

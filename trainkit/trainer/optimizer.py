@@ -138,7 +138,10 @@ class ShardedAdamW:
                 state = self._adamw.state[shard]
                 tensors = (shard, shard.grad, state["exp_avg"], state["exp_avg_sq"])
                 for weight, grad, *averages in _pieces(*tensors):
-                    exp_avg, exp_avg_sq = (_in_float32(average) for average in averages)
+                    exp_avg, exp_avg_sq = (
+                        average.dequantize() if isinstance(average, QuantizedAverage) else average.float()
+                        for average in averages
+                    )
                     step = state["step"].clone()
                     adamw(
                         *([weight], [grad], [exp_avg], [exp_avg_sq], [], [step]),
@@ -196,10 +199,6 @@ def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple
         return
     rows = max(1, PIECE_ELEMENTS // shard[0].numel())
     yield from zip(*(whole.split(rows) for whole in (shard, *others)), strict=True)
-
-
-def _in_float32(average: Tensor | QuantizedAverage) -> Tensor:
-    return average.dequantize() if isinstance(average, QuantizedAverage) else average.float()
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from trainkit.config.running import ProfilerConfig
 from trainkit.folders import ensure_folder
+from trainkit.formats import JsonObject
 from trainkit.run.files import write_json
 from trainkit.trainer.distributed import World
 from trainkit.trainer.torch_private import dump_memory_history, record_memory_history
@@ -86,7 +86,10 @@ class ProfileWindow:
             self._write_memory()
             profile.export_chrome_trace(str(self._file))
             if self._num_steps:
-                self._write_summary(summary_of(profile.events(), self._num_steps, wall_s, cuda=self._cuda))
+                summary = summary_of(profile.events(), self._num_steps, wall_s, cuda=self._cuda)
+                write_json(self._file.with_suffix(".summary.json"), summary)
+                shares = [f"{kind} {share:.0%}" for kind, share in summary["share"].items() if share >= 0.005]
+                log.info(f"profiled steps took {summary['step_s']:.4f} s each: {', '.join(shares)}")
         except (OSError, RuntimeError) as error:
             log.error(f"cannot write the profile to {self._file} ({error})")
         else:
@@ -99,28 +102,11 @@ class ProfileWindow:
             record_memory_history(False)
             log.info(f"memory snapshot written to {file}; open it at pytorch.org/memory_viz")
 
-    def _write_summary(self, summary: Summary) -> None:
-        write_json(self._file.with_suffix(".summary.json"), asdict(summary))
-        shares = [f"{kind} {share:.0%}" for kind, share in summary.share.items() if share >= 0.005]
-        log.info(f"profiled steps took {summary.step_s:.4f} s each: {', '.join(shares)}")
 
+def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> JsonObject:
+    """Where the time of profiled steps went, from the events of their profile; seconds are those of one step.
 
-@dataclass(frozen=True)
-class Summary:
-    """Where the time of profiled steps went; seconds are those of one step."""
-
-    num_steps: int
-    step_s: float
-    share: dict[str, float]
-    """Of each kind of work, and ``idle``."""
-    seconds_per_step: dict[str, float]
-    largest_seconds_per_step: dict[str, float]
-    """Of the longest operators."""
-
-
-def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> Summary:
-    """The summary of profiled steps, from the events of their profile.
-
+    `share` is of each kind of work and ``idle``, `largest_seconds_per_step` has the longest operators.
     On a GPU, kernels count, and what runs at the same time counts for each; idle is when none ran. On a CPU,
     operators count without those that they call, and idle is when none ran, such as Python between them.
     """
@@ -139,13 +125,13 @@ def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bo
     busy_s = covered_s(spans) if cuda else sum(by_kind.values())
     by_kind["idle"] = max(0.0, wall_s - busy_s)
     largest = sorted(by_name.items(), key=lambda item: -item[1])[:NUM_OPERATORS]
-    return Summary(
-        num_steps,
-        wall_s / num_steps,
-        {kind: seconds / wall_s for kind, seconds in by_kind.items()},
-        {kind: seconds / num_steps for kind, seconds in by_kind.items()},
-        {name: seconds / num_steps for name, seconds in largest},
-    )
+    return {
+        "num_steps": num_steps,
+        "step_s": wall_s / num_steps,
+        "share": {kind: seconds / wall_s for kind, seconds in by_kind.items()},
+        "seconds_per_step": {kind: seconds / num_steps for kind, seconds in by_kind.items()},
+        "largest_seconds_per_step": {name: seconds / num_steps for name, seconds in largest},
+    }
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:

@@ -79,35 +79,24 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
     assert isinstance(task, CausalLM)
     with simulated_world(plan, rank, mesh_of_one=config.parallel.wraps_one) as world:
         model_parts = build_model_parts(task, config, plan, world)
-        return _measure(task, config, plan, world, model_parts, began_s)
-
-
-def _measure(
-    task: CausalLM,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    model_parts: list[Model],
-    began_s: float,
-) -> Simulation:
-    with FakeTensors(allow_non_fake_inputs=True), shapes_untracked():
-        for model in model_parts:
-            model.to_empty(device=world.device)
-            model.rebuild_buffers()
-        built = assemble(task, config, plan, world, Progress(), model_parts)
-        optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-        step = _step(config, plan, built, optimizer)
-        tracker, collectives = memory_tracker(), _CountCollectives()
-        masters = [weight.param for weight in built.weights if weight.cast is not None]
-        state = [tensor for _, tensor in optimizer.state_tensors()]
-        tracker.track_external(*built.model_parts, *masters, *state)
-        with tracker:
-            step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
-        with tracker, collectives:
-            step()
-        peak = tracker.get_tracker_snapshot("peak")[world.device]
+        with FakeTensors(allow_non_fake_inputs=True), shapes_untracked():
+            for model in model_parts:
+                model.to_empty(device=world.device)
+                model.rebuild_buffers()
+            built = assemble(task, config, plan, world, Progress(), model_parts)
+            optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+            step = _step(config, plan, built, optimizer)
+            tracker, collectives = memory_tracker(), _CountCollectives()
+            masters = [weight.param for weight in built.weights if weight.cast is not None]
+            state = [tensor for _, tensor in optimizer.state_tensors()]
+            tracker.track_external(*built.model_parts, *masters, *state)
+            with tracker:
+                step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
+            with tracker, collectives:
+                step()
+            peak = tracker.get_tracker_snapshot("peak")[world.device]
     return Simulation(
-        world.rank,
+        rank,
         plan.world_size,
         {str(getattr(kind, "name", kind)).lower(): size for kind, size in peak.items()},
         dict(sorted(collectives.counts.items())),

@@ -206,16 +206,15 @@ class _Reader(IterableDataset[Any]):
         data: StreamData,
         collate: Callable[[list[Any]], Any],
         positions: Positions,
-        start: int,
         saved: StreamState | None,
         takes_state: bool,
     ) -> None:
         self._data, self._collate, self._positions = data, collate, positions
-        self._start, self._saved, self._takes_state = start, saved, takes_state
+        self._saved, self._takes_state = saved, takes_state
 
     def __iter__(self) -> Iterator[tuple[Any, int, float, StreamState | None] | Problem]:
         try:
-            cursor, position = Cursor(self._data), self._start
+            cursor, position = Cursor(self._data), self._positions.start
             if self._saved is not None:
                 cursor.seek(self._saved, position)
             while True:
@@ -257,7 +256,6 @@ def stream_batches(
     collate: Callable[[list[Any]], Any],
     positions: Positions,
     *,
-    start: int,
     saved: StreamState | None,
     takes_state: bool,
     num_workers: int,
@@ -267,9 +265,9 @@ def stream_batches(
     if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
         log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
     loader = ForkedLoader(
-        _Reader(data, collate, positions, start, saved, takes_state),
+        _Reader(data, collate, positions, saved, takes_state),
         min(1, num_workers),
         prefetch=PREFETCH * num_workers,
         pin_memory=pin_memory,
     )
-    return TaskBatches(loader, positions, start)
+    return TaskBatches(loader, positions)

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -72,8 +73,13 @@ class Positions:
     batch: Batch
     dp_rank: int
     dp_size: int
+    start: int
     end: int | None
     """Position after the last sample; None if only the number of steps ends the training."""
+
+    def __iter__(self) -> Iterator[_Request]:
+        """As the sampler of a `DataLoader`."""
+        return self.requests(self.start)
 
     def num_samples(self, start: int) -> int:
         """Number of samples of the step that begins at `start`, over all ranks."""
@@ -89,16 +95,6 @@ class Positions:
                 first = start + (micro * self.dp_size + self.dp_rank) * size
                 yield _Request(first, min(first + size, stop), filler=range(start, min(start + size, stop)))
             start += self.batch.global_batch_size
-
-
-class StepRequests:
-    """The microbatches from a position on, as the sampler of a `DataLoader`."""
-
-    def __init__(self, positions: Positions, start: int) -> None:
-        self._positions, self._start = positions, start
-
-    def __iter__(self) -> Iterator[_Request]:
-        return self._positions.requests(self._start)
 
 
 class SampleReader(Dataset[Any]):
@@ -167,10 +163,10 @@ class ForkedLoader:
         if self._loader is not None:
             return iter(self._loader)
         for _ in range(MAX_STARTS):
-            started = _Started(self._num_workers)
-            loader = DataLoader(self._dataset, worker_init_fn=started.note, **self._options)
+            is_started = mmap.mmap(-1, max(1, self._num_workers))  # shared with the workers
+            loader = DataLoader(self._dataset, worker_init_fn=partial(_note, is_started), **self._options)
             items = iter(loader)
-            stuck = started.wait_for(data_workers(items))
+            stuck = _stuck_workers(data_workers(items), is_started)
             if not stuck:
                 self._loader = loader
                 return items
@@ -184,29 +180,22 @@ class ForkedLoader:
         raise RuntimeError(f"data workers hang in their fork, {MAX_STARTS} times in a row")
 
 
-class _Started:
-    """Which workers of a loader run, in memory that they share with this process."""
+def _note(is_started: mmap.mmap, worker_id: int) -> None:
+    """Note that a worker runs; called in the worker."""
+    is_started[worker_id] = 1
 
-    def __init__(self, num_workers: int) -> None:
-        self._is_started = mmap.mmap(-1, max(1, num_workers))
 
-    def note(self, worker_id: int) -> None:
-        """Note that a worker runs; called in the worker."""
-        self._is_started[worker_id] = 1
-
-    def wait_for(self, workers: Sequence[BaseProcess]) -> list[BaseProcess]:
-        """Wait until all workers run, or have ended; returns those that hang."""
-        # Counted, so that the time for which a job is suspended does not count.
-        for _ in range(round(START_S / POLL_S)):
-            stuck = [
-                worker
-                for worker, is_started in zip(workers, self._is_started[:], strict=False)
-                if not is_started and worker.is_alive()
-            ]
-            if not stuck:
-                break
-            time.sleep(POLL_S)
-        return stuck
+def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> list[BaseProcess]:
+    """Wait until all workers run, or have ended; returns those that hang."""
+    stuck: list[BaseProcess] = []
+    # Counted, so that the time for which a job is suspended does not count.
+    for _ in range(round(START_S / POLL_S)):
+        started = zip(workers, is_started[:], strict=False)
+        stuck = [worker for worker, runs in started if not runs and worker.is_alive()]
+        if not stuck:
+            break
+        time.sleep(POLL_S)
+    return stuck
 
 
 class _Calls(Dataset[Any]):
@@ -274,19 +263,19 @@ def add_to_digest(digest: Any, value: Any) -> None:
 class TaskBatches:
     """Iterates over the steps of a user's task.
 
-    `loader` yields the arguments of the TaskBatch of each microbatch from position `start` on, and the state
-    of a stream after it, if it is known; or the problem of the stream.
+    `loader` yields the arguments of the TaskBatch of each microbatch from the first on, and the state of a
+    stream after it, if it is known; or the problem of the stream.
     """
 
-    def __init__(self, loader: ForkedLoader, positions: Positions, start: int) -> None:
-        self._positions, self._start, self._at = positions, start, start
+    def __init__(self, loader: ForkedLoader, positions: Positions) -> None:
+        self._positions, self._at = positions, positions.start
         self._loader: ForkedLoader | None = loader
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Begin at the first step, with the same workers."""
         assert self._loader is not None
-        self._at, self._iterator = self._start, iter(self._loader)
+        self._at, self._iterator = self._positions.start, iter(self._loader)
         return self
 
     def __next__(self) -> StepBatch:

@@ -28,7 +28,6 @@ from trainkit.trainer.task_batches import (
     ForkedLoader,
     Positions,
     SampleReader,
-    StepRequests,
     TaskBatches,
     digest_of,
     read_in_worker,
@@ -95,8 +94,7 @@ class UserTask:
         return stream_batches(
             data,
             self.task.collate,
-            Positions(plan.batch, world.dp_rank, world.layout.dp, end=None),
-            start=start,
+            Positions(plan.batch, world.dp_rank, world.layout.dp, start, end=None),
             saved=state.stream,
             takes_state=world.is_main,
             num_workers=self.config.data.num_workers,
@@ -111,15 +109,15 @@ class UserTask:
     def _batches(
         self, data: _Data, split: str, batch: Batch, world: World, start: int, end: int | None
     ) -> TaskBatches:
-        config, positions = self.config, Positions(batch, world.dp_rank, world.layout.dp, end)
+        config, positions = self.config, Positions(batch, world.dp_rank, world.layout.dp, start, end)
         shuffle = split == "train" and config.data.shuffle
         loader = ForkedLoader(
             SampleReader(data.samples, self.task.collate, config.seed, split, shuffle),
             config.data.num_workers,
-            sampler=StepRequests(positions, start),  # each for a whole microbatch
+            sampler=positions,  # each for a whole microbatch
             pin_memory=world.device.type == "cuda",
         )
-        return TaskBatches(loader, positions, start)
+        return TaskBatches(loader, positions)
 
     def describe_data(self) -> str:
         data = self.train_data

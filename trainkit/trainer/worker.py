@@ -332,8 +332,10 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: AnyTask) -> dict[
 
 def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask, total_steps: int) -> None:
     """Log the model, the data and the batch."""
+    key, name = config.model_source
+    name = f"of {name}" if key == "task" else str(config.model.hf or config.model.preset)
     log.info(
-        f"model {_model_name(config)}: {task.num_params:,} parameters, {config.precision.dtype}"
+        f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
     log.info(f"data {task.describe_data()}")
@@ -341,8 +343,3 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"
         f" x {plan.batch.accumulation_steps} accumulated; {total_steps} steps; peak lr {plan.lr:g}"
     )
-
-
-def _model_name(config: RunConfig) -> str:
-    key, name = config.model_source
-    return f"of {name}" if key == "task" else config.model.hf or config.model.preset

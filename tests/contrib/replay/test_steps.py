@@ -85,7 +85,7 @@ def test_samples_are_those_of_the_trainer(tmp_path: Path, layout: Layout) -> Non
                 source = BatchSource(
                     data, batch, layout.dp_rank(rank), layout.dp, config.seed, config.data.shuffle, end
                 )
-                read = source.step_at(at.start).microbatches[sample.microbatch].tokens
+                read = source.steps_at(at.start, 1)[0].microbatches[sample.microbatch].tokens
                 row = sample.position - at.start - sample.microbatch * size * layout.dp
                 tokens = read[row - layout.dp_rank(rank) * size].tolist()
                 texts = "".join(document.text for document in sample.documents).encode()

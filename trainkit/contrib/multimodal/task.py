@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from fnmatch import fnmatchcase
 from logging import getLogger
 from pathlib import Path
@@ -262,25 +263,23 @@ class HFLM(nn.Module):
     def __init__(self, config: RunConfig, weights: StoredWeights | None) -> None:
         super().__init__()
         self.stored: dict[nn.Parameter, str] = {}
-        self.model: Any = self._build(config, weights)
-        self.dim: int = self.model.get_input_embeddings().weight.shape[1]
-
-    def _build(self, config: RunConfig, weights: StoredWeights | None) -> Any:
         folder = Path(cast(str, config.model.hf))
         if weights is None:
-            return create_model(folder)
-        with parameters_on_meta():
-            model = create_model(folder)
-        found, why = find_stored(model, weights)
-        if not why and not is_independent(config.model.lora or {}):
-            why = "the initial values of model.lora depend on it"
-        if not why and any(_is_taken(f"lm.model.{name}", config) for name, _ in model.named_parameters()):
-            why = "model.init_from has other weights"
-        if why:
-            log.warning(f"each process reads all of {folder}: {why}")
-            return read_whole(folder)
-        self.stored = found
-        return model
+            self.model: Any = create_model(folder)
+        else:
+            with parameters_on_meta():
+                self.model = create_model(folder)
+            self.stored, why = find_stored(self.model, weights)
+            names = [f"lm.model.{name}" for name, _ in self.model.named_parameters()]
+            patterns = config.model.init_include or ("*",)
+            if not why and not is_independent(config.model.lora or {}):
+                why = "the initial values of model.lora depend on it"
+            elif not why and config.model.init_from and any(matching(names, item) for item in patterns):
+                why = "model.init_from has other weights"
+            if why:
+                log.warning(f"each process reads all of {folder}: {why}")
+                self.model, self.stored = read_whole(folder), {}
+        self.dim: int = self.model.get_input_embeddings().weight.shape[1]
 
     @property
     def embedding(self) -> nn.Module:
@@ -289,12 +288,6 @@ class HFLM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(inputs_embeds=x, use_cache=False).logits
         return logits
-
-
-def _is_taken(name: str, config: RunConfig) -> bool:
-    """Whether the initial value of a parameter is that of `model.init_from`."""
-    patterns = config.model.init_include or ("*",)
-    return config.model.init_from is not None and any(fnmatchcase(name, item) for item in patterns)
 
 
 class MultimodalModel(nn.Module):

@@ -45,40 +45,32 @@ class PipelineForwardBackward:
         num_microbatches: int,
         accumulation_steps: int,
     ) -> None:
-        self._model_parts = model_parts
-        self._world = world
+        assert world.mesh is not None
+        self._group = world.mesh["pp"].get_group()
+        self._device = world.device
         self._context = context
         self._progress = progress
-        self._name: PipelineSchedule = schedule
-        pp, place = world.layout.pp, world.place
-        self._stages = stages_of(place.pp, pp, schedule)
-        self._num_stages = num_stages(pp, schedule)
-        self._has_first = 0 in self._stages
-        self._has_last = self._num_stages - 1 in self._stages
+        pp, last = world.layout.pp, num_stages(world.layout.pp, schedule) - 1
+        self._local_stages = list(zip(stages_of(world.place.pp, pp, schedule), model_parts, strict=True))
+        self._rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, pp, schedule)}
+        self._last = last
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
-        # One run of the schedule per step, whatever the accumulation, so that a step has one bubble.
-        self._num_microbatches = num_microbatches * accumulation_steps
-        self.schedule = self._make_schedule()
-        group = self._schedule_group()
-        self._forward = ForwardOnlySchedule(self._stages, model_parts, pp, schedule, group, world.device)
-
-    def _schedule_group(self) -> dist.ProcessGroup:
-        assert self._world.mesh is not None
-        return self._world.mesh["pp"].get_group()
-
-    def _make_schedule(self) -> Any:
-        group = self._schedule_group()
+        self._shapes: dict[int, Tensor] = {}
+        """Stage from which this rank receives in a validation -> its output as a meta tensor."""
+        self._announced: set[int] = set()
+        """Stages whose receiver already knows the dtype and shape of the output."""
         stages = [
-            PipelineStage(part, index, self._num_stages, self._world.device, group=group)
-            for index, part in zip(self._stages, self._model_parts, strict=True)
+            PipelineStage(part, index, last + 1, world.device, group=self._group)
+            for index, part in self._local_stages
         ]
         for stage in stages:
             connect_stage(stage)
-        kind = get_schedule_class(TORCH_NAMES[self._name])
-        return kind(
+        kind: Any = get_schedule_class(TORCH_NAMES[schedule])
+        self.schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-            n_microbatches=self._num_microbatches,
+            # One run of the schedule per step, whatever the accumulation, so that a step has one bubble.
+            n_microbatches=num_microbatches * accumulation_steps,
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )
@@ -91,9 +83,10 @@ class PipelineForwardBackward:
         whole = self._join(microbatches)
         self._scale = scale
         losses: list[Tensor] = []
-        inputs = (whole.tokens,) if self._has_first else ()
+        stages = [stage for stage, _ in self._local_stages]
+        inputs = (whole.tokens,) if 0 in stages else ()
         keys = {"sample_keys": whole.sample_keys}
-        if self._has_last:
+        if self._last in stages:
             keys["target"] = whole.labels
         with self._context.loss_parallel():
             self.schedule.step(*inputs, losses=losses, return_outputs=False, **keys)
@@ -105,7 +98,7 @@ class PipelineForwardBackward:
             whole.chunk(self._num_evaluated) for whole in (micro.tokens, micro.labels, micro.sample_keys)
         )
         with self._context.loss_parallel():
-            logits = self._forward.run(tokens, keys)
+            logits = self._run_forward(tokens, keys)
             losses = [self._context.nll_sum(*pair) for pair in zip(logits, labels, strict=False)]
         return self._share(losses)
 
@@ -122,47 +115,14 @@ class PipelineForwardBackward:
     def _share(self, losses: list[Tensor]) -> Tensor:
         """This rank's share of the loss, which only the last stage computes."""
         if not losses:
-            return torch.zeros((), device=self._world.device)
+            return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
+    def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
+        """The output of the last stage for each input, without a gradient; empty if it is on another rank.
 
-_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> list[StageSpec]:
-    """The specs of the stages of a pipeline rank."""
-    last = num_stages(pp, schedule) - 1
-    layers = stage_layers(num_layers, last + 1)
-    return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
-
-
-class ForwardOnlySchedule:
-    """Runs microbatches through the stages without a backward pass.
-
-    torch's schedules support this only with one stage per rank.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[int],
-        model_parts: Sequence[nn.Module],
-        pp: int,
-        schedule: PipelineSchedule,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._local_stages = list(zip(stages, model_parts, strict=True))
-        self._rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, pp, schedule)}
-        self._last = max(self._rank_of)
-        self._group = group
-        self._device = device
-        self._shapes: dict[int, Tensor] = {}
-        """Stage from which this rank receives -> its output as a meta tensor."""
-        self._announced: set[int] = set()
-        """Stages whose receiver already knows the dtype and shape of the output."""
-
-    def run(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """The output of the last stage for each input; empty unless this rank has the last stage."""
+        torch's schedules support this only with one stage per rank.
+        """
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):
             for stage, model in self._local_stages:
@@ -197,6 +157,16 @@ class ForwardOnlySchedule:
         x = torch.empty_like(self._shapes[stage], device=self._device)
         dist.recv(x, group=self._group, group_src=sender)
         return x
+
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> list[StageSpec]:
+    """The specs of the stages of a pipeline rank."""
+    last = num_stages(pp, schedule) - 1
+    layers = stage_layers(num_layers, last + 1)
+    return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
 
 
 class TiedWeights:
