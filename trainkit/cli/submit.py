@@ -240,13 +240,10 @@ def command(
 
 def _warnings(plan: LaunchPlan, folder: Path | None, workload: Workload) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder whose files have no locks."""
-    from trainkit.submit.create import local_locks, require_locks
+    from trainkit.submit.create import lock_problem
     from trainkit.submit.secrets import secret_options
 
-    require_locks(folder or Path(RUNS_FOLDER))
-    # Without Slurm the job is on this host.
-    problem = None if plan.slurm is None else local_locks(folder or Path(RUNS_FOLDER))
-    if problem is not None:
+    if (problem := lock_problem(folder or Path(RUNS_FOLDER), plan)) is not None:
         yield f"warning: {problem}"
     found = secret_options(workload.argv)
     if found:
