@@ -13,6 +13,7 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.measure import Row, by_speed, measured, point_row, row_of
 from trainkit.bench.run_bench import Bench, BenchRun, read_bench
 from trainkit.bench.summary import COLUMNS, PLOTS, csv_text, find_fastest, summary_table, write_plots
+from trainkit.errors import UsageError
 from trainkit.run.events import steps_of, training_curve
 from trainkit.run.files import write_json
 
@@ -184,21 +185,10 @@ def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
     assert row["tokens_per_s"] is None  # the task counts no tokens
 
 
-def test_a_bench_of_version_1_is_still_read(tmp_path: Path) -> None:
-    runs = [
-        {"layout": "tp=2", "run": "tp=2", "degrees": {**ONE, "tp": 2}, "device_batch_size": 4,
-         "pp_microbatches": 4, "notes": ["a note"]}
-    ]  # fmt: skip
-    write_json(
-        tmp_path / "bench.json",
-        {"version": 1, "kind": "layouts", "config": "small.yaml", "backend": "local", "device": "cpu",
-         "length": {"steps": 10, "warmup": 2}, "changes": [], "runs": runs, "impossible": {}, "left_out": []},
-    )  # fmt: skip
-    bench = read_bench(tmp_path)
-    train_made_up(bench.run_dir(bench.runs[0]))
-    ((row,),) = [[row_of(bench, item, "finished", "")[0] for item in point] for point in bench.points]
-    assert (row["layout"], row["tp"], row["tokens_per_s"]) == ("tp=2", 2, 2048.0)
-    assert (bench.keys, bench.repeats, bench.runs[0].name) == (("layout",), 1, "tp=2")
+def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / "bench.json", {"version": 1})
+    with pytest.raises(UsageError, match="has version 1; this trainkit supports 2"):
+        read_bench(tmp_path)
 
 
 @pytest.fixture
