@@ -1,3 +1,4 @@
+import shutil
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -131,6 +132,11 @@ def test_a_job_whose_log_slurm_could_not_open(run, reason):
     words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
     assert (status.state, status.reason) == ("died", words)
     assert status.warnings == []
+    shutil.rmtree(run.attempt(1).logs_dir)
+    run.attempt(1).logs_dir.touch()
+    failed_start(run, 0, "n1", 1)
+    assert status_of(run, False, job).batch_log == []
+    (run.path / "starts/7.0").unlink()
     write_json(run.job_file, {"attempts": [{**entry, "started_at": ago(60)}]})
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9)
     ended = "the supervisor exited without recording how the attempt ended"

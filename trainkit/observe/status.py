@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.logs import last_texts, printed_metrics
+from trainkit.observe.logs import printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
@@ -236,8 +236,13 @@ def read_status(
         ],
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if dead is None else last_texts(batch_log(run, job, dead.job_id), BATCH_LOG_LINES),
+        batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
     )
+
+
+def _last_lines(log: Path) -> list[str]:
+    text = read_log(log, log.parent, "srun")
+    return [] if text is None else list(text.lines[-BATCH_LOG_LINES:])
 
 
 def attempt_state(
