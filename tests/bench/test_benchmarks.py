@@ -1,7 +1,9 @@
-"""The commands in benchmarks/: each starts as its own first lines say."""
+"""The commands in benchmarks/: each starts as its own first lines say; `make gpu` runs without a GPU."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -37,3 +39,40 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
     found = re.findall(r'"([^"]+)"', reasons[1])
     assert found
     assert [reason for reason in found if reason not in decision] == []
+
+
+def bench(*args: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *args],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_without_a_gpu() -> None:
+    done = bench()
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no NVIDIA GPU here: torch ")
+    assert "hint: " in done.stderr
+
+
+@pytest.mark.slow
+def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
+    parts = ("350m", "8b", "save", "profile")
+    done = bench("--device", "cpu", "--out", str(tmp_path), "--only", *parts)
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert list(record["parts"]) == list(parts)
+    loops = [row["loop"] for row in record["parts"]["8b"]["rows"]]
+    assert loops == ["trainkit", "trainkit, eager", "hand-written"]
+    assert all(row["tokens/s"] > 0 for name in parts[:2] for row in record["parts"][name]["rows"])
+    assert all(row["blocked s"] > 0 for row in record["parts"]["save"]["rows"])
+    assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
+    [table] = tmp_path.glob("*.md")
+    assert table.read_text() == done.stdout
+    assert "CPU, tiny sizes: no figure counts" in done.stdout

@@ -92,7 +92,6 @@ def profiled_ranks(world_size: int) -> tuple[int, ...]:
 
 Kind = Literal["layouts", "settings"]
 BENCH_VERSION = 2
-"""Version 1 has layouts only, one run of each."""
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
@@ -197,18 +196,16 @@ def write_bench(
 def read_bench(folder: Path) -> Bench:
     """Read the bench in a folder.
 
-    Raises UsageError if there is none, it is unreadable, or a newer trainkit wrote it.
+    Raises UsageError if there is none, it is unreadable, or a trainkit with another format wrote it.
     """
     file = folder / BENCH_FILE
     try:
         record = read_json(file)
-        if record["version"] > BENCH_VERSION:
+        if record["version"] != BENCH_VERSION:
             raise UsageError(
                 f"{file} has version {record['version']}; this trainkit supports {BENCH_VERSION}",
-                hint="use the trainkit that wrote it, or a newer one",
+                hint=f"use the trainkit that wrote it; `trainkit status {quote(str(folder))}/RUN` works",
             )
-        if record["version"] == 1:
-            record = _from_version_1(record)
         if not record["runs"]:
             raise ValueError("it has no runs")
         return Bench(
@@ -231,14 +228,6 @@ def read_bench(folder: Path) -> Bench:
             f"{file} cannot be read: {error}",
             hint=f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
         ) from error
-
-
-def _from_version_1(record: Mapping[str, Any]) -> dict[str, Any]:
-    runs = [
-        {"values": {LAYOUT: item[LAYOUT]}, "repeat": 1} | {key: item[key] for key in item if key != LAYOUT}
-        for item in record["runs"]
-    ]
-    return {**record, "repeats": 1, "keys": [LAYOUT], "runs": runs}
 
 
 POLL_S = 0.1

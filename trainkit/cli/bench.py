@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 
-from trainkit.bench.measure import Row
 from trainkit.bench.plan_bench import OPTION, BenchRequest, PlannedBench, plan_layouts, plan_settings
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun, read_bench, run_here, wait_for_runs
 from trainkit.bench.summary import (
@@ -222,29 +221,23 @@ def _bench(
 
 def _describe(planned: PlannedBench) -> None:
     """Print the changes to the config, the points that run, and those that do not."""
-    for change in planned.changes:
-        _print_fact("bench", change.sentence)
+    facts = [("bench", change.sentence) for change in planned.changes]
     count, repeats = len(planned.points), planned.request.repeats
     what = planned.kind if planned.kind == "layouts" else "points"
     times = "" if repeats == 1 else f", {repeats} times each"
     sizes = sorted({item.plan.world_size for item in planned.points})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
-    _print_fact(what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}")
-    _print_fact("steps", planned.request.length.text)
+    facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
+    facts.append(("steps", planned.request.length.text))
     num_arrays = 1 if planned.plan.is_here else len(planned.arrays)
     if num_arrays > 1:
-        _print_fact("arrays", f"{num_arrays}, one after another, because the points need different jobs")
-    for item in planned.points:
-        for note in item.notes:
-            _print_fact("adapted", f"{item.name}: {note}")
-    for name, reason in planned.impossible.items():
-        _print_fact("not possible", f"{name}: {reason}")
+        facts.append(("arrays", f"{num_arrays}, one after another, because the points need different jobs"))
+    facts += [("adapted", f"{item.name}: {note}") for item in planned.points for note in item.notes]
+    facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
-        _print_fact("left out", f"{len(planned.left_out)} more possible layouts; --layout runs them")
-
-
-def _print_fact(label: str, text: str) -> None:
-    click.echo(f"  {label:<12}  {text}", err=True)
+        facts.append(("left out", f"{len(planned.left_out)} more possible layouts; --layout runs them"))
+    for label, text in facts:
+        click.echo(f"  {label:<12}  {text}", err=True)
 
 
 def _list(planned: PlannedBench, as_json: bool) -> int:
@@ -296,7 +289,12 @@ def _submit(planned: PlannedBench, out: Path | None, at_once: int, follow: bool,
     shown = quote(str(bench.folder))
     if not follow:
         if as_json:
-            click.echo(json.dumps(_submitted(bench, groups)))
+            arrays = [
+                {"folder": str(group.path), "job_id": group.job_id, "array": group.record.array}
+                for group in groups
+            ]
+            own = arrays[0] if len(arrays) == 1 else {}
+            click.echo(json.dumps({**own, "folder": str(bench.folder), "arrays": arrays}))
         else:
             click.echo("\n".join([str(bench.folder), *(str(group.job_id) for group in groups)]))
         click.echo(
@@ -317,13 +315,6 @@ def _submit(planned: PlannedBench, out: Path | None, at_once: int, follow: bool,
         )
         return EXIT_INTERRUPTED
     return summarize(bench, as_json)
-
-
-def _submitted(bench: Bench, groups: Sequence[RunGroup]) -> dict[str, Any]:
-    arrays = [
-        {"folder": str(group.path), "job_id": group.job_id, "array": group.record.array} for group in groups
-    ]
-    return {**(arrays[0] if len(arrays) == 1 else {}), "folder": str(bench.folder), "arrays": arrays}
 
 
 def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Bench:
@@ -377,12 +368,18 @@ def _undo(folder: Path, not_started: Sequence[RunGroup]) -> None:
 def summarize(bench: Bench, as_json: bool) -> int:
     """Write and print the summary of what has been measured so far; 1 when nothing has."""
     summary = write_summary(bench, warn)
-    plots = _plot(bench, summary.rows)
+    plots: list[Path] = []
+    if can_plot():
+        plots, empty = write_plots(bench.keys, summary.rows, bench.plots_dir)
+        but = f"; none of {', '.join(empty)}: no values" if empty else ""
+        click.echo(f"plots: {len(plots)} in {bench.plots_dir}{but}", err=True)
+    else:
+        click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)
     if as_json:
         value = {
             "folder": str(bench.folder),
             "summary": str(bench.summary_file),
-            "plots": plots,
+            "plots": [str(file) for file in plots],
             "rows": summary.rows,
             "fastest": None if summary.fastest is None else asdict(summary.fastest),
         }
@@ -397,15 +394,3 @@ def summarize(bench: Bench, as_json: bool) -> int:
         warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
     return EXIT_OK if summary.has_measurements else EXIT_FAILED
-
-
-def _plot(bench: Bench, rows: list[Row]) -> list[str]:
-    """Draw the plots, and print where they are or why there are none."""
-    if not can_plot():
-        click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)
-        return []
-    written, empty = write_plots(bench.keys, rows, bench.plots_dir)
-    click.echo(f"plots: {len(written)} in {bench.plots_dir}", err=True)
-    if empty:
-        click.echo(f"no plots of {', '.join(empty)}: no values", err=True)
-    return [str(file) for file in written]

@@ -13,6 +13,7 @@ import click
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
+from trainkit.formats import plural
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
@@ -77,19 +78,19 @@ def command(
     """
     from trainkit.config.loaded import origin_lines
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.create import local_locks, require_locks
+    from trainkit.submit.create import lock_problem
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
     from trainkit.submit.trainer_process import smoke_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
-    if world_size is not None and (estimate is not None or show_origin):
-        hint = "run `trainkit check` without --simulate-world for them"
-        raise UsageError("--simulate-world conflicts with --estimate and --show-origin", hint=hint)
-    if world_size is not None and test_notification:
-        raise UsageError("--simulate-world conflicts with --test-notification", hint="use one of them")
     if world_size is not None:
+        if estimate is not None or show_origin or test_notification:
+            raise UsageError(
+                "--simulate-world conflicts with --estimate, --show-origin and --test-notification",
+                hint="run `trainkit check` without --simulate-world for them",
+            )
         return _simulate(request.load(), world_size, rank or 0, as_json)
     loaded = request.load_to_plan()
     facts = gather(loaded)
@@ -105,9 +106,7 @@ def command(
     waits = None
     if plan.slurm is not None and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
-    require_locks(Path(RUNS_FOLDER))
-    problem = None if plan.slurm is None else local_locks(Path(RUNS_FOLDER))
-    if problem is not None:
+    if (problem := lock_problem(Path(RUNS_FOLDER), plan)) is not None:
         click.echo(f"warning: {problem}", err=True)
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
@@ -123,7 +122,8 @@ def command(
         click.echo("\n" + "\n".join(wait_lines(waits)))
     for text in plan.warnings:
         warn(text)
-    click.echo(f"{request.path}: no problems{_and_warnings(len(plan.warnings))}", err=True)
+    and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
+    click.echo(f"{request.path}: no problems{and_warnings}", err=True)
     return EXIT_OK
 
 
@@ -155,10 +155,6 @@ def _send_test(config: RunConfig) -> None:
         )
     status = send_test(url, config.name)
     click.echo(f"the URL in {name} has accepted a test message (HTTP {status})", err=True)
-
-
-def _and_warnings(count: int) -> str:
-    return "" if count == 0 else ", 1 warning" if count == 1 else f", {count} warnings"
 
 
 def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -> int:

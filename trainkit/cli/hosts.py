@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from trainkit import __version__
-from trainkit.cli.options import Function, combined
+from trainkit.cli.options import combined
 from trainkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,70 +25,55 @@ MAX_DIFFERENCES = 5
 LOCK_TIMEOUT_S = 10.0
 
 
-def host_options(function: Function) -> Function:
-    """The place of this host among several without Slurm, given as `host: HostOptions`."""
-
-    @functools.wraps(function)
-    def wrapper(
-        node_rank: int | None, master_addr: str | None, master_port: int | None, **others: Any
-    ) -> Any:
-        return function(host=HostOptions(node_rank, master_addr, master_port), **others)
-
-    return combined(  # type: ignore[no-any-return]
-        click.option(
-            "--node-rank",
-            type=click.IntRange(min=0),
-            metavar="I",
-            help="Node rank of this host, from 0; start the same command on every host.",
-        ),
-        click.option("--master-addr", metavar="HOST", help="Address of the host with --node-rank 0."),
-        click.option(
-            "--master-port",
-            type=click.IntRange(1, 65_535),
-            metavar="PORT",
-            help="Free port of that host, the same on every host.",
-        ),
-    )(wrapper)
+host_options = combined(
+    click.option(
+        "--node-rank",
+        type=click.IntRange(min=0),
+        metavar="I",
+        help="Node rank of this host, from 0; start the same command on every host.",
+    ),
+    click.option("--master-addr", metavar="HOST", help="Address of the host with --node-rank 0."),
+    click.option(
+        "--master-port",
+        type=click.IntRange(1, 65_535),
+        metavar="PORT",
+        help="Free port of that host, the same on every host.",
+    ),
+)
 
 
-@dataclass(frozen=True)
-class HostOptions:
-    """The options of `host_options` as typed."""
+def host_place(
+    nodes: int | None, node_rank: int | None, master_addr: str | None, master_port: int | None
+) -> HostPlace | None:
+    """The place of this host among `nodes` hosts; None without the `host_options`.
 
-    node_rank: int | None
-    master_addr: str | None
-    master_port: int | None
+    Raises UsageError when some are missing or the node rank is not one of the nodes.
+    """
+    from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace
 
-    def place(self, nodes: int | None) -> HostPlace | None:
-        """The place of this host among `nodes` hosts; None without the options.
-
-        Raises UsageError when some are missing or the node rank is not one of the nodes.
-        """
-        from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace
-
-        given = {
-            "--nodes": nodes,
-            "--node-rank": self.node_rank,
-            "--master-addr": self.master_addr,
-            "--master-port": self.master_port,
-        }
-        if all(value is None for name, value in given.items() if name != "--nodes"):
-            return None
-        missing = [name for name, value in given.items() if value is None]
-        node_rank, addr, port = self.node_rank, self.master_addr, self.master_port
-        if nodes is None or node_rank is None or not addr or port is None:
-            typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-            raise UsageError(
-                f"{typed}: {', '.join(missing) or '--master-addr'} is missing",
-                hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
-                "with its own I from 0 to N-1",
-            )
-        if node_rank >= nodes:
-            raise UsageError(
-                f"--node-rank {node_rank} is not one of {nodes} nodes",
-                hint=f"node ranks are numbered from 0 to {nodes - 1}; --nodes sets how many there are",
-            )
-        return HostPlace(node_rank, nodes, LOCAL_ADDR if addr == "localhost" else addr, port)
+    given = {
+        "--nodes": nodes,
+        "--node-rank": node_rank,
+        "--master-addr": master_addr,
+        "--master-port": master_port,
+    }
+    if all(value is None for name, value in given.items() if name != "--nodes"):
+        return None
+    missing = [name for name, value in given.items() if value is None]
+    if nodes is None or node_rank is None or not master_addr or master_port is None:
+        typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise UsageError(
+            f"{typed}: {', '.join(missing) or '--master-addr'} is missing",
+            hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
+            "with its own I from 0 to N-1",
+        )
+    if node_rank >= nodes:
+        raise UsageError(
+            f"--node-rank {node_rank} is not one of {nodes} nodes",
+            hint=f"node ranks are numbered from 0 to {nodes - 1}; --nodes sets how many there are",
+        )
+    addr = LOCAL_ADDR if master_addr == "localhost" else master_addr
+    return HostPlace(node_rank, nodes, addr, master_port)
 
 
 def hosts_target(place: HostPlace) -> Target:

@@ -10,7 +10,7 @@ from shlex import quote
 import click
 
 from trainkit.cli.help import Command, examples, warn
-from trainkit.cli.hosts import HostOptions, host_options, hosts_target, run_on_hosts
+from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.options import (
     backend_flag,
     backend_option,
@@ -51,7 +51,9 @@ def command(
     run_name: str,
     nodes: int | None,
     gpus_per_node: int | None,
-    host: HostOptions,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
     overrides: tuple[str, ...],
     backend: str | None,
     new_code: bool,
@@ -88,7 +90,8 @@ def command(
     from trainkit.run.registry import find_run
     from trainkit.submit.create import create_run, start_run
 
-    source, place = find_run(run_name, to_change=True), host.place(nodes)
+    source = find_run(run_name, to_change=True)
+    place = host_place(nodes, node_rank, master_addr, master_port)
     refuse_replay(source)
     if place is not None and (as_json or follow or fork_dir is not None):
         given = "--json" if as_json else "--follow" if follow else "--as"

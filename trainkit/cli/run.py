@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli.help import Command, examples
-from trainkit.cli.hosts import HostOptions, host_options, hosts_target, run_on_hosts
+from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.options import (
     ConfigRequest,
     json_option,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @one_node_config_options
 @host_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> int:
+def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
     """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
     in which it is started.
 
@@ -62,7 +62,7 @@ def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> i
     from trainkit.submit.plan_run import gather, plan_run
 
     nodes = request.flags.get("resources.nodes")
-    place = host.place(None if nodes is None else int(str(nodes[1])))
+    place = host_place(None if nodes is None else int(str(nodes[1])), **host)
     if place is None and "SLURM_STEP_ID" in os.environ:
         from trainkit.job.node.slurm_step import find_slurm_task
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,7 +18,6 @@ from trainkit.cli.options import (
     Function,
     WithTrailingCommand,
     after_option,
-    combined,
     config_options,
     json_option,
     launcher_option,
@@ -124,23 +122,6 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
     return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
 
 
-def group_options(function: Function) -> Function:
-    """``--sweep`` and ``--array``, given together as `group: GroupRequest`."""
-
-    @functools.wraps(function)
-    def wrapper(sweeps: tuple[str, ...], array: str | None, **others: Any) -> Any:
-        return function(group=GroupRequest(sweeps, array), **others)
-
-    return combined(  # type: ignore[no-any-return]
-        sweep_option("One run per value, and per combination of several --sweep, as one Slurm array."),
-        click.option(
-            "--array",
-            metavar="SPEC",
-            help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
-        ),
-    )(wrapper)
-
-
 @click.command(
     cls=WithTrailingCommand,
     epilog=examples(
@@ -153,7 +134,12 @@ def group_options(function: Function) -> Function:
     ),
 )
 @config_options
-@group_options
+@sweep_option("One run per value, and per combination of several --sweep, as one Slurm array.")
+@click.option(
+    "--array",
+    metavar="SPEC",
+    help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
+)
 @after_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 @launcher_option
@@ -163,7 +149,8 @@ def group_options(function: Function) -> Function:
 @json_option
 def command(
     request: ConfigRequest,
-    group: GroupRequest,
+    sweeps: tuple[str, ...],
+    array: str | None,
     after: tuple[str, ...],
     run_dir: str | None,
     launcher: str,
@@ -183,16 +170,16 @@ def command(
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.submission import plan_submission
 
-    workload = trailing_workload(launcher)
+    group, workload = GroupRequest(sweeps, array), trailing_workload(launcher)
     folder = named_folder(run_dir)
     if group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
         )
-    array, points = group.points(request, workload)
+    spec, points = group.points(request, workload)
     submission = plan_submission(
         points,
-        array,
+        spec,
         workload,
         config_path=request.path,
         after=after,
@@ -222,7 +209,7 @@ def command(
             "job_id": job_id,
             **({} if attempt is None else {"attempt": attempt}),
             "backend": plan.backend,
-            **({} if array is None else {"array": array.directive, "num_points": len(submission.points)}),
+            **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
             "warnings": list(plan.warnings),
         }
         click.echo(json.dumps(facts, ensure_ascii=False))
@@ -232,7 +219,7 @@ def command(
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = quote(str(run.path / str(submission.points[0].index)))
     hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {first} -f` follows one"
-    if array is None:
+    if spec is None:
         hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
     click.echo(hint, err=True)
     return EXIT_OK
@@ -240,13 +227,10 @@ def command(
 
 def _warnings(plan: LaunchPlan, folder: Path | None, workload: Workload) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder whose files have no locks."""
-    from trainkit.submit.create import local_locks, require_locks
+    from trainkit.submit.create import lock_problem
     from trainkit.submit.secrets import secret_options
 
-    require_locks(folder or Path(RUNS_FOLDER))
-    # Without Slurm the job is on this host.
-    problem = None if plan.slurm is None else local_locks(folder or Path(RUNS_FOLDER))
-    if problem is not None:
+    if (problem := lock_problem(folder or Path(RUNS_FOLDER), plan)) is not None:
         yield f"warning: {problem}"
     found = secret_options(workload.argv)
     if found:

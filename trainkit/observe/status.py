@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.logs import last_texts
+from trainkit.observe.logs import printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
 from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
-from trainkit.run.manifest import published
+from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
@@ -30,12 +28,9 @@ from trainkit.slurm.states import JobState, reason_sentence
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
-N = TypeVar("N", int, float)
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
-SEARCHED_BYTES = 65_536
-"""How much of the end of a command's log is searched for its progress."""
 STATE_EVENTS = ("signal", "first_step")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
@@ -196,8 +191,10 @@ def read_status(
     last = metrics[-1] if metrics else StepRecord({})
     step, loss, printed = last.count("step"), last.number("loss"), None
     if plan.is_command and attempt is not None and not metrics:
-        printed = _printed_metrics(run, run.attempt(attempt))
-        step, loss = printed or (None, None)
+        config, log = read_config(run.config_file), run.attempt(attempt).rank_log(0)
+        if log.exists():
+            printed = printed_metrics(log, None if config is None else config.logging.pattern)
+            step, loss = printed
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or printed is not None
@@ -230,7 +227,7 @@ def read_status(
         last_event=events.recent[-1] if events.recent else None,
         verdict=None if end is None else end.verdict,
         restarts=find_restarts(events.attempts),
-        checkpoint=newest_checkpoint(run),
+        checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
@@ -239,8 +236,13 @@ def read_status(
         ],
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if dead is None else last_texts(batch_log(run, job, dead.job_id), BATCH_LOG_LINES),
+        batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
     )
+
+
+def _last_lines(log: Path) -> list[str]:
+    text = read_log(log, log.parent, "srun")
+    return [] if text is None else list(text.lines[-BATCH_LOG_LINES:])
 
 
 def attempt_state(
@@ -335,38 +337,6 @@ def _slurm_end(job: JobInfo) -> str:
     return "; ".join(words)
 
 
-def _printed_metrics(run: RunDir, attempt: AttemptDir) -> tuple[int | None, float | None] | None:
-    """The step and loss that a COMMAND has printed last; None before its rank 0 has started.
-
-    ``logging.pattern`` of the config finds the step and the loss in the end of the log.
-    """
-    log = attempt.rank_log(0)
-    if not log.exists():
-        return None
-    config, found = read_config(run.config_file), None
-    if config is not None and config.logging.pattern is not None:
-        matcher = re.compile(config.logging.pattern)
-        # A progress bar overwrites its line; what follows the last end of a line is incomplete.
-        lines = re.split(r"[\r\n]", _end_of(log))[:-1]
-        found = next((match for match in map(matcher.search, reversed(lines)) if match is not None), None)
-    values = {} if found is None else found.groupdict()
-    return _number(values.get("step"), int), _number(values.get("loss"), float)
-
-
-def _end_of(log: Path) -> str:
-    """The last 64 KiB of a log: it may be one long line."""
-    with log.open("rb") as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
-        return stream.read().decode(errors="replace")
-
-
-def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
-    try:
-        return None if text is None else kind(text)
-    except ValueError:
-        return None  # the pattern matches other text too
-
-
 def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | None:
     """The total number of steps: as `logged` by the trainer, else `train.steps` of the config.
 
@@ -425,9 +395,3 @@ def _usual_interval_s(metrics: list[StepRecord]) -> float:
     times = [time for time in (parse_time(record.time) for record in metrics) if time is not None]
     intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
     return intervals[len(intervals) // 2] if intervals else 0.0
-
-
-def newest_checkpoint(run: RunDir) -> str | None:
-    """The folder of the newest published checkpoint, None without one; its content is not verified."""
-    found = [item for item in published(run.checkpoints_dir) if item.manifest_file.is_file()]
-    return str(found[-1].path) if found else None

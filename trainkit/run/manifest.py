@@ -98,6 +98,12 @@ def published(checkpoints_dir: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def newest_checkpoint(checkpoints_dir: Path) -> str | None:
+    """The folder of the newest published checkpoint, None without one; its content is not verified."""
+    found = [item for item in published(checkpoints_dir) if item.manifest_file.is_file()]
+    return str(found[-1].path) if found else None
+
+
 def rejects(checkpoints_dir: Path) -> list[Path]:
     """Damaged checkpoints that were set aside."""
     if not checkpoints_dir.is_dir():

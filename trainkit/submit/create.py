@@ -251,8 +251,8 @@ def _empty_folder(folder: Path, option: str) -> Path:
     return folder
 
 
-def require_locks(folder: Path) -> None:
-    """Raise UsageError when the file system of a folder, which may not exist yet, has no file locks."""
+def lock_problem(folder: Path, plan: LaunchPlan) -> str | None:
+    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
     place = Path(os.path.realpath(folder))
     reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
     if reason is not None:
@@ -260,6 +260,7 @@ def require_locks(folder: Path) -> None:
             f"files in {folder} cannot be locked: {reason}",
             hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
         )
+    return None if plan.slurm is None else local_locks(folder)
 
 
 def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
