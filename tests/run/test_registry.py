@@ -77,14 +77,6 @@ def test_folder_without_a_run(tmp_path):
         find_run(str(tmp_path))
 
 
-def test_folder_of_several_runs_as_of_a_bench(tmp_path):
-    for name in ("point-0", "point-1"):
-        make_run(tmp_path / "bench" / name, name)
-    with pytest.raises(UsageError) as raised:
-        find_run(f"{tmp_path}/bench")
-    assert raised.value.hint == f"choose one of the 2 runs in it, for example {tmp_path}/bench/point-0"
-
-
 def test_state_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))

@@ -128,9 +128,14 @@ def check_gpu(nvml: Any, index: int) -> Finding:
     return Finding(f"GPU {index}", "failure", problem, hint)
 
 
+def unknown_values(nvml: Any) -> tuple[type[Exception], ...]:
+    """The errors of NVML for a value that a GPU does not have, or does not tell."""
+    return nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
+
+
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
     """The problems of a GPU; counters that its model lacks are skipped."""
-    unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
+    unknown = unknown_values(nvml)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)
         if action:

@@ -275,15 +275,15 @@ def _differences(base: JsonObject, other: JsonObject, path: tuple[str, ...]) -> 
         # As JSON: in Python 1 is True, also inside of lists.
         if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
             continue
-        if isinstance(before, dict) and isinstance(value, dict) and _fits_in(before, value):
+        if (
+            isinstance(before, dict)
+            and isinstance(value, dict)
+            and before.keys() <= value.keys()
+            and not any("." in name for name in value)
+        ):
             yield from _differences(before, value, (*path, key))
         else:
             yield ".".join((*path, key)), value
-
-
-def _fits_in(before: JsonObject, value: JsonObject) -> bool:
-    """Whether dotted paths can express the change of a mapping."""
-    return before.keys() <= value.keys() and not any("." in name for name in value)
 
 
 def changed(base: JsonObject, changes: JsonObject) -> JsonObject:

@@ -197,7 +197,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
         return create_task_run(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
-        raise UsageError(f"{text} does not contain a run", hint=_folder_hint(Path(text)) or LIST_HINT)
+        raise UsageError(f"{text} does not contain a run", hint=LIST_HINT)
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
         return _run_of_point(_newest(head, groups, to_change).group, int(tail))
@@ -233,13 +233,6 @@ def find_bench_folder(text: str, *, with_groups: bool = True) -> Path | None:
     return None
 
 
-def _folder_hint(folder: Path) -> str | None:
-    """What to name instead of a folder with runs, such as that of a bench; None if it has none."""
-    found = [*folder.glob("*/attempts"), *folder.glob("*/*/attempts")]
-    runs = sorted(path.parent for path in found if RunDir(path.parent).exists())
-    return f"choose one of the {len(runs):,} runs in it, for example {quote(str(runs[0]))}" if runs else None
-
-
 def _matching_name(name: str) -> list[KnownRun]:
     """The run or group of this name in ./runs, else all whose folder has it, else all whose config has it."""
     # Without a name in the index, the name is in the folder.
@@ -256,8 +249,7 @@ def _matching_name(name: str) -> list[KnownRun]:
 
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
-        in_folder = _folder_hint(Path(text)) or _folder_hint(Path(RUNS_FOLDER, text))
-        raise UsageError(f"unknown run {text!r}", hint=in_folder or _closest_name_hint(text))
+        raise UsageError(f"unknown run {text!r}", hint=_closest_name_hint(text))
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"

@@ -125,7 +125,7 @@ def _select(
         of_array.setdefault(base_id(job_id), []).append(job_id)
     for job_id in wanted:
         if job_id in of_array:
-            for found in sorted(of_array[job_id], key=_task_number):
+            for found in sorted(of_array[job_id], key=lambda task: int(task.partition("_")[2] or -1)):
                 yield found, known[found]
             continue
         info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=reason))
@@ -134,10 +134,6 @@ def _select(
             # Tasks cancelled while pending may share one record under the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
-
-
-def _task_number(job_id: str) -> int:
-    return int(job_id.partition("_")[2] or -1)
 
 
 def _query_queue(wanted: Sequence[str]) -> str:

@@ -301,9 +301,7 @@ def refuse_shared(folder: Path, option: str) -> None:
     if place.is_dir():
         found = place.stat()
         if found.st_uid not in (os.geteuid(), 0):
-            raise UsageError(
-                f"{folder} belongs to {_name_of(found.st_uid)}, who could replace the run", hint=hint
-            )
+            raise UsageError(f"{folder} belongs to user {found.st_uid}, who could replace the run", hint=hint)
         if found.st_mode & stat.S_IWOTH:
             raise UsageError(
                 f"every user can write to {folder}, and could change what the run executes",
@@ -316,16 +314,6 @@ def refuse_shared(folder: Path, option: str) -> None:
             f"every user can write to {parent}, and could replace {folder}",
             hint=f"`chmod o-w {quote(str(parent))}` or `chmod +t`, or {hint}",
         )
-
-
-def _name_of(uid: int) -> str:
-    # Slow with a directory service, and needed only here.
-    from pwd import getpwuid
-
-    try:
-        return getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def collect_provenance(cwd: Path) -> dict[str, Any]:

@@ -165,7 +165,6 @@ def _summary(run: RunDir, plan: LaunchPlan) -> str:
 
 
 TEMPLATES_FOLDER = "templates"
-LENGTH_HINT = "{# starts a comment of the template: write bash's ${#name} as ${{ '{#' }}name}"
 
 
 def render(name: str, context: Mapping[str, object], project: Path) -> str:
@@ -186,8 +185,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
     except TemplateSyntaxError as error:
         # For an unclosed tag, jinja2 sets the name to the file.
-        message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
-        raise UsageError(message, LENGTH_HINT if "comment tag" in message else "") from error
+        raise UsageError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
     except TemplateNotFound as error:
         searched = " or ".join(map(str, folders))
         message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"

@@ -415,7 +415,7 @@ def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCop
         cwd=str(Path.cwd()),
         cluster=None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
         array=array,
-        keys=_keys(points),
+        keys=list(dict.fromkeys(key for point in points for key in point.values)),
         code=code,
         config=_config_dict(first.config),
         plan=plan,
@@ -439,10 +439,6 @@ def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
     """`difference` of two configs; sections that are the same object, as most are, are not compared."""
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))
-
-
-def _keys(points: Iterable[PlannedPoint]) -> list[str]:
-    return list(dict.fromkeys(key for point in points for key in point.values))
 
 
 def start_group(group: RunGroup, after: str | None = None) -> str:

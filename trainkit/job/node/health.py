@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.folders import ensure_folder
+from trainkit.job.preflight import unknown_values
 from trainkit.job.processes import log_line
 from trainkit.job.rank_env import visible_gpus
 from trainkit.run.files import append_jsonl, utc_now, write_atomic
@@ -222,7 +223,7 @@ class _Gpus:
                     sample[key] = get(handle)
                 except self._nvml.NVMLError as error:
                     sample[key] = None
-                    if _is_lost(self._nvml, error):
+                    if not isinstance(error, unknown_values(self._nvml)):
                         problem = problem or f"GPU {index}: {error}"
             found.append(sample)
         return found, problem
@@ -243,12 +244,6 @@ class _Gpus:
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
         }
-
-
-def _is_lost(nvml: Any, error: Exception) -> bool:
-    """Whether a query failed, other than because this GPU does not have the value."""
-    unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
-    return not isinstance(error, unknown)
 
 
 def throttle_reasons(nvml: Any, mask: int) -> list[str]:
