@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -74,7 +75,12 @@ def test_every_command_has_help_with_examples(name, capsys):
     assert main([name, "-h"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Usage: trainkit")
-    assert f"trainkit {name}" in shown.partition("Examples:")[2]
+    lines = shown.partition("Examples:\n")[2].splitlines()
+    assert lines
+    for line in lines:
+        typed = re.split(r" -- | \| | > |\)", line.partition("trainkit ")[2])[0].split()
+        assert typed[0] == name
+        assert main([*typed, "--help"]) == 0, line  # every option is read before the help is printed
 
 
 @pytest.mark.parametrize(
