@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -27,7 +27,7 @@ from trainkit.cli.options import (
     slurm_options,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
-from trainkit.formats import rank_list
+from trainkit.formats import JsonObject, rank_list
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) 
     from trainkit.control.cancel import cancel_group
 
     bench = read_bench(folder)
-    groups, problems, facts = bench.groups, list[TrainkitError](), list[Mapping[str, Any]]()
+    groups, problems, facts = bench.groups, list[TrainkitError](), list[JsonObject]()
     if not groups:
         if not have_ended(query_bench_status(bench, lambda text: None).states):
             raise UsageError(

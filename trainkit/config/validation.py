@@ -137,19 +137,22 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
 
 def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
     config, model = loaded.config, loaded.config.model
-    needs_hf = {
+    uses = {
         "model.from_scratch": model.from_scratch,
         "model.quantize": model.quantize is not None,
         "model.architecture": config.uses_transformers,
-        "model.lora": model.lora is not None and not config.has_user_task,
+        "model.lora": model.lora is not None,
     }
-    for key in (key for key, is_used in needs_hf.items() if is_used):
-        if config.has_user_task:
-            message = f"is set, but task is {config.task}, which builds its model itself"
-            yield loaded.problem(key, message, f"remove {key}")
-        elif model.hf is None:
+    needs_hf = [key for key, is_used in uses.items() if is_used]
+    if config.has_user_task:
+        message = f"is set, but task is {config.task}, which builds its model itself"
+        for key in needs_hf:
+            if key != "model.lora":  # tasks have adapters too
+                yield loaded.problem(key, message, f"remove {key}")
+        return
+    if model.hf is None:
+        for key in needs_hf:
             yield loaded.problem(key, "is set, but model.hf is null", "set model.hf to the model's folder")
-    if config.has_user_task or model.hf is None:
         return
     if model.lora is not None and not config.uses_transformers:
         message = f"is set, but model.architecture is {model.architecture}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import quote
-from typing import Any
 
 from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.end import KILLED
@@ -37,7 +37,7 @@ class CancelResult:
     state: str
     """``ended`` if it had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves."""
     message: str
-    facts: Mapping[str, Any]
+    facts: JsonObject
     """For ``--json``."""
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import permutations
@@ -256,7 +256,7 @@ class Smoke:
         return f"{method}(){'' if function is getattr(Task, method, None) else line_of(function)}"
 
 
-def items_of(request: Mapping[str, Any]) -> JsonObject:
+def items_of(request: JsonObject) -> JsonObject:
     """The fingerprint of a run's data, and index and shortened repr of the items at some positions."""
     run = RunDir(request["run"])
     config = read_effective(run.attempt(request["attempt"]).config_file)

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from trainkit.data.dataset_file import BYTES, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
@@ -42,7 +42,7 @@ UNFINISHED = "\ufffd"
 
 
 @torch.inference_mode()
-def generate(request: dict[str, Any]) -> None:
+def generate(request: JsonObject) -> None:
     """Print the prompt and its continuation, or one JSON object.
 
     Raises UsageError if the run has no language model, its tokenizer is not known, or the prompt is too long.
@@ -127,7 +127,7 @@ def _end_tokens(config: RunConfig) -> list[int]:
     return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]
 
 
-def _load(config: RunConfig, request: dict[str, Any], device: torch.device, vocab_size: int) -> nn.Module:
+def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_size: int) -> nn.Module:
     """The model with the weights of a checkpoint."""
     run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
     dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
