@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (245, 54_024), "tests": (333, 53_559)}
+SIZES = {"trainkit": (245, 54_024), "tests": (333, 53_562)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -66,7 +66,7 @@ ALLOWED = {
     },
     # Acts on a run that is there.
     "control": {
-        *("errors", "folders", "run", "config", "cluster", "plan", "slurm", "backends", "submit"),
+        *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "submit"),
         *("job.failed_starts", "job.requeue"),  # where a job is not started again
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
@@ -114,14 +114,17 @@ ALLOWED = {
         *("job", "backends", "control", "submit", "observe"),
     },
     "contrib.generate": {
-        "errors",
-        "run",
-        "config",
-        "data",
-        "plan.model_shape",
-        "cli",
-        "job.processes",
-        "trainer",
+        *(
+            "errors",
+            "formats",
+            "run",
+            "config",
+            "data",
+            "plan.model_shape",
+            "cli",
+            "job.processes",
+            "trainer",
+        ),
     },
     "contrib.multimodal": {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),

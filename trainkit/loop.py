@@ -174,7 +174,7 @@ class Attached:
         self._tracked: dict[str, Any] = {}
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
-        """Those of metrics.jsonl that are not written yet."""
+        """What metrics.jsonl will get at the next write."""
         self._control = _Control()
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
