@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy
 from trainkit.plan.make_plan import make_plan
@@ -189,3 +190,33 @@ def test_a_step_that_binds_one_gpu_to_each_task() -> None:
         assert f"is 4 in this step, but this node has {machine.num_gpus} visible GPUs" in found
     [found] = problems(one, *overrides, target=replace(tasks, per="node"))
     assert "is 4 in this step, but this node has 1 visible GPUs" in found
+
+
+def written_plan(command: tuple[str, ...] | None) -> LaunchPlan:
+    return LaunchPlan(
+        backend="local",
+        num_nodes=2,
+        workers_per_node=2,
+        device="cpu",
+        layout=Layout(2, 2),
+        batch=Batch(8, 1, 32, 8192),
+        lr=3e-4,
+        threads_per_worker=1,
+        grace_s=120.0,
+        reasons={"device": "cpu: because"},
+        command=command,
+    )
+
+
+@pytest.mark.parametrize("command", [None, ("python", "train.py", "--lr", "1")])
+def test_round_trip(command: tuple[str, ...] | None) -> None:
+    made = written_plan(command)
+    written = json.loads(json.dumps(made.to_dict()))
+    assert written["world_size"] == 4
+    assert written["command"] == (None if command is None else list(command))
+    assert LaunchPlan.from_dict(written) == made
+
+
+def test_newer_plan() -> None:
+    with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit supports version 1"):
+        LaunchPlan.from_dict({**written_plan(None).to_dict(), "version": 2})

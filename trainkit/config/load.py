@@ -70,20 +70,28 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
-    trees = _read_layers(reader, path, profile, overrides, flags or {}, environ, layers)
-    if defaults is not None:
-        trees.insert(0, without_empty_sections(defaults))
-    loaded, invalid = _merged(reader, trees)
-    if invalid is not None:
-        raise invalid
-    return loaded
+    # The lowest precedence first.
+    trees = [] if defaults is None else [defaults]
+    if layers:
+        around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
+        trees += [reader.file(item) for item in around if item.is_file()]
+    file = None
+    if path is not None:
+        tree, file = reader.config(path)
+        trees.append(tree)
+    if profile is not None:
+        trees.append(reader.profile(profile, file))
+    if layers:
+        trees.append(reader.environment(environ))
+    trees.append(reader.flags(overrides, flags or {}))
+    return _merged(reader, [without_empty_sections(tree) for tree in trees])
 
 
-def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, InvalidConfig | None]:
-    """Merge layers, the lowest first, into a config without the unknown keys and invalid values.
+def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
+    """Merge layers, the lowest first.
 
-    The error that reports those is returned too. Raises ConfigError if a layer cannot be read or two flags
-    conflict.
+    Raises InvalidConfig with a config without the unknown keys and invalid values, ConfigError if a layer
+    cannot be read or two flags conflict.
     """
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
@@ -92,20 +100,22 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, Inval
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
         merged = overlay(merged, without(tree, [key for key, _ in unknown]))
-    merged = _epochs_replace_default_steps(merged)
+    epochs = merged.find(("train", "epochs"))
+    if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
+        merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))  # instead of the default
     try:
-        config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+        config = _validated(merged, reader.cwd)
     except ValidationError as error:
         found = validation_problems(error, merged)
         problems += found
         causes |= {problem.key for problem in found}
         merged = without(merged, [tuple(problem.key.split(".")) for problem in found])
-        config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+        config = _validated(merged, reader.cwd)
     if config.model.hf is not None:
         before = merged
         merged, found = _with_hf_model(merged, config, reader.cwd, f"{reader.shown(shipped_configs())}/")
         try:
-            config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+            config = _validated(merged, reader.cwd)
         except ValidationError as error:
             found += validation_problems(error, merged)
             merged = before
@@ -118,43 +128,14 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, Inval
     adjustable = frozenset(key for key, origin in origins.items() if origin.startswith(f"{shipped}/"))
     loaded = LoadedConfig(config, origins, adjustable, _length_note(merged))
     conflicts = independent_problems(contradictions(loaded), causes)
-    problems += conflicts
-    causes |= {problem.key for problem in conflicts}
-    return loaded, InvalidConfig(problems, loaded, frozenset(causes)) if problems else None
+    if problems or conflicts:
+        causes |= {problem.key for problem in conflicts}
+        raise InvalidConfig([*problems, *conflicts], loaded, frozenset(causes))
+    return loaded
 
 
-def _read_layers(
-    reader: Layers,
-    path: str | Path | None,
-    profile: str | None,
-    overrides: Sequence[str],
-    flags: Mapping[str, tuple[str, object]],
-    environ: Mapping[str, str],
-    layers: bool,
-) -> list[Entry]:
-    """Every layer, the lowest precedence first."""
-    trees = []
-    if layers:
-        for defaults in (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE):
-            if defaults.is_file():
-                trees.append(reader.file(defaults))
-    file = None
-    if path is not None:
-        tree, file = reader.config(path)
-        trees.append(tree)
-    if profile is not None:
-        trees.append(reader.profile(profile, file))
-    if layers:
-        trees.append(reader.environment(environ))
-    trees.append(reader.flags(overrides, flags))
-    return [without_empty_sections(tree) for tree in trees]
-
-
-def _epochs_replace_default_steps(tree: Entry) -> Entry:
-    epochs = tree.find(("train", "epochs"))
-    if epochs is None or epochs.value is None or tree.find(("train", "steps")) is not None:
-        return tree
-    return merge(tree, entry_at(("train", "steps"), None, DEFAULT))
+def _validated(tree: Entry, cwd: Path) -> RunConfig:
+    return RunConfig.model_validate(_absolute_paths(tree, cwd).plain())
 
 
 def _length_note(tree: Entry) -> str:
