@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.support.disks import fill, limit_file_size, small_disk
 from tests.support.models import ALONE
+from tests.support.runs import events
 from trainkit.errors import CheckpointError
-from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import Checkpoint, best_step, find_damage, partials, published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
@@ -56,10 +56,6 @@ def request(step: int, is_best: bool = False) -> SaveRequest:
 
 def steps(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in published(RunDir(folder).checkpoints_dir)]
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_jsonl(RunDir(folder).events_file) if event["event"] == name]
 
 
 def loaded(folder: Path, step: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
