@@ -91,6 +91,13 @@ def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
     return [tuple(record.get(key, 0.0) for key in keys) for record in read_metrics(RunDir(run_dir))]  # type: ignore[misc]
 
 
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What the task of the run counts, of each step."""
+    names = ("tokens", "accuracy", "right", "val_loss", "val_accuracy", "val_right")
+    records = read_metrics(RunDir(run_dir))
+    return [{name: record[name] for name in names if name in record} for record in records]
+
+
 def worst_difference(run_dir: Path, expected: Path) -> float:
     """The largest relative difference of loss or gradient norm; raises AssertionError for other steps."""
     pairs = list(zip(curve(run_dir), curve(expected), strict=True))

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.events import read_metrics
-from trainkit.run.files import write_json
+from trainkit.run.files import read_jsonl, write_json
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -151,6 +152,19 @@ def train(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1, expe
 def log_text(attempt: AttemptDir) -> str:
     """Everything that the ranks of an attempt said."""
     return "\n".join(path.read_text() for path in sorted(attempt.logs_dir.glob("rank-*.log")))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    """Wait for something that must happen."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        time.sleep(0.01)
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The events of a name, as they are in the file."""
+    return [event for event in read_jsonl(RunDir(run_dir).events_file) if event["event"] == name]
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -149,16 +149,6 @@ def test_sample_keys_are_promises() -> None:
     assert source().steps_at(2**40, 1)[0].microbatches[0].sample_keys.tolist() == [-1939650490, -363037967]
 
 
-def test_sample_keys_rarely_meet() -> None:
-    batch = Batch(1 << 16, 1, 1 << 16, (1 << 16) * SEQ_LEN)
-    keys = [
-        source(batch=batch).steps_at(p, 1)[0].microbatches[0].sample_keys
-        for p in (0, 1 << 16, 1 << 31, 1 << 32)
-    ]
-    unique = torch.cat(keys).unique().numel()
-    assert unique > (1 << 18) - 40, "2^18 keys of 32 bits: eight pairs are to be expected"
-
-
 @pytest.mark.parametrize("num_workers", [0, 1, 4])
 @pytest.mark.parametrize("end_position", [None, 150])
 def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | None) -> None:

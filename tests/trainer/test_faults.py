@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.disks import fill, limit_file_size, small_disk
 from tests.support.runs import (
+    events,
     fork_workers,
     log_text,
     losses,
@@ -20,17 +20,12 @@ from tests.support.runs import (
     train,
     wait_for,
 )
-from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import best_step, find_damage, published
 from trainkit.run.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = ["model.dropout=0.1", "train.steps=6", "checkpoint.every_steps=2"]
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_jsonl(RunDir(run_dir).events_file) if event["event"] == name]
 
 
 def checkpoints(run_dir: Path) -> Path:

@@ -156,16 +156,6 @@ def test_the_norm_of_large_tensors_is_exact() -> None:
     assert gradient_norm(optimizer).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_zero_grad_forgets_the_gradients() -> None:
-    model = nano()
-    optimizer = ShardedAdamW(weights(model), CONFIG)
-    backward(model, 0)
-    optimizer.collect_gradients()
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-    assert gradient_norm(optimizer).item() == 0.0
-
-
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
 def test_state_goes_round(config: OptimizerConfig) -> None:
     """Loading fills the tensors in place, so they must be the optimizer's own, not copies."""
@@ -257,15 +247,6 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.
         # Between two values of a code, the last bit of torch's average decides.
         differs = (a - c).abs() > 1e-5 + 1e-3 * c.abs()
         assert differs.float().mean() < 2e-3, name
-
-
-def test_the_state_in_8_bits_takes_2_bytes_per_element() -> None:
-    model = nn.Linear(4096, 512)
-    state = dict(ShardedAdamW(weights(model), EIGHT_BIT).state_tensors())
-    num_bytes = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("weight."))
-    assert num_bytes / model.weight.numel() == pytest.approx(2.03, abs=0.002)
-    assert state["weight.exp_avg.codes"].dtype == torch.uint8
-    assert state["bias.exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("config", [EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.support.runs import (
     start_workers,
     train,
     wait_for,
+    wait_until,
 )
 from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import find_damage, published
@@ -28,13 +28,6 @@ from trainkit.run.rundir import AttemptDir
 pytestmark = pytest.mark.slow
 
 LONG = ["train.steps=100000", "model.dropout=0.1"]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
 
 
 def has_event(attempt: AttemptDir, name: str) -> bool:

@@ -6,8 +6,7 @@ import copy
 import json
 import random
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,16 @@ from torch.utils.data import IterableDataset
 from tests.support import tasks
 from tests.support.parity import Case, curve, run_cases, worst_difference
 from tests.support.ranks import ForkedWorker
-from tests.support.runs import fork_workers, log_text, losses, make_attempt, samples_seen, train, wait_for
+from tests.support.runs import (
+    fork_workers,
+    log_text,
+    losses,
+    make_attempt,
+    samples_seen,
+    train,
+    wait_for,
+    wait_until,
+)
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART
@@ -351,13 +359,6 @@ def ranks(attempt: AttemptDir, num_procs: int) -> Iterator[list[ForkedWorker]]:
         for worker in workers:
             worker.kill()
             worker.wait()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
-        time.sleep(0.05)
 
 
 def newest_step(run: Path) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.support import split_tasks
 from tests.support.hf_models import need, save_model
-from tests.support.parity import Case, close, curve, make_trainer, run_cases, worst_difference
+from tests.support.parity import Case, close, curve, make_trainer, metrics_of, run_cases, worst_difference
 from tests.support.runs import log_text, train
 from trainkit.cli.main import main
 from trainkit.config import load_config
@@ -45,13 +45,6 @@ def config_of(folder: Path, *options: str, task: str = "Speak") -> RunConfig:
     (folder / "t.yaml").write_text("name: t\n")
     overrides = [f"task={FILE}:{task}", "train.eval_every=null", "data.num_workers=0", *options]
     return load_config(folder / "t.yaml", overrides=overrides, environ={}, cwd=folder).config
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    names = ("tokens", "accuracy", "right", "val_loss", "val_accuracy", "val_right")
-    return [
-        {name: record[name] for name in names if name in record} for record in read_metrics(RunDir(folder))
-    ]
 
 
 def assert_same_curves(folder: Path, cases: list[Case]) -> None:

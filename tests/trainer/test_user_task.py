@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.support import tasks
-from tests.support.parity import Case, curve, run_cases, worst_difference
-from trainkit.run.events import read_metrics
+from tests.support.parity import Case, curve, metrics_of, run_cases, worst_difference
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
@@ -27,13 +26,6 @@ CASES = [
 ]
 
 
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    names = ("accuracy", "right", "val_loss", "val_accuracy", "val_right")
-    return [
-        {name: record[name] for name in names if name in record} for record in read_metrics(RunDir(folder))
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
@@ -43,7 +35,7 @@ def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
     losses = [loss for _, loss, *_ in curve(tmp_path / "alone")]
     assert losses[-1] < losses[0]
     alone = metrics_of(tmp_path / "alone")
-    assert set(alone[0]) == {"accuracy", "right"}
+    assert set(alone[0]) == {"tokens", "accuracy", "right"}
     assert set(alone[2]) > {"val_accuracy", "val_right"}
     for case in CASES:
         for mine, expected in zip(metrics_of(tmp_path / case.name), alone, strict=True):

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.support.runs import (
     make_attempt,
     site,
     wait_for,
+    wait_until,
 )
 from trainkit.job.failure.stacks import gather
 from trainkit.job.hangs import hang_failure, read_hangs
@@ -56,13 +57,6 @@ def let_rank_1_sleep() -> None:
 
     if os.environ["RANK"] == "1":
         PrefetchedBatches.__next__ = give_or_sleep  # type: ignore[method-assign]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
-        time.sleep(0.05)
 
 
 def plan_of(attempt: AttemptDir) -> LaunchPlan:

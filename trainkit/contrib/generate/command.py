@@ -17,6 +17,7 @@ from trainkit.errors import EXIT_FAILED
 
 @click.command(
     cls=Command,
+    context_settings={"show_default": True},
     epilog=examples(
         'trainkit generate last "import "',
         'trainkit generate last "import " --temperature 0 --max-tokens 50',
@@ -27,18 +28,12 @@ from trainkit.errors import EXIT_FAILED
 @click.argument("prompt")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
 @click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=200,
-    show_default=True,
-    metavar="N",
-    help="Number of tokens after which to stop.",
+    "--max-tokens", type=click.IntRange(1), default=200, metavar="N", help="Tokens after which to stop."
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0.0),
     default=0.8,
-    show_default=True,
     metavar="T",
     help="Randomness of the text; 0 always takes the most likely token.",
 )
@@ -49,14 +44,10 @@ from trainkit.errors import EXIT_FAILED
     metavar="P",
     help="Only the most likely tokens, up to a total probability of P.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@click.option("--seed", type=int, default=0, help="The same seed gives the same text.")
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer.json of prepared data.")
 @click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where the model runs.",
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where the model runs."
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Data type of the weights.")
 @json_option
