@@ -195,19 +195,17 @@ class GroupFiles:
             num_nodes=plan.count("num_nodes"),
             workers_per_node=plan.count("workers_per_node"),
             age_s=seconds_between(record.submitted_at, now),
-            points=[self._point_status(files, jobs) for files in self.points],
-        )
-
-    def _point_status(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
-        state, reason = self._state(files, jobs)
-        return PointStatus(
-            index=files.point.index,
-            values=files.point.values,
-            state=state,
-            reason=reason,
-            job_id=files.job_id,
-            best=files.best,
-            run_dir=str(self.group.run(files.point.index).path),
+            points=[
+                PointStatus(
+                    files.point.index,
+                    files.point.values,
+                    *self._state(files, jobs),
+                    job_id=files.job_id,
+                    best=files.best,
+                    run_dir=str(self.group.run(files.point.index).path),
+                )
+                for files in self.points
+            ],
         )
 
     def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
