@@ -271,7 +271,7 @@ def test_the_runs_of_several_arrays_have_one_status_and_one_summary(
     assert main(["report", "out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"]["values"] == {BATCH: 2, GPUS: 2}
     assert main(["logs", "out"]) == 2
-    assert "for example out/array-2/0" in capsys.readouterr().err
+    assert "unknown run 'out'" in capsys.readouterr().err
 
 
 def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "") -> list[str]:
