@@ -45,8 +45,8 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == (
         "no Slurm on this machine\n"
         "kept first-run.yaml, which already exists\n"
-        "error: nothing to write: first-run.yaml already exists\n\n"
-        "hint: delete it, or write elsewhere with --dir DIR\n"
+        "error: nothing to write: every file already exists\n\n"
+        "hint: delete one of them, or write elsewhere with --cluster NAME and --dir DIR\n"
     )
     assert (folder / "first-run.yaml").read_text() == "name: mine\n"
 

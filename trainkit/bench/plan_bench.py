@@ -184,10 +184,14 @@ class PlannedBench:
         What disturbs the machine for a while thus disturbs several points, not one.
         """
         repeats = range(1, self.request.repeats + 1)
-        order = [(repeat, point) for repeat in repeats for point in self.points]
+        order = [
+            ({**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values, point)
+            for repeat in repeats
+            for point in self.points
+        ]
         return [
-            PlannedPoint(index, self._group_values(point, repeat), point.config, point.plan)
-            for index, (repeat, point) in enumerate(order)
+            PlannedPoint(index, values, point.config, point.plan)
+            for index, (values, point) in enumerate(order)
         ]
 
     @property
@@ -210,9 +214,6 @@ class PlannedBench:
         return [
             [item for item in kind if item.index // num_points == one] for one in rounds for kind in kinds
         ]
-
-    def _group_values(self, point: BenchPoint, repeat: int) -> dict[str, Any]:
-        return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values
 
     def to_dict(self) -> dict[str, Any]:
         """The points that would run, and those that would not, as a JSON object."""

@@ -17,7 +17,7 @@ from trainkit.formats import plural
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
-    from trainkit.config import LoadedConfig, RunConfig
+    from trainkit.config import RunConfig
     from trainkit.plan.launch import LaunchPlan
     from trainkit.submit.queue_estimate import Wait
 
@@ -81,7 +81,7 @@ def command(
     from trainkit.submit.create import lock_problem
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
-    from trainkit.submit.trainer_process import smoke_problems
+    from trainkit.submit.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -91,7 +91,16 @@ def command(
                 "--simulate-world conflicts with --estimate, --show-origin and --test-notification",
                 hint="run `trainkit check` without --simulate-world for them",
             )
-        return _simulate(request.load(), world_size, rank or 0, as_json)
+        loaded = request.load()
+        plan = simulated_plan(loaded, world_size)
+        found = simulate(loaded, plan, rank or 0)
+        if as_json:
+            simulated = {"plan": plan.to_dict(), "simulation": asdict(found)}
+            click.echo(json.dumps(simulated, ensure_ascii=False))
+        else:
+            click.echo(f"layout: {plan.reasons['layout']}")
+            click.echo("\n".join(simulation_lines(found)))
+        return EXIT_OK
     loaded = request.load_to_plan()
     facts = gather(loaded)
     plan, cluster = plan_run(loaded, facts), facts.target.cluster
@@ -155,20 +164,6 @@ def _send_test(config: RunConfig) -> None:
         )
     status = send_test(url, config.name)
     click.echo(f"the URL in {name} has accepted a test message (HTTP {status})", err=True)
-
-
-def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -> int:
-    """Simulate a step of one rank of a job, which may be larger than this machine."""
-    from trainkit.submit.trainer_process import simulate, simulated_plan, simulation_lines
-
-    plan = simulated_plan(loaded, world_size)
-    found = simulate(loaded, plan, rank)
-    if as_json:
-        click.echo(json.dumps({"plan": plan.to_dict(), "simulation": asdict(found)}, ensure_ascii=False))
-    else:
-        click.echo(f"layout: {plan.reasons['layout']}")
-        click.echo("\n".join(simulation_lines(found)))
-    return EXIT_OK
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> list[Wait] | None:

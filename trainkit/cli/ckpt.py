@@ -236,18 +236,14 @@ def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
 
 def _row(item: ListedCheckpoint) -> list[str]:
     degrees = [f"{name}={degree}" for name, degree in (item.layout or {}).items() if degree != 1]
+    metric, value = item.best_metric, item.best_value
+    best = "best" if metric is None or value is None else f"best {metric}={value:.4f}"
     return [
         item.name,
         item.state,
         item.time,
         size(item.bytes),
         " ".join(degrees) or ("-" if item.layout is None else "one process"),
-        _best(item),
+        best if item.best else "",
         item.reason or "",
     ]
-
-
-def _best(item: ListedCheckpoint) -> str:
-    if item.best_metric is None or item.best_value is None:
-        return "best" if item.best else ""
-    return f"best {item.best_metric}={item.best_value:.4f}"

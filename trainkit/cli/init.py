@@ -75,11 +75,9 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     for path in kept:
         click.echo(f"kept {path}, which already exists", err=True)
     if not written:
-        one = len(kept) == 1
-        options = "--dir DIR" if one else "--cluster NAME and --dir DIR"
         raise UsageError(
-            f"nothing to write: {' and '.join(map(str, kept))} already {'exists' if one else 'exist'}",
-            hint=f"delete {'it' if one else 'them'}, or write elsewhere with {options}",
+            "nothing to write: every file already exists",
+            hint="delete one of them, or write elsewhere with --cluster NAME and --dir DIR",
         )
     if as_json:
         value = {

@@ -148,7 +148,11 @@ class _Planned:
             err=True,
         )
         click.echo("\n".join(table_lines(listed, self.own, self.best)))
-        self._print_own()
+        for problem in self.own_problems:
+            click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
+        if self.own is not None:
+            verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
+            click.echo(f"* the config's layout {verdict}: peak {gib(self.own.memory.peak)}", err=True)
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
@@ -157,16 +161,6 @@ class _Planned:
         for advice in self.advice():
             peak = gib(advice.choice.memory.peak)
             click.echo(f"would fit with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
-
-    def _print_own(self) -> None:
-        from trainkit.formats import gib
-
-        for problem in self.own_problems:
-            click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
-        if self.own is not None:
-            verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
-            peak = gib(self.own.memory.peak)
-            click.echo(f"* the config's layout {verdict}: peak {peak}", err=True)
 
     def _flags(self, choice: Choice) -> str:
         """The command that submits the run with a choice."""

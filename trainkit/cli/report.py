@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
-
-if TYPE_CHECKING:
-    from trainkit.bench.run_bench import Bench
-    from trainkit.run.group import RunGroup
-    from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -38,56 +31,39 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
     For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
     first, the results by each swept key, and the curves over each other.
     """
-    from trainkit.cli.status import find_any
+    from trainkit.cli.status import find_any, look_at, query_group
+    from trainkit.observe.page import REPORT_FILE
+    from trainkit.observe.report import read_report, render_report
+    from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
+    from trainkit.run.files import write_atomic
+    from trainkit.run.group import RunGroup
     from trainkit.run.registry import find_run
     from trainkit.run.rundir import RunDir
 
     found = find_any(run_name, groups_of_bench=True)
-    if not isinstance(found, RunDir):
-        if other_name is not None:
-            raise UsageError(
-                f"--compare compares two runs, but {run_name} is a group of runs", hint="remove it"
-            )
-        return _report_sweep(found, as_json)
-    if is_sweep:
-        raise UsageError(f"{run_name} is a single run, not a group of runs or a bench", hint="remove --sweep")
-    other_run = None if other_name is None else find_run(other_name)
-    return _report_run(found, other_run, as_json)
-
-
-def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:
-    from trainkit.cli.status import look_at
-    from trainkit.observe.report import read_report, render_report
-
     now = datetime.now(timezone.utc).timestamp()
-    report = read_report(*look_at(run)[:2], now)
-    other = None if other_run is None else read_report(*look_at(other_run)[:2], now)
-    value = report.to_dict()
-    if other is not None:
-        value["compared"] = other.to_dict()
-    return _write(run.path, render_report(report, other), value, as_json)
-
-
-def _report_sweep(found: RunGroup | Bench, as_json: bool) -> int:
-    from trainkit.cli.status import query_group
-    from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
-    from trainkit.run.group import RunGroup
-
-    if isinstance(found, RunGroup):
-        sweep = sweep_of_group(found, query_group(found))
+    if isinstance(found, RunDir):
+        if is_sweep:
+            problem = f"{run_name} is a single run, not a group of runs or a bench"
+            raise UsageError(problem, hint="remove --sweep")
+        other_run = None if other_name is None else find_run(other_name)
+        report = read_report(*look_at(found)[:2], now)
+        other = None if other_run is None else read_report(*look_at(other_run)[:2], now)
+        folder, page, value = found.path, render_report(report, other), report.to_dict()
+        if other is not None:
+            value["compared"] = other.to_dict()
     else:
-        from trainkit.bench.summary import sweep_of_bench
+        if other_name is not None:
+            problem = f"--compare compares two runs, but {run_name} is a group of runs"
+            raise UsageError(problem, hint="remove it")
+        if isinstance(found, RunGroup):
+            sweep = sweep_of_group(found, query_group(found))
+        else:
+            from trainkit.bench.summary import sweep_of_bench
 
-        sweep = sweep_of_bench(found, warn)
-    report = read_sweep(sweep, datetime.now(timezone.utc).timestamp())
-    return _write(sweep.folder, render_sweep(report), report.to_dict(), as_json)
-
-
-def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int:
-    """Write the page, and print its path or the report as JSON."""
-    from trainkit.observe.page import REPORT_FILE
-    from trainkit.run.files import write_atomic
-
+            sweep = sweep_of_bench(found, warn)
+        runs = read_sweep(sweep, now)
+        folder, page, value = sweep.folder, render_sweep(runs), runs.to_dict()
     file = folder / REPORT_FILE
     try:
         write_atomic(file, page)

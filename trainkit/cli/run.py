@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -117,10 +116,7 @@ class _Forwarder:
         from trainkit.job.signals import NOTICE_SIGNALS
 
         for number in NOTICE_SIGNALS:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
+            signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir) -> None:
         """Forward the signals received since the last call."""
@@ -164,9 +160,11 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
     try:
         attempt = _start_in_step(request, run_dir, task)
     except TrainkitError as error:
-        if _announce_failure(folder, task, error):
-            raise
-        return _end_step(task, error)
+        try:
+            announce(folder, task, error.exit_code)
+        except OSError:
+            return _end_step(task, error)
+        raise
     announce(folder, task, attempt)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
@@ -174,17 +172,6 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
     withdraw(folder, task)
     print_end(attempt.run)
     return _exit_code(exit_code_of(attempt, decision.exit_code))
-
-
-def _announce_failure(folder: Path, task: SlurmTask, error: TrainkitError) -> bool:
-    """Announce the failure to the other tasks of the step; False if the announcement cannot be written."""
-    from trainkit.job.step_run import announce
-
-    try:
-        announce(folder, task, error.exit_code)
-    except OSError:
-        return False
-    return True
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:

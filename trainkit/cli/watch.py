@@ -7,16 +7,12 @@ import shutil
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.help import Command, complete_run, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
-
-if TYPE_CHECKING:
-    from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
 PIPE_WIDTH = 120
@@ -45,7 +41,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
     terminal, prints once.
     """
-    from trainkit.cli.status import find_any, show_runs
+    from trainkit.cli.status import find_any, look_at, show_runs
     from trainkit.run.rundir import RunDir
 
     found = None if run_name is None else find_any(run_name)
@@ -53,15 +49,12 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
         from trainkit.cli.watch_screen import watch
 
         return watch(found, interval_s)
-    return _print_run(found, as_json) if isinstance(found, RunDir) else show_runs(found, False, as_json)
-
-
-def _print_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.cli.status import look_at
+    if not isinstance(found, RunDir):
+        return show_runs(found, False, as_json)
     from trainkit.observe.run_view import read_view
     from trainkit.observe.view_text import Size, view_lines
 
-    history, status, job = look_at(run)
+    history, status, job = look_at(found)
     history.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from shlex import quote
 
 from trainkit.config import RunConfig
@@ -20,7 +19,7 @@ from trainkit.observe.signatures import Signature
 from trainkit.observe.status import read_config
 from trainkit.run.files import Record, read_json
 from trainkit.run.history import PlanRecord, read_plan
-from trainkit.run.manifest import Checkpoint, published
+from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
@@ -35,9 +34,14 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
         "attempt": str(attempt.number),
         "attempt_dir": str(attempt.path),
         "checkpoints_dir": str(run.checkpoints_dir),
-        **_plan_values(plan),
         **_disk_values(run),
     }
+    if plan.command is not None:
+        values["command"] = " ".join(quote(str(word)) for word in plan.command)
+        if launcher := plan.text("launcher"):
+            values["launcher"] = launcher
+    else:
+        values |= _batch_values(plan.record("batch"))
     if not attempt.logs_dir.exists():
         values["missing_logs_dir"] = str(attempt.logs_dir)
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
@@ -46,18 +50,6 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     if not plan.is_command:
         values["trainer_config"] = quote(str(run.config_file))
     return values | _config_values(config, plan)
-
-
-def _plan_values(plan: PlanRecord) -> dict[str, str]:
-    values = {}
-    if plan.is_command:
-        values["command"] = " ".join(quote(str(word)) for word in plan.command or ())
-    else:
-        values |= _batch_values(plan.record("batch"))
-    launcher = plan.text("launcher")
-    if launcher and plan.is_command:
-        values["launcher"] = launcher
-    return values
 
 
 def _batch_values(batch: Record) -> dict[str, str]:
@@ -113,10 +105,13 @@ def _disk_values(run: RunDir) -> dict[str, str]:
     try:
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
-        values |= {"filesystem": str(_mount_point(folder)), "free": size(free)}
+        mount = next((path for path in (folder, *folder.parents) if path.is_mount()), folder)
+        values |= {"filesystem": str(mount), "free": size(free)}
         older = published(run.checkpoints_dir)[:-1]
         if older:
-            values |= {"num_older": str(len(older)), "older_size": size(sum(map(_checkpoint_bytes, older)))}
+            files = [path for item in older for path in item.path.iterdir() if path.is_file()]
+            older_size = size(sum(path.stat().st_size for path in files))
+            values |= {"num_older": str(len(older)), "older_size": older_size}
     except OSError:
         pass  # the folder may be on a disk that fails: the advice then goes without these values
     if checkpoints := published(run.checkpoints_dir):
@@ -124,14 +119,6 @@ def _disk_values(run: RunDir) -> dict[str, str]:
     else:
         values["no_checkpoint"] = "no checkpoint"
     return values
-
-
-def _mount_point(folder: Path) -> Path:
-    return next((path for path in (folder, *folder.parents) if path.is_mount()), folder)
-
-
-def _checkpoint_bytes(checkpoint: Checkpoint) -> int:
-    return sum(path.stat().st_size for path in checkpoint.path.iterdir() if path.is_file())
 
 
 WATCHDOG = re.compile(
@@ -179,13 +166,9 @@ def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
     others = list(range(1, files.world_size))
     if num_joined == 1:
         return others
-    silent = [rank for rank in others if not _has_output(files, rank)]
+    logs = {rank: files.attempt.rank_log(rank) for rank in others}
+    silent = [rank for rank, log in logs.items() if not log.is_file() or log.stat().st_size == 0]
     return silent if len(silent) == len(others) + 1 - num_joined else []
-
-
-def _has_output(files: AttemptFiles, rank: int) -> bool:
-    log = files.attempt.rank_log(rank)
-    return log.is_file() and log.stat().st_size > 0
 
 
 def collective_values(

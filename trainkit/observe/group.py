@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from trainkit.formats import JsonObject, shown, shown_value
@@ -195,19 +195,17 @@ class GroupFiles:
             num_nodes=plan.count("num_nodes"),
             workers_per_node=plan.count("workers_per_node"),
             age_s=seconds_between(record.submitted_at, now),
-            points=[self._point_status(files, jobs) for files in self.points],
-        )
-
-    def _point_status(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
-        state, reason = self._state(files, jobs)
-        return PointStatus(
-            index=files.point.index,
-            values=files.point.values,
-            state=state,
-            reason=reason,
-            job_id=files.job_id,
-            best=files.best,
-            run_dir=str(self.group.run(files.point.index).path),
+            points=[
+                PointStatus(
+                    files.point.index,
+                    files.point.values,
+                    *self._state(files, jobs),
+                    job_id=files.job_id,
+                    best=files.best,
+                    run_dir=str(self.group.run(files.point.index).path),
+                )
+                for files in self.points
+            ],
         )
 
     def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
@@ -232,40 +230,29 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
     names = (path.name for path in group.path.iterdir())
     created = [int(name) for name in names if is_index(name) and int(name) in points]
-    shares = [created[first::NUM_READERS] for first in range(NUM_READERS)]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for files in itertools.chain.from_iterable(
-            readers.map(lambda share: list(_read(group, share)), shares)
-        ):
-            found[files.point.index] = files
+        found |= zip(created, readers.map(partial(_read, group), created), strict=True)
     return list(found.values())
 
 
-def _read(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
+def _read(group: RunGroup, index: int) -> PointFiles:
     # By text and with no more than the newest attempt: there may be ten thousand points.
-    folder = str(group.path)
-    for index in indices:
-        attempts = read_object(f"{folder}/{index}/job.json").get("attempts")
-        entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
-        entry, end = entry or NOT_CREATED, end_of(read_object(f"{folder}/{index}/{NEWEST_END}"))
-        job_id = entry.job_id or group.task_id(index)
-        files = PointFiles(group.points[index], job_id, entry, end, best=None if end is None else end.best)
-        if files.is_over:
-            yield files
-        elif entry.attempt:
-            run = group.run(index)
-            events = list(read_events(run, *STATE_EVENTS, "evaluated"))
-            seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
-            has_metrics = run.metrics_file.exists() or _is_printing(group, run, entry)
-            yield replace(files, seen=seen, best=best, has_metrics=has_metrics)
-        else:
-            yield files
-
-
-def _is_printing(group: RunGroup, run: RunDir, entry: AttemptRecord) -> bool:
-    """Whether rank 0 of a COMMAND, which need not write metrics, has started."""
-    return PlanRecord(group.record.plan).is_command and run.attempt(entry.attempt).rank_log(0).exists()
+    folder = f"{group.path}/{index}"
+    attempts = read_object(f"{folder}/job.json").get("attempts")
+    entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
+    entry, end = entry or NOT_CREATED, end_of(read_object(f"{folder}/{NEWEST_END}"))
+    job_id = entry.job_id or group.task_id(index)
+    files = PointFiles(group.points[index], job_id, entry, end, best=None if end is None else end.best)
+    if files.is_over or not entry.attempt:
+        return files
+    run = group.run(index)
+    events = list(read_events(run, *STATE_EVENTS, "evaluated"))
+    seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
+    # Rank 0 of a COMMAND need not write metrics.
+    is_command = PlanRecord(group.record.plan).is_command
+    is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
+    return replace(files, seen=seen, best=best, has_metrics=run.metrics_file.exists() or is_printing)
 
 
 def read_newest_end(run: RunDir) -> AttemptEnd | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Report:
     spent: dict[str, float]
     """Category of `CATEGORIES` -> seconds; they add up to `allocated_s`."""
     percent: dict[str, float]
-    """Category -> percent of `allocated_s`; they add up to 100.0. Empty when nothing was allocated."""
+    """Category -> percent of `allocated_s`, rounded. Empty when nothing was allocated."""
     goodput: float | None
     """Productive and kept step time over allocated time; None when it was not measured."""
     world_size: int | None
@@ -134,7 +134,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     spent["idle"] += idle_s
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_s
     spent["unmeasured"] += max(0.0, allocated_s - sum(spent.values()))
-    plan = read_plan(run)
+    total, plan = sum(spent.values()), read_plan(run)
     world_size = plan.count("world_size")
     nodes = read_nodes(run)
     config = flat_config(run)
@@ -147,7 +147,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         allocated_s=allocated_s,
         queued_s=_queued_s(attempts),
         spent=spent,
-        percent=percentages(spent),
+        percent={} if total <= 0 else {name: round(100 * spent[name] / total, 1) for name in spent},
         goodput=goodput,
         world_size=world_size,
         worker_hours=allocated_s * world_size / 3600 if world_size is not None else None,
@@ -177,19 +177,6 @@ def find_slowdowns(events: Sequence[Event]) -> list[Slowdown]:
                 found[index] = replace(found[index], until_step=event.step)
                 break
     return found
-
-
-def percentages(spent: Mapping[str, float]) -> dict[str, float]:
-    """Shares in percent that add up to exactly 100.0, rounded by largest remainder; empty for 0 s."""
-    total = sum(spent.values())
-    if total <= 0:
-        return {}
-    exact = {name: value / total * 1000 for name, value in spent.items()}
-    shares = {name: math.floor(value) for name, value in exact.items()}
-    missing = 1000 - sum(shares.values())
-    for name in sorted(exact, key=lambda name: shares[name] - exact[name])[:missing]:
-        shares[name] += 1
-    return {name: share / 10 for name, share in shares.items()}
 
 
 def read_nodes(run: RunDir) -> list[NodeUse]:
