@@ -96,13 +96,7 @@ class SourceTree:
     @property
     def folders(self) -> set[str]:
         """The folders of the files and the root, which is the empty path."""
-        found = {""}
-        for path in self.files:
-            for parent in parents(path):
-                if parent in found:
-                    break
-                found.add(parent)
-        return found
+        return {"", *(parent for path in self.files for parent in parents(path))}
 
 
 def printable(path: str) -> str:
