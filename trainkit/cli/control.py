@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,13 +17,12 @@ from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
     ConfigRequest,
     config_argument,
+    config_flags,
     json_option,
     profile_option,
     run_argument,
     set_option,
-    shape_flags,
     shape_options,
-    slurm_flags,
     slurm_options,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
@@ -274,10 +273,8 @@ def shell(
     config: str | None,
     profile: str | None,
     overrides: tuple[str, ...],
-    nodes: int | None,
-    gpus_per_node: int | None,
     dry_run: bool,
-    **slurm: object,
+    **typed: Any,
 ) -> int:
     """Allocate nodes and open a shell on the first one, with the environment of a job.
 
@@ -285,7 +282,7 @@ def shell(
     """
     from trainkit.control.shell import open_shell, shell_argv, shell_start_file
 
-    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    flags = config_flags(typed)
     loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
     if loaded.config.launch.container is not None:
         click.echo("note: the shell runs outside launch.container", err=True)

@@ -181,17 +181,11 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         config: str | None,
         profile: str | None,
         overrides: tuple[str, ...],
-        name: str | None,
-        backend: str | None = None,
-        nodes: int | None = None,
-        gpus_per_node: int | None = None,
         procs: int | None = None,
         **others: Any,
     ) -> Any:
-        flags = shape_flags(nodes, gpus_per_node or procs) | slurm_flags(others)
-        if name is not None:
-            flags["name"] = (f"--name {name}", name)
-        flags |= backend_flag(backend)
+        others["gpus_per_node"] = others.get("gpus_per_node") or procs
+        flags = config_flags(others)
         if config is None and (unless is None or others[unless] is None):
             config = choose_config()
         request = None if config is None else ConfigRequest(config, profile, overrides, flags)
@@ -232,34 +226,28 @@ slurm_options = combined(
     job_options,
     click.option("--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."),
 )
-"""The options of a Slurm job; `slurm_flags` removes their values from the command's arguments."""
+"""The options of a Slurm job; `config_flags` removes their values from the command's arguments."""
 
 
-def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """The config values of `slurm_options`, which are removed from `arguments`."""
-    flags: dict[str, tuple[str, object]] = {}
-    for name, (key, _, _) in (*SLURM_FLAGS.items(), ("per", ("launch.per", "", ""))):
-        value = arguments.pop(name, None)
-        if value is not None:
-            flags[key] = (f"--{name} {value}", value)
+FLAGS = {
+    **{"nodes": "resources.nodes", "gpus_per_node": "resources.gpus_per_node"},
+    **{name: key for name, (key, _, _) in SLURM_FLAGS.items()},
+    **{"per": "launch.per", "name": "name", "backend": "launch.backend"},
+}
+"""Argument of a command -> its config key."""
+
+
+def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
+    """The config values among `arguments`, from which they are removed, each with the flag as typed."""
+    given = {name: arguments.pop(name, None) for name in FLAGS}
+    flags: dict[str, tuple[str, object]] = {
+        FLAGS[name]: (f"--{name.replace('_', '-')} {value}", value)
+        for name, value in given.items()
+        if value is not None
+    }
     if arguments.pop("no_snapshot", False):
         flags["launch.snapshot"] = ("--no-snapshot", False)
     return flags
-
-
-def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:
-    """The config values of ``--nodes`` and ``--gpus-per-node``, each with the flag as typed."""
-    flags: dict[str, tuple[str, object]] = {}
-    if nodes is not None:
-        flags["resources.nodes"] = (f"--nodes {nodes}", nodes)
-    if gpus_per_node is not None:
-        flags["resources.gpus_per_node"] = (f"--gpus-per-node {gpus_per_node}", gpus_per_node)
-    return flags
-
-
-def backend_flag(backend: str | None) -> dict[str, tuple[str, object]]:
-    """The config value of ``--backend``."""
-    return {} if backend is None else {"launch.backend": (f"--backend {backend}", backend)}
 
 
 def refuse_other_options(name: str) -> None:

@@ -12,14 +12,12 @@ import click
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.options import (
-    backend_flag,
     backend_option,
+    config_flags,
     json_option,
     run_argument,
     set_option,
-    shape_flags,
     shape_options,
-    slurm_flags,
     slurm_options,
 )
 from trainkit.errors import EXIT_OK, UsageError
@@ -103,7 +101,7 @@ def command(
     if fork_dir is None and is_first:
         require_not_running(source, "resume")
         note_dead_job(source, warn)
-    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm) | backend_flag(backend)
+    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm})
     loaded, workload = load_again(source, overrides, flags)
     job, before = read_job(source), read_effective(source.config_file)
     if workload.knows_run:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contrib.replay.test_compare import PLAN, add_attempt, record, start
-from trainkit.cli.options import shape_flags
+from trainkit.cli.options import config_flags
 from trainkit.contrib.replay import plan_replay as module
 from trainkit.contrib.replay import run_replay
 from trainkit.contrib.replay.plan_replay import ReplayPlan, plan_replay
@@ -73,9 +73,12 @@ def test_other_layouts_keep_the_global_batch_and_the_learning_rate(run: RunDir) 
     with pytest.raises(ConfigError):
         planned(run, 9, layout="tp=3")
     with pytest.raises(UsageError, match="2 nodes with 2 ranks each do not have the 2 ranks of the run"):
-        plan_replay(run, 9, 9, "same", shape_flags(2, 2))
-    assert plan_replay(run, 9, 9, "same", shape_flags(2, 1)).plan.layout == SMALL.layout
-    assert plan_replay(run, 9, 9, "dp_shard=-1", shape_flags(None, 1)).plan.layout == Layout()
+        plan_replay(run, 9, 9, "same", config_flags({"nodes": 2, "gpus_per_node": 2}))
+    assert (
+        plan_replay(run, 9, 9, "same", config_flags({"nodes": 2, "gpus_per_node": 1})).plan.layout
+        == SMALL.layout
+    )
+    assert plan_replay(run, 9, 9, "dp_shard=-1", config_flags({"gpus_per_node": 1})).plan.layout == Layout()
     with pytest.raises(UsageError, match="the section parallel has no key tpp"):
         planned(run, 9, layout="tpp=2")
 

@@ -18,11 +18,10 @@ from trainkit.cli.options import (
     ConfigRequest,
     choose_config,
     config_argument,
+    config_flags,
     json_option,
     set_option,
-    shape_flags,
     shape_options,
-    slurm_flags,
     slurm_options,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK
@@ -82,7 +81,7 @@ def command(
 
     if nodes is None and "SLURM_JOB_ID" in os.environ:
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
     found: list[Finding] = []
     with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:

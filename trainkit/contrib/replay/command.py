@@ -17,13 +17,12 @@ import click
 
 from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import (
+    config_flags,
     job_options,
     json_option,
     named_folder,
     refuse_other_options,
-    shape_flags,
     shape_options,
-    slurm_flags,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
@@ -90,7 +89,7 @@ def command(
     Computes on this machine, or with --submit in a job with a run folder of its own, which --follow or
     --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
     """
-    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     if collect is not None:
         refuse_other_options("collect")
         return _collect(collect, as_json)
