@@ -217,6 +217,19 @@ def test_round_trip(command: tuple[str, ...] | None) -> None:
     assert LaunchPlan.from_dict(written) == made
 
 
+def test_a_damaged_plan_and_one_with_more_keys() -> None:
+    made = written_plan(None)
+    assert LaunchPlan.from_dict({**made.to_dict(), "new": 1}) == made
+    for damaged in (
+        {"version": 1},
+        {**made.to_dict(), "layout": {"xp": 1}},
+        {**made.to_dict(), "batch": 3},
+        [],
+    ):
+        with pytest.raises(ValueError, match=r"plan\.json is damaged"):
+            LaunchPlan.from_dict(damaged)  # type: ignore[arg-type]
+
+
 def test_newer_plan() -> None:
     with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit supports version 1"):
         LaunchPlan.from_dict({**written_plan(None).to_dict(), "version": 2})

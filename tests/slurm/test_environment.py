@@ -48,6 +48,8 @@ INHERITED = {
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "x",
+    "TRAINKIT_JOB_AGENT_PID": "7",
+    "TRAINKIT_JOB_RANK_PID": "8",
 }
 
 

@@ -20,6 +20,7 @@ from trainkit.run.events import log_event
 from trainkit.run.process import boot_id
 from trainkit.run.record import AttemptRecord, add_attempt, open_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
+from trainkit.slurm.environment import OWN_PREFIX
 
 if TYPE_CHECKING:
     from trainkit.slurm.jobs import JobInfo
@@ -47,6 +48,7 @@ class LocalBackend(Backend):
     def _supervisor(self, attempt: AttemptDir, foreground: bool) -> int:
         """Start the supervisor of an attempt, in the folder of the submission; returns its pid."""
         cwd = read_job(attempt.run).cwd
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
         with attempt.supervisor_log.open("ab") as log:
             return subprocess.Popen(
                 module_argv(
@@ -55,6 +57,7 @@ class LocalBackend(Backend):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=environ,
                 cwd=cwd if cwd is not None and Path(cwd).is_dir() else None,
                 start_new_session=True,
                 preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,

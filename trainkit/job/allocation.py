@@ -223,7 +223,8 @@ class SlurmAllocation(Allocation):
         return self.job_id
 
     def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
-        with contextlib.suppress(OSError):
+        # What keeps this attempt from being read is recorded when it is run.
+        with contextlib.suppress(OSError, ValueError, TrainkitError):
             policy = LaunchPlan.read(attempt.plan_file).requeue
             return close_dead_attempts(attempt, policy, self.is_down)
         return None

@@ -122,7 +122,7 @@ def write_end(
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
     # end.json first: the events only repeat its content.
-    state = _state(attempt, decision)
+    state = state_after(attempt, decision)
     end = AttemptEnd(
         state=state,
         action=decision.action,
@@ -151,7 +151,8 @@ def write_end(
     return end
 
 
-def _state(attempt: AttemptDir, decision: Decision) -> str:
+def state_after(attempt: AttemptDir, decision: Decision) -> str:
+    """The state of a run that such a decision ends or leaves."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:

@@ -25,7 +25,7 @@ from trainkit.job.allocation import (
     SlurmAllocation,
     query_job,
 )
-from trainkit.job.attempt_end import judge, write_end
+from trainkit.job.attempt_end import judge, state_after, write_end
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
@@ -249,9 +249,8 @@ class Supervisor:
     def conclude(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Log, record and report how an attempt ended; returns its exit code."""
         log_line(end_line(attempt.number, decision.action, decision.reason))
-        end = AttemptEnd(
-            decision.action, decision.action, decision.cause, decision.exit_code, decision.reason
-        )
+        state = state_after(attempt, decision)
+        end = AttemptEnd(state, decision.action, decision.cause, decision.exit_code, decision.reason)
         try:
             end = write_end(attempt, outcome, decision)
         except OSError as error:

@@ -232,32 +232,36 @@ class LaunchPlan:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """The plan that `to_dict` wrote.
+        """The plan that `to_dict` wrote; keys that this version does not know are left out.
 
-        Raises UsageError if a newer trainkit wrote it.
+        Raises UsageError if a newer trainkit wrote it, ValueError if it is damaged.
         """
-        fields = dict(value)
-        for derived_or_old in ("world_size", "max_requeues"):
-            fields.pop(derived_or_old, None)
-        if fields.get("version", 0) > PLAN_VERSION:
-            raise UsageError(
-                f"plan.json has version {fields['version']}; this trainkit supports version {PLAN_VERSION}",
-                hint="use the trainkit that submitted the run, or a newer one",
-            )
-        fields["layout"] = Layout(**fields["layout"])
-        fields["batch"] = Batch(**fields["batch"])
-        requeue = fields.get("requeue", {})
-        fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        notify = fields.get("notify", {})
-        fields["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
+        try:
+            if value.get("version", 0) > PLAN_VERSION:
+                message = (
+                    f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
+                )
+                raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
+            return cls._from_values({name: value[name] for name in cls.__dataclass_fields__ if name in value})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"plan.json is damaged: {error!r}") from None
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> LaunchPlan:
+        values["layout"] = Layout(**values["layout"])
+        values["batch"] = Batch(**values["batch"])
+        requeue = values.get("requeue", {})
+        values["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
+        notify = values.get("notify", {})
+        values["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
         for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys", "replay"):
-            if fields.get(name) is not None:
-                fields[name] = tuple(fields[name])
-        if fields.get("slurm") is not None:
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        if values.get("slurm") is not None:
             from trainkit.plan.slurm_request import SlurmRequest
 
-            fields["slurm"] = SlurmRequest.from_dict(fields["slurm"])
-        return cls(**fields)
+            values["slurm"] = SlurmRequest.from_dict(values["slurm"])
+        return cls(**values)
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:

@@ -105,8 +105,10 @@ def _has_network() -> bool:
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
 """Variables that select the cluster and authenticate; Slurm sets none of them inside a job."""
+OWN_PREFIX = "TRAINKIT_JOB_"
+"""What trainkit sets in a job: with it, a run that a rank submits would count as its child."""
 _PREFIXES = (
-    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_"),
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_", OWN_PREFIX),
     *("PMI_", "PMI2_", "PMIX_", "PALS_", "TORCHELASTIC_"),
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PRTE_", "ORTE_"),
     *("MV2_COMM_WORLD_", "MPI_LOCAL"),

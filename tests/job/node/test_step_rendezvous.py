@@ -30,7 +30,7 @@ from trainkit.job.node.rendezvous import (
 )
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.run.files import read_jsonl, write_json
+from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -193,6 +193,25 @@ def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:
             await_port(attempt, task_of(node_rank=1), timeout_s=5.0)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.WATCHED)
+
+
+def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(node_rank=1))
+
+    def wait(attempt: AttemptDir) -> LaunchPlan:
+        raise TrainkitError("the plan did not appear", exit_code=EXIT_NO_RESTART)
+
+    monkeypatch.setattr(agent, "await_plan", wait)
+    assert agent.run_slurm_task(attempt.run, 1) == EXIT_NO_RESTART
+    [record] = [read_json(path) for path in attempt.errors_dir.glob("rank-*.json")]
+    assert (record["message"], record["node_rank"]) == ("the plan did not appear", 1)
+    monkeypatch.setattr(agent, "find_slurm_task", lambda: None)
+    assert agent.run_slurm_task(attempt.run, 1) == EXIT_NO_RESTART
+    assert "this is not a task of a Slurm step" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("procid", "events"), [("0", ["SIGUSR2"]), ("1", [])])

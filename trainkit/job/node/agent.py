@@ -323,14 +323,16 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     attempt = run.attempt(number)
     task = find_slurm_task()
     if task is None:
-        raise TrainkitError(
-            f"this is not a task of a Slurm step: {reason_not_a_task()}", exit_code=EXIT_NO_RESTART
-        )
+        print(f"error: this is not a task of a Slurm step: {reason_not_a_task()}", flush=True)
+        return EXIT_NO_RESTART
     try:
         plan = await_plan(attempt)
     except StopSignalReceived as stop:
         record_notice(attempt, stop.received, task)
         return EXIT_STOPPED
+    except (OSError, TrainkitError) as error:
+        rank = sum(task.tasks[: task.node_rank]) + task.local_task
+        return _refuse(attempt, rank, task.node_rank, error)
     return run_node(attempt, plan, task)
 
 
