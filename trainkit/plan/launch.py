@@ -194,7 +194,7 @@ class LaunchPlan:
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a supervisor watches all ranks; those that a user started on several hosts have none."""
+        """Whether a process of its own watches all ranks; in a step and on hosts started by hand none does."""
         return self.backend not in ("srun", "hosts")
 
     @cached_property
