@@ -125,7 +125,7 @@ class LocalBackend(Backend):
 
 
 class HostsBackend(LocalBackend):
-    """This process on the first of several hosts that were started by hand; it records how their attempt ends."""
+    """This process on the first of several hosts that were started by hand; it records their end."""
 
     def _supervisor(self, attempt: AttemptDir, foreground: bool) -> int:
         return os.getpid()
