@@ -194,7 +194,7 @@ class LaunchPlan:
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a process of its own watches all ranks: none does in a step and on hosts started by hand."""
+        """Whether a process of its own watches all ranks; in a step and on hosts by hand none does."""
         return self.backend not in ("srun", "hosts")
 
     @cached_property
