@@ -1,4 +1,7 @@
-"""Where runs execute: the interface of a backend, whose classes are imported when they are used."""
+"""Where runs execute, on Slurm or this machine: the interface of a backend; its classes are imported late.
+
+Another scheduler also needs its own draft and request (`plan/`), script, allocation and rendezvous (`job/`).
+"""
 
 from __future__ import annotations
 

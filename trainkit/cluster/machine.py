@@ -1,4 +1,4 @@
-"""The hardware of this machine: the CPU cores that this process may use, the GPUs that torch sees, memory."""
+"""The hardware of this machine: its memory, the CPU cores of this process, the GPUs that torch would see."""
 
 from __future__ import annotations
 

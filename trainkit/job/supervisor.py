@@ -3,8 +3,9 @@
 ``python -m trainkit.job.supervisor RUN_DIR --attempt N`` on one machine, and in the batch shell of a Slurm
 job ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
-SIGTERM and SIGINT mean save and exit, SIGUSR2 means save and restart. Even when the run folder or its disk
-fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
+On one machine SIGTERM and SIGINT mean save and exit, SIGUSR2 save and restart; in a Slurm job the cause of
+the signal decides (`decision.termination_cause`). Even when the run folder or its disk fails, the exit code
+tells how the run ended: 0 finished, 75 saved and resumable, else failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The status of a run: a pure function of its folder, its liveness, its state in Slurm and the time."""
+"""The status of a run, from its job.json and Slurm's answer, which the caller has, and its other files."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
 def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGroup:
     """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
 
-    Raises UsageError, with the closest name as a hint, when there is none, and when it is `to_change` and
-    several runs elsewhere have that name.
+    Makes the folder of an array task that has not started. Raises UsageError, with the closest name as a
+    hint, when there is none, and when it is `to_change` and several runs elsewhere have that name.
     """
     run = RunDir(text)
     try:
