@@ -204,7 +204,7 @@ class SlurmAttemptWatch(AttemptWatch):
             )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Note it; `_forward_unconfirmed` sends it to ranks that have not heard it, since twice could hit exits."""
+        """Note it; `_forward_unconfirmed` sends it to ranks that have not heard it: two could hit an exit."""
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
 
