@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from trainkit.formats import JsonObject, shown, shown_value
@@ -25,6 +24,7 @@ from trainkit.slurm.states import JobState
 
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
+POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
 NEWEST_END = "attempts/latest/end.json"
 """In a copy of the folder `latest` may be no link."""
@@ -231,8 +231,10 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
     names = (path.name for path in group.path.iterdir())
     created = [int(name) for name in names if is_index(name) and int(name) in points]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
+    shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found |= zip(created, readers.map(partial(_read, group), created), strict=True)
+        for share in readers.map(lambda share: [_read(group, index) for index in share], shares):
+            found |= {files.point.index: files for files in share}
     return list(found.values())
 
 
