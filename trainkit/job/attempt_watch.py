@@ -29,7 +29,7 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARI
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
-from trainkit.run.files import seconds_between
+from trainkit.run.files import seconds_between, utc_now
 from trainkit.run.record import AttemptRecord, read_rendezvous, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
@@ -135,7 +135,8 @@ class LocalAttemptWatch(AttemptWatch):
             outcome.stop_signal = received.name
             outcome.cause = "asked" if received.name == RESTART_SIGNAL else None
         try:
-            log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
+            fields = {"time": self.received_at or utc_now(), "signal": received.name}
+            log_event(self.attempt.run, self.attempt.number, "signal", **fields)
         except OSError as error:
             log_line(f"cannot write the event of {received.name}: {error}")
 

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
+from trainkit.run.files import utc_now
 from trainkit.run.process import PROC, process_stat
 
 if TYPE_CHECKING:
@@ -319,6 +320,8 @@ class ProcessGroup:
         """The members that are running, by rank."""
         self.deadline_s: float | None = None
         """Monotonic time at which the running members are killed; None without a deadline."""
+        self.received_at = ""
+        """When the newest notice arrived: before it was forwarded, and members ended of it."""
         self._poll_error = ""
 
     def start(self) -> None:
@@ -367,6 +370,7 @@ class ProcessGroup:
             return
         received = wait_for_signal(min(left_s, self.poll_interval_s))
         if received is not None and received != signal.SIGCHLD:
+            self.received_at = utc_now()
             self.forward_signal(received)
             self.on_signal(received)
         self._reap()

@@ -174,7 +174,7 @@ class Agent(ProcessGroup):
     def on_signal(self, received: signal.Signals) -> None:
         received, task = signal.SIGUSR2 if received == AGENT_SIGNAL else received, self.rendezvous.task
         if task is not None and (self.deadline_s is None or isinstance(task, HostPlace)):
-            record_notice(self.attempt, received, task)
+            record_notice(self.attempt, received, task, self.received_at)
         self._expect_end(received)
 
     def _expect_end(self, received: signal.Signals) -> None:

@@ -151,13 +151,16 @@ class Rendezvous:
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
-def record_notice(attempt: AttemptDir, received: signal.Signals, task: SlurmTask | HostPlace) -> None:
+def record_notice(
+    attempt: AttemptDir, received: signal.Signals, task: SlurmTask | HostPlace, time: str = ""
+) -> None:
     """Record a signal for the supervisor of a step, or for other hosts, which may not have received it."""
     if isinstance(task, SlurmTask) and task.task != 0:
         return  # Slurm has signalled all tasks
-    where = {"node_rank": task.node_rank} if isinstance(task, HostPlace) else {}
+    more: dict[str, object] = {"node_rank": task.node_rank} if isinstance(task, HostPlace) else {}
     with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
-        log_event(attempt.run, attempt.number, "signal", signal=received.name, **where)
+        more |= {"time": time} if time else {}
+        log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)
 
 
 def recorded_notices(attempt: AttemptDir) -> list[tuple[signal.Signals, int | None]]:
