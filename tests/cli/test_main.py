@@ -281,7 +281,8 @@ def test_an_error_that_does_not_fit_on_the_disk_is_printed_to_stderr(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_behind_another_file_is_not_about_the_output(monkeypatch, capsys):
-    fail_with(monkeypatch, OSError(28, "No space left on device", "/run/plan.json"))
+@pytest.mark.parametrize("file", [(), ("/run/plan.json",)], ids=["written", "opened"])
+def test_a_full_disk_behind_another_file_is_not_about_the_output(monkeypatch, capsys, file):
+    fail_with(monkeypatch, OSError(28, "No space left on device", *file))
     assert main(["status"]) == 1
     assert "the output" not in capsys.readouterr().err

@@ -15,6 +15,7 @@ import torch
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
 from trainkit.cli.ckpt import chosen_checkpoint
+from trainkit.config.schema import RunConfig
 from trainkit.contrib.generate import worker as generate_module
 from trainkit.contrib.generate.worker import choose_token, generate, main
 from trainkit.errors import UsageError
@@ -48,6 +49,14 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_a_config_json_of_something_else_ends_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 97}')
+    assert generate_module._end_tokens(RunConfig()) == []
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_characters_are_shown_once_they_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
@@ -56,12 +65,12 @@ def test_characters_are_shown_once_they_are_complete(
     monkeypatch.setattr(sys, "stdout", out)
     written, shown = [*"a\t€\x1b[2J".encode(), 0xE2], []
 
-    def next_logits(model: object, tokens: torch.Tensor) -> torch.Tensor:
+    def next_logits(tokens: list[int]) -> torch.Tensor:
         shown.append(out.getvalue())
-        return torch.nn.functional.one_hot(torch.tensor(written[tokens.shape[1] - 2]), 257).float()
+        return torch.nn.functional.one_hot(torch.tensor(written[len(tokens) - 2]), 257).float()
 
     monkeypatch.setattr(generate_module, "_load", lambda *asked: None)
-    monkeypatch.setattr(generate_module, "next_logits", next_logits)
+    monkeypatch.setattr(generate_module, "logits_of", lambda *asked: next_logits)
     file = tmp_path / "config.yaml"
     file.write_text("name: test\n")
     values = {**VALUES, "prompt": "> ", "max_tokens": len(written)}

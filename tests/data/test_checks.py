@@ -45,6 +45,11 @@ def test_problems_of_texts(data_config, tmp_path, name, content, key, message):
     assert found[2] or "cannot be read" in message
 
 
+def test_a_line_of_gigabytes_is_not_read(data_config, tmp_path):
+    (tmp_path / "a.jsonl").write_text(f'["{"x" * (3 << 20)}"]')  # no row: reading it would say so
+    assert inspect_data(data_config(source=str(tmp_path / "a.jsonl"))).problems == ()
+
+
 def test_all_at_once(data_config, tmp_path):
     config = data_config(source="/no/text.txt", val_source="/no/val.txt", tokenizer="/no/tokenizer.json")
     assert [key for key, _, _ in inspect_data(config).problems] == [

@@ -89,6 +89,7 @@ SENTENCES = {
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
+    "TimeLimit": "reached its time limit",
     "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` releases it",
 }
 

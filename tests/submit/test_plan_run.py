@@ -88,13 +88,22 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
         plan_run(loaded, gather(loaded, target=targets[1]))  # the job may have another
 
 
-def test_a_launcher_whose_package_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_launcher_whose_package_is_missing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
     loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
     command = Command(("train.py",), "deepspeed")
     [(key, message, hint)] = gather(loaded, command, target=LOCAL).environment.problems
     assert (key, message) == ("", f"--launcher deepspeed starts deepspeed, which {sys.executable} lacks")
     assert "-m pip install deepspeed` installs it" in hint
     assert gather(loaded, Command(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
+    # Another Python starts it, of which nothing is known.
+    program(tmp_path / "env" / "bin" / "python")
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "env"))
+    monkeypatch.setenv("PATH", f"{tmp_path}/env/bin", prepend=":")
+    assert gather(loaded, command, target=LOCAL).environment.problems == ()
 
 
 def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ command is run, and the help texts of all commands are in the table below.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import importlib
 import itertools
 import json
@@ -171,9 +171,6 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
         ctx.color = False
 
 
-OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, one of those in the help."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -203,8 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = str(error).strip().partition("\n")[0]
         message = f"{type(error).__name__}: {summary}" if summary else type(error).__name__
         hint = "an unexpected error: `trainkit --debug …` shows its traceback"
-        # Of a stream: a file has its name.
-        if isinstance(error, OSError) and error.errno in OUTPUT_ERRORS and error.filename is None:
+        if isinstance(error, OSError) and _is_from_output(error):
             _discard_stdout()
             as_json = False
             message = f"the output cannot be written: {error.strerror}"
@@ -220,8 +216,17 @@ def _report(error: TrainkitError, as_json: bool) -> int:
             return error.exit_code
         except OSError:
             _discard_stdout()
-    print(error.render(), file=sys.stderr)
+    with contextlib.suppress(OSError):  # stderr may be on the same disk
+        print(error.render(), file=sys.stderr)
     return error.exit_code
+
+
+def _is_from_output(error: OSError) -> bool:
+    """Whether printing raised the error; one of another file would be about that file."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code in (click.echo.__code__, main.__code__)
 
 
 def _discard_stdout() -> None:

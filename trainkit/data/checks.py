@@ -6,7 +6,9 @@ Imports neither numpy nor tokenizers, since `submit --dry-run` runs these checks
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +31,7 @@ from trainkit.data.dataset_file import (
 )
 from trainkit.data.sources import (
     BOTH,
+    ROWS,
     TEXT,
     DatasetSpec,
     Input,
@@ -50,6 +53,7 @@ _READ_IN_FULL = 2 << 20
 """Bytes up to which texts are read completely; else only sizes and the first rows of some files are."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
+_LONGEST_ROW = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     from trainkit.data.units import InputSpan, SpanReader
 
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
+        if source.form == ROWS and _begins_with_a_long_line(source):
+            continue
         rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, spec.text_key)
         for _ in islice(rows, _ROWS_READ):
             pass  # an unusable row raises
@@ -185,6 +191,15 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
             counts[TRAIN] += source.size + 1
             counts[VAL] += round(source.size * spec.split_fraction) + 1
     return counts
+
+
+def _begins_with_a_long_line(source: Input) -> bool:
+    """Whether a line would be read into memory that is too long for a row, as one JSON value of gigabytes."""
+    from trainkit.data.units import open_input
+
+    with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:  # whoever reads it says it
+        return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
+    return False
 
 
 def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:

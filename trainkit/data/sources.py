@@ -283,7 +283,7 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     """The sources of the interpreter, split by file: a hash of its name determines the split."""
     root = stdlib_folder()
     names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
-    found = [name for name in names if name.endswith(".py")]
+    found = [name for name in names if name.endswith(".py") and Path(root, name).is_file()]
     if not found:
         raise UsageError(
             f"the standard library of this Python has no sources in {root}",

@@ -14,7 +14,7 @@ from trainkit.slurm.states import checked_job_id
 _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 _ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
+_RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?", re.ASCII)
 MAX_HOSTS = 1_000_000
 """More than any cluster has; prevents a typo from exhausting memory."""
 

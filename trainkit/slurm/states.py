@@ -148,6 +148,13 @@ _SENTENCES = {
     "Prolog": "its nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
     "SchedDefer": "waiting for the next scheduling cycle",
+    # Of a job that has ended.
+    "SystemFailure": "Slurm or a node failed",
+    "NonZeroExitCode": "ended with an error",
+    "RaisedSignal": "was killed by a signal",
+    "TimeLimit": "reached its time limit",
+    "OutOfMemory": "ran out of memory",
+    "DeadLine": "missed its deadline",
 }
 
 _LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+")

@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path, PurePath
 from threading import Thread
@@ -80,18 +81,20 @@ class Gatherer:
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
 
-        def look() -> None:
+        def look(at: Callable[[], object]) -> None:
             with suppress(Exception):  # raised again when it is needed
-                self._environment_of(loaded.config, True, workload)
-                if not workload.is_command:
-                    self._data_of(loaded.config)
+                at()
 
-        other = Thread(target=look)
-        other.start()
+        looks: list[Callable[[], object]] = [partial(self._environment_of, loaded.config, True, workload)]
+        looks += [] if workload.is_command else [partial(self._data_of, loaded.config)]
+        others = [Thread(target=look, args=(at,)) for at in looks]
+        for other in others:
+            other.start()
         try:
             return make_target(loaded)
         finally:
-            other.join()
+            for other in others:
+                other.join()
 
     def _environment_of(self, config: RunConfig, on_slurm: bool, workload: Workload) -> Environment:
         used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})
@@ -317,6 +320,9 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     may_use_gpus = not workload.is_command and config.device != "cpu"
     may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
     module = LAUNCHER_MODULES.get(workload.launcher)
+    is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
+    if module and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
+        module = None  # the command starts with another Python
     if "PYTHONPATH" in launch.env:
         trackers, module = (), None
     packages, gpu_problem = None, None

@@ -236,7 +236,6 @@ class Metrics:
 def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
     """Append records to a file of JSON lines; those that cannot be written, as on a full disk, are kept."""
     try:
-        ensure_folder(file.parent, 0o700)
         while pending:
             append_jsonl(file, pending[0])
             pending.popleft()
@@ -344,6 +343,8 @@ class RankRecords:
     def flush(self) -> None:
         """Write the pending records; those that cannot be written are kept."""
         self._flushed_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            ensure_folder(self._file.parent, 0o700)
         write_pending(self._file, self._pending)
         with contextlib.suppress(OSError):
             if self._file.stat().st_size > MAX_BYTES:

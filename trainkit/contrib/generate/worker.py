@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,7 @@ def generate(request: JsonObject) -> None:
         raise UsageError("--device is cuda, but this machine has no GPU that torch can use")
     device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
     model = _load(config, request, device, tokenizer.identity.vocab_size)
+    next_logits = logits_of(model, device)
     ends = {tokenizer.identity.eos_id, *_end_tokens(config)}
     # On the CPU, so that a seed means the same on every device.
     generator = torch.Generator().manual_seed(request["seed"])
@@ -77,8 +80,7 @@ def generate(request: JsonObject) -> None:
     stopped_by = "max_tokens" if number == request["max_tokens"] else "seq_len"
     text = ""
     for _ in range(number):
-        logits = next_logits(model, torch.tensor([tokens], device=device))
-        tokens.append(choose_token(logits, generator=generator, **sampling))
+        tokens.append(choose_token(next_logits(tokens), generator=generator, **sampling))
         if tokens[-1] in ends:
             stopped_by = "eos"
             break
@@ -122,8 +124,10 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
 
 def _end_tokens(config: RunConfig) -> list[int]:
     """The tokens that end a text, according to the files of `model.hf`."""
-    files = [Path(config.model.hf or "") / name for name in (CONFIG_NAME, GENERATION_NAME)]
-    found = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
+    if config.model.hf is None:
+        return []
+    files = [Path(config.model.hf, name) for name in (CONFIG_NAME, GENERATION_NAME)]
+    found = [json.loads(file.read_text("utf-8")).get("eos_token_id") for file in files if file.is_file()]
     return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]
 
 
@@ -148,13 +152,22 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
     return model.eval()
 
 
-def next_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The logits of the token that follows tokens [1, T], float32 [vocab] on the CPU."""
-    # Nothing but dropout uses the keys of samples, which models of transformers do not have.
-    keys = [torch.zeros(1, dtype=torch.int32, device=tokens.device)] if isinstance(model, Model) else []
-    out = model(tokens, *keys)
-    logits: Tensor = getattr(out, "logits", out)[0, -1].float().cpu()
-    return logits
+def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
+    """From all tokens so far, asked once for each, the logits of the next one: float32 [vocab] on the CPU."""
+    cache: Any = None
+
+    def next_logits(tokens: list[int]) -> Tensor:
+        nonlocal cache
+        new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
+        if isinstance(model, Model):  # nothing but dropout uses the keys of samples
+            found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
+        else:
+            out = model(input_ids=new, past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, out.logits
+        logits: Tensor = found[0, -1].float().cpu()
+        return logits
+
+    return next_logits
 
 
 def choose_token(

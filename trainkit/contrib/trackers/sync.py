@@ -132,6 +132,8 @@ class RunTracker:
 
     def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
         self.run, self.name, self.settings = run, name, settings
+        self._position: Position | None = None
+        """What was sent, even if that could not be written."""
         self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
 
@@ -163,18 +165,20 @@ class RunTracker:
         except Exception as error:  # of a third party: no server, a full disk, a name that it refuses
             problem = one_line(error)
             self._tracker = None
-        position = read_position(self.run, self.name)
+        position = self._known_position()
         left = samples(self.run, position.step, math.inf)
-        if num_sent or problem != position.problem:
-            self._record(replace(position, time=utc_now(), problem=problem))
-        if self._tracker is None:
-            self.release()  # `trainkit sync` may continue
+        try:
+            if num_sent or problem != position.problem:
+                self._record(replace(position, time=utc_now(), problem=problem))
+        finally:
+            if self._tracker is None:
+                self.release()  # `trainkit sync` may continue
         num_pending = sum(item.step <= limit for item in left)
         return Sent(self.name, num_sent, num_pending, len(left) - num_pending, position.place, problem)
 
     def _send(self, limit: float) -> int:
         """Send the settled steps; returns their number."""
-        position = read_position(self.run, self.name)
+        position = self._known_position()
         if self._tracker is None:
             if not samples(self.run, 0, limit):
                 return 0  # nothing yet: not even a name
@@ -189,12 +193,16 @@ class RunTracker:
             self._record(replace(position, step=batch[-1].step, time=utc_now(), problem=""))
         return len(batch)
 
+    def _known_position(self) -> Position:
+        return self._position or read_position(self.run, self.name)
+
     def _record(self, position: Position) -> None:
+        self._position = position
         write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
 
     def release(self) -> None:
         """Let another process send to the tracker."""
-        self._tracker = None
+        self._tracker = self._position = None
         if self._lock is not None:
             release_lock(self._lock)
             self._lock = None

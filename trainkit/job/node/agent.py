@@ -330,7 +330,7 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     except StopSignalReceived as stop:
         record_notice(attempt, stop.received, task)
         return EXIT_STOPPED
-    except (OSError, TrainkitError) as error:
+    except (OSError, ValueError, TrainkitError) as error:
         rank = sum(task.tasks[: task.node_rank]) + task.local_task
         return _refuse(attempt, rank, task.node_rank, error)
     return run_node(attempt, plan, task)
