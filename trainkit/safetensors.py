@@ -120,7 +120,8 @@ class StoredWeights:
                 first, last = item["data_offsets"]
                 dtype, shape = DTYPES.get(item["dtype"]), tuple(item["shape"])
                 if dtype is None:
-                    raise ValueError(f"{name} is {item['dtype']}, not bfloat16 or float32")
+                    message = f"{name} in {file} is {item['dtype']}"
+                    raise WeightsError(message, "save the model in bfloat16 or float32")
                 if last - first != math.prod(shape) * dtype.itemsize or data_start + last > size:
                     raise ValueError(f"{name} is incomplete")
                 self._tensors[name] = _Stored(file, data_start + first, dtype, shape)

@@ -311,14 +311,24 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
     assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be
 
 
-@pytest.mark.parametrize("bound", ["gpus-per-task: 1", "gpu-bind: single:1"])
-def test_one_gpu_for_the_task_that_starts_all_ranks_of_a_node(bound: str) -> None:
+@pytest.mark.parametrize(
+    ("per", "bound", "message"),
+    [
+        ("node", "gpus-per-task: 1", "is 1: a task would see 1 GPU, but it starts all 8 ranks of its node"),
+        ("node", "gpu-bind: single:4", "a task would see 1 GPU, but it starts all"),
+        ("node", "gpu-bind: per_task:2", "a task would see 2 GPUs, but it starts all"),
+        ("gpu", "gpus-per-task: 2", "is 2: a task would see 2 GPUs, but it is one rank"),
+        ("gpu", "gpus-per-task: h100:4", "is h100:4: a task would see 4 GPUs, but it is one rank"),
+        ("gpu", "ntasks-per-gpu: 2", "is 2: ranks would share a GPU"),
+    ],
+)
+def test_bindings_that_leave_a_rank_without_a_gpu_of_its_own(per: str, bound: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(f"launch.srun_extra={{{bound}}}", "launch.per=node")
+        plan(f"launch.srun_extra={{{bound}}}", f"launch.per={per}")
     [problem] = caught.value.problems
     assert problem.key == f"launch.srun_extra.{bound.partition(':')[0]}"
-    assert "a task would see 1 GPU, but it starts all" in problem.message
-    assert problem.hint == "remove it, or set launch.per: gpu"
+    assert message in problem.message
+    assert problem.hint
 
 
 def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:

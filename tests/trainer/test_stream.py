@@ -197,15 +197,17 @@ class TupleState(StatefulLetters):
         return {"at": (1, 2)}
 
 
-class ConsumedInAnEpoch(Letters):
+class Consumed(Letters):
     """Continues when it should begin anew."""
-
-    fingerprint = "own"
 
     def __iter__(self) -> Iterator[Any]:
         while self.at < self.count:
             self.at += 1
             yield self.at
+
+
+class ConsumedInAnEpoch(Consumed):
+    fingerprint = "own"
 
 
 class Empty(Letters):
@@ -221,6 +223,7 @@ class Empty(Letters):
         (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
         (TupleState(), TaskError, "cannot be saved as JSON: it is not the same afterwards"),
         (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
+        (Consumed(), TaskError, "has another sample 0 when it is iterated over again"),
         (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
         (Empty(), TaskError, "train_dataset() has no samples"),
     ],

@@ -187,22 +187,14 @@ BOUND_GPU_WARNING = (
 )
 
 
-ONE_GPU_EACH = (
-    *(("gpus-per-task", "1"), ("ntasks-per-gpu", "1")),
-    *(("gpu-bind", "single:1"), ("gpu-bind", "per_task:1")),
-)
-"""Options that bind one GPU to each task."""
-
-
-def bindings_of_one_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, value) of each extra option that binds one GPU to each task."""
+def bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
+    """(key, value, GPUs of each task, tasks of each GPU) of each extra option that binds GPUs to tasks."""
     sections = {"resources.extra": config.resources.extra, "launch.srun_extra": config.launch.srun_extra}
-    options = [
-        (f"{section}.{option}", option, str(value))
-        for section, extra in sections.items()
-        for option, value in extra.items()
-    ]
-    if not any(item[1:] == ("gpu-bind", "none") for item in options):
-        for key, option, value in options:
-            if (option, value) in ONE_GPU_EACH:
-                yield key, value
+    for section, options in sections.items():
+        for option, value in options.items():
+            kind, _, number = str(value).rpartition(":")
+            count = int(number) if number.isdigit() else 1
+            if option == "gpus-per-task" or (option, kind) == ("gpu-bind", "per_task"):
+                yield f"{section}.{option}", str(value), count, 1
+            elif option == "ntasks-per-gpu" or (option, kind) == ("gpu-bind", "single"):
+                yield f"{section}.{option}", str(value), 1, count

@@ -9,8 +9,8 @@ from typing import Literal
 from trainkit.cluster.limits import limit_problems, spare_capacity
 from trainkit.cluster.model import Cluster, NodeKind, ResourceRequest, matching_nodes
 from trainkit.errors import SlurmError
-from trainkit.formats import time_text
-from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft, bindings_of_one_gpu
+from trainkit.formats import plural, time_text
+from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft, bound_gpus
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 from trainkit.plan.workload import PER_RANK
 
@@ -135,23 +135,32 @@ class SlurmDraft(LaunchDraft):
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
         return "node"
 
+    def _check_bindings(self, per: str, workers_per_node: int) -> None:
+        """Refuse options that leave a rank without a GPU of its own; lists of GPUs are left to the ranks."""
+        launch, extra = self.loaded.config.launch, self.loaded.config.resources.extra
+        is_unbound = "none" in (launch.srun_extra.get("gpu-bind"), extra.get("gpu-bind"))
+        for key, value, num_gpus, sharing in bound_gpus(self.loaded.config):
+            seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
+            if per == "node" and num_gpus < workers_per_node:
+                hint = "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
+                self.problem(key, f"{seen}, but it starts all {workers_per_node} ranks of its node", hint)
+            elif per == "gpu" and sharing > 1:
+                message = f"is {value}: ranks would share a GPU"
+                self.problem(key, message, "bind a different GPU to every task")
+            elif per == "gpu" and num_gpus > 1:
+                self.problem(key, f"{seen}, but it is one rank", "bind one GPU to every task, or remove it")
+            elif per == "gpu" and not is_unbound:
+                self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
+
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
         """The Slurm options, after checking the request against the limits of the cluster."""
-        config, launch = self.loaded.config, self.loaded.config.launch
+        config = self.loaded.config
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
-        for key, value in bindings_of_one_gpu(config) if device == "cuda" and workers_per_node > 1 else ():
-            if per == "gpu":
-                self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
-                continue
-            message = (
-                f"is {value}: a task would see 1 GPU, but it starts all {workers_per_node} ranks of its node"
-            )
-            self.problem(
-                key, message, "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
-            )
+        if device == "cuda" and workers_per_node > 1:
+            self._check_bindings(per, workers_per_node)
         tasks = 1 if per == "node" else workers_per_node
         asked = self.asked.with_workers(workers_per_node, device, threads, per)
         reported = {problem.key for problem in self.problems}

@@ -339,7 +339,7 @@ class PlanRecord(Record):
     def command(self) -> list[str] | None:
         """The COMMAND that runs instead of the built-in trainer."""
         command = self.values.get("command")
-        return command if isinstance(command, list) else None
+        return [str(word) for word in command] if isinstance(command, list) else None
 
     @property
     def is_command(self) -> bool:

@@ -125,11 +125,14 @@ def _write_files(out: Path, sizes: Sizes, reader: SafeReader) -> None:
 
 
 def _values(sizes: Sizes, reader: SafeReader) -> Iterator[Tensor]:
-    """The parameters of the decoder, of which one is in memory at a time."""
-    for name, (_, shape) in sizes.items():
-        value = torch.empty(shape)
-        load_tensors(reader, {f"model.{name}": value})
-        yield value
+    """The parameters of the decoder, read a gigabyte at a time, since each read plans anew."""
+    group: dict[str, Tensor] = {}
+    for index, (name, (_, shape)) in enumerate(sizes.items(), 1):
+        group[f"model.{name}"] = torch.empty(shape)
+        if index == len(sizes) or sum(value.nbytes for value in group.values()) >= 1 << 30:
+            load_tensors(reader, group)
+            yield from group.values()
+            group = {}
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> JsonObject:

@@ -329,8 +329,6 @@ def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: Device
         if is_wrong
     ]
     if wrong:
-        message = (
-            f"the tensor-parallel ranks have different gradients of {listed(wrong)}, outside tensor_plan()"
-        )
+        message = f"the tensor-parallel ranks have different gradients of {listed(wrong)}"
         hint = "give its module replicated_with_grad_allreduce if its input is split; seed nothing by rank"
         raise refusal(config, f"{message}, outside tensor_plan()", hint)

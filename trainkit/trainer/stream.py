@@ -63,13 +63,15 @@ class StreamData:
         self.samples: Any = samples
         self.config = config
         self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
+        self.first: list[str] = []
+        """Digests of the first samples, without a fingerprint of the user."""
         self.fingerprint: str = getattr(samples, "fingerprint", None) or ""
         if not self.fingerprint:
             # In a process of its own, since a stream may open files when it is read.
-            [(first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
+            [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
                 raise TaskError(problem)
-            self.fingerprint = hashlib.sha256("".join(first).encode()).hexdigest()
+            self.fingerprint = hashlib.sha256("".join(self.first).encode()).hexdigest()
 
     def continues_at(self, saved: StreamState) -> bool:
         """Whether the stream itself continues there, rather than that samples are read over."""
@@ -108,6 +110,8 @@ class Cursor:
         self.epoch = 0
         self.samples = 0
         """Samples read of the epoch."""
+        self._is_restored = False
+        """Whether the first samples read are not those of an epoch."""
 
     def next(self, position: int) -> Any:
         """Read the sample at a position of the training.
@@ -122,6 +126,7 @@ class Cursor:
                     self._begin(None)
                 assert self._iterator is not None
                 for item in self._iterator:
+                    self._compare_first(item)
                     self.samples += 1
                     return item
             if self.samples == 0:
@@ -137,7 +142,7 @@ class Cursor:
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
         seed_generators(stable_key(data.config.seed, "train", "item", last))
-        self.epoch = saved.epoch
+        self.epoch, self._is_restored = saved.epoch, stateful
         with self._errors("the stream cannot be resumed"):
             self._begin(saved.state if stateful else None)
         for index in range(0 if stateful else saved.samples):
@@ -179,6 +184,15 @@ class Cursor:
         if state is not None:
             self._stream.load_state_dict(state)
         self._iterator = iter(self._stream)
+
+    def _compare_first(self, item: Any) -> None:
+        """Raise TaskError unless the stream begins as it did for its fingerprint."""
+        first = [] if self._is_restored or self.epoch > 0 else self._data.first
+        if self.samples < len(first) and digest_of(item) != first[self.samples]:
+            message = f"its stream has another sample {self.samples} when it is iterated over again"
+            raise self._refusal(
+                message, "__iter__() must begin anew, in the same order on all ranks", "__iter__"
+            )
 
     def _refusal(self, message: str, hint: str, method: str) -> TaskError:
         place = line_of(getattr(type(self._stream), method, None))

@@ -67,11 +67,13 @@ def errors_of_user(
         raise refusal(config, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
 
 
-def import_file(path: Path) -> ModuleType:
-    """Import a file as Python runs a script: it can import the files next to it."""
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
+def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
+    """Import a file, `as_script` as Python runs one: the files next to it can be imported too."""
+    name = f"trainkit_task_{path.stem}"
+    if as_script:
+        name = path.stem if path.stem not in sys.modules else name
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

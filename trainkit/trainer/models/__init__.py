@@ -33,7 +33,7 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     path = Path(file).absolute() if run is None else copied_file(run, file)
     if not path.is_file():
         raise _unknown(name, f"there is no file {path}")
-    found = getattr(import_file(path), class_name, None)
+    found = getattr(import_file(path, as_script=False), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
     # Not an ABC, whose metaclass nn.Module does not have, so Python itself does not refuse such a class.
@@ -59,11 +59,14 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
         if parallel.cp > 1:
             # Without an `attend` to replace, a rank would use only its own slice of the sequence.
             replaced = {item for item in whole.attentions if callable(getattr(item, "attend", None))}
+            hint = "context parallelism replaces `attend` of these modules; use parallel.cp 1"
             for index, layer in enumerate(whole.layers):
                 if not replaced & set(layer.modules()):
                     found = f"layer {index} of {name} has no module in `attentions` with `attend`"
-                    hint = "context parallelism replaces `attend` of these modules; use parallel.cp 1"
                     raise _refusal("parallel.cp", f"is {parallel.cp}, but {found}", hint)
+            for item in set(whole.attentions) - replaced:
+                found = f"a {type(item).__name__} in `attentions` of {name} has no `attend`"
+                raise _refusal("parallel.cp", f"is {parallel.cp}, but {found}", hint)
         if parallel.pp == 1:
             return
         stages = num_stages(parallel.pp, parallel.pp_schedule)
