@@ -14,7 +14,6 @@ from tests.slurm.test_hosts import HOST_LISTS
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import discover_cluster, has_slurm
 from trainkit.cluster.model import Account, NodeKind
-from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, run_slurm
 from trainkit.slurm.control import (
     cancel,
@@ -76,13 +75,6 @@ def test_cancel_what_waits(cluster: Cluster, tmp_path: Path) -> None:
     cancel_waiting([job_id, waits])
     jobs = query_jobs([*(f"{job_id}_{task}" for task in range(4)), waits])
     assert [job.state.value for job in jobs.values()] == ["running"] * 2 + ["cancelled"] * 3
-
-
-def test_what_is_no_id_never_reaches_slurm(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = send(cluster, tmp_path, SLEEP)
-    with pytest.raises(UsageError):
-        cancel(["--user=root"])
-    assert query_jobs([job_id])[job_id].state is not JobState.CANCELLED
 
 
 def test_signals_reach_the_steps_alone(cluster: Cluster, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
     names = visible_names(devices, chosen)
     if names:
         suffix = f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else ""
-        return names, f"this machine has {describe_gpus(names)}{suffix}"
+        kinds = ", ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
+        return names, f"this machine has {kinds}{suffix}"
     if devices:
         return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {len(devices)} GPU(s) of this machine"
     return (), "an NVIDIA driver is loaded, but it reports no GPU"
@@ -135,9 +136,3 @@ def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[s
         else:
             break
     return tuple(names)
-
-
-def describe_gpus(names: tuple[str, ...]) -> str:
-    """Describe GPUs by count and name, for example ``2 x NVIDIA A100-SXM4-80GB``."""
-    kinds = dict.fromkeys(names)
-    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)
