@@ -322,7 +322,7 @@ def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
     """A careful hand-written loop with the same model and batch."""
     uses_gpu = device == "cuda"
     with torch.device(device):
-        model = Decoder(case.shape, case.seq_len)
+        model = Decoder(case.shape, case.seq_len).to(device)  # a table of angles is made on the host
     for param in model.parameters():
         nn.init.normal_(param, std=INIT_STD)
     if not case.has_float32_averages:
