@@ -28,8 +28,8 @@ from trainkit.bench.summary import (
     write_summary,
 )
 from trainkit.cli.control import cancel_bench
-from trainkit.cli.following import print_copied
 from trainkit.cli.help import Group, examples, warn
+from trainkit.cli.logs import print_copied
 from trainkit.cli.options import (
     ConfigRequest,
     Function,

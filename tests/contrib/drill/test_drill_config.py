@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import LoadedConfig, load_config
-from trainkit.contrib.drill.run_drill import MIN_STEPS, drill_config, save_interval
+from trainkit.contrib.drill.command import MIN_STEPS, drill_config, save_interval
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.drill.run_drill import MIN_STEPS, save_interval
+from trainkit.contrib.drill.command import MIN_STEPS, save_interval
 from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, select, skip_reason
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.record import add_slurm_attempt
