@@ -158,7 +158,8 @@ def test_a_profile_says_where_the_time_went(tmp_path: Path) -> None:
     options = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
     attempt = train(tmp_path / "run", [ON_DEVICE, *SHAPE, *options])
     share = read_json(attempt.profile_dir / "rank-0000.summary.json")["share"]
-    assert share["gemm"] > 0.05
+    busy = sum(share.values()) - share["idle"]  # a small model waits for its kernels to be launched
+    assert share["gemm"] > 0.1 * busy
     assert sum(share.values()) > 0.5
     memory = attempt.profile_dir / "rank-0000.memory.pickle"
     assert memory.exists() == (KIND == "cuda")
