@@ -125,7 +125,6 @@ def test_discover_cluster(cluster: Cluster) -> None:
     assert (low.name, low.max_time_s, low.default_time_s, low.max_nodes) == ("low", 86400, 600, None)
     assert low.num_nodes == 4
     assert low.nodes == tuple(NodeKind(2, 8, 64000, {"h100": 4}, (rack,)) for rack in ("rack1", "rack2"))
-    assert [kind.in_service for kind in low.nodes] == [2, 2]
     assert (debug.max_nodes, debug.max_time_s, debug.is_default) == (1, 300, False)
     assert found.name == cluster.name
     assert show_config()["ClusterName"] == cluster.name
