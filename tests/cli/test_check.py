@@ -140,9 +140,8 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 
 def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a;b 'd.yaml"]) == 2
-    assert capsys.readouterr().err == (
-        "error: a;b 'd.yaml: no such file or shipped config\n  hint: did you mean a;b 'c.yaml?\n"
-    )
+    shown = "error: a;b 'd.yaml: no such file or shipped config\n  hint: shipped configs: quickstart, "
+    assert capsys.readouterr().err.startswith(shown)
 
 
 def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,6 +239,7 @@ def test_many_runs_need_slurm(desk, args):
         (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
         (["--after", "nobody"], "--after requires Slurm"),
+        (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
     ],
 )
 def test_what_was_typed_wrong(desk, args, message):

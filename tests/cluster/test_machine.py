@@ -9,7 +9,6 @@ import pytest
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     cgroup_cpu_quota,
-    describe_gpus,
     detect_machine,
     host_memory,
     visible_names,
@@ -36,10 +35,6 @@ DEVICES = [("GPU-aaa1", "A"), ("GPU-bbb2", "B"), ("GPU-bbc3", "C")]
 )
 def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
     assert visible_names(DEVICES, chosen) == names
-
-
-def test_describe_gpus() -> None:
-    assert describe_gpus(("A", "A", "B")) == "2 x A, 1 x B"
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:

@@ -228,9 +228,9 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
         return task.tasks, Target("srun", reason, node_sizes=task.tasks, per="gpu")
     if set(task.tasks) != {1}:
         raise UsageError(
-            f"--procs {num_procs} starts {num_procs} ranks in each task, but this step has {task.num_tasks} "
-            f"tasks on {task.num_nodes} nodes",
-            hint="use srun --ntasks-per-node=1 … --procs N, or one task per rank without --procs",
+            f"--gpus-per-node {num_procs} starts {num_procs} ranks in each task, but this step has "
+            f"{task.num_tasks} tasks on {task.num_nodes} nodes",
+            hint="use srun --ntasks-per-node=1 … --gpus-per-node N, or one task per rank without it",
         )
     sizes = (num_procs,) * task.num_nodes
     reason = f"srun: one task per node in {step}, each with {num_procs} ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,13 @@ class Machine:
     """Bytes of memory and swap; None if unknown."""
 
 
-def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
+def detect_machine() -> Machine:
     """Detect the hardware of this machine, without torch; queries NVML only if an NVIDIA driver is loaded."""
-    names, reason = _gpus(os.environ if environ is None else environ)
-    return Machine(_num_cpus(), len(names), names, reason, host_memory(MEMINFO))
+    names, reason = _gpus()
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    cpus = cores if quota is None else max(1, min(cores, math.floor(quota)))
+    return Machine(cpus, len(names), names, reason, host_memory(MEMINFO))
 
 
 def host_memory(meminfo: Path) -> int | None:
@@ -41,12 +44,6 @@ def host_memory(meminfo: Path) -> int | None:
         return None
     kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     return 1024 * (kib["MemTotal"] + kib.get("SwapTotal", 0)) if "MemTotal" in kib else None
-
-
-def _num_cpus() -> int:
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
@@ -93,7 +90,7 @@ def nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+def _gpus() -> tuple[tuple[str, ...], str]:
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine"
     try:
@@ -101,11 +98,12 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
             devices = [_device(driver, index) for index in range(driver.nvmlDeviceGetCount())]
     except NoDriver as error:
         return (), f"an NVIDIA driver is loaded, but {error}"
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible_names(devices, chosen)
     if names:
         suffix = f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else ""
-        return names, f"this machine has {describe_gpus(names)}{suffix}"
+        kinds = ", ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
+        return names, f"this machine has {kinds}{suffix}"
     if devices:
         return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {len(devices)} GPU(s) of this machine"
     return (), "an NVIDIA driver is loaded, but it reports no GPU"
@@ -135,9 +133,3 @@ def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[s
         else:
             break
     return tuple(names)
-
-
-def describe_gpus(names: tuple[str, ...]) -> str:
-    """Describe GPUs by count and name, for example ``2 x NVIDIA A100-SXM4-80GB``."""
-    kinds = dict.fromkeys(names)
-    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import LoadedConfig, load_config
-from trainkit.contrib.drill.command import MIN_STEPS, drill_config, save_interval
+from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES, drill_config
 
 
 @pytest.fixture
@@ -75,4 +75,4 @@ def test_on_gpus_the_kernels_give_the_same_bits(load):
 
 
 def test_the_shortest_drill_saves_twice_before_its_last_third():
-    assert 2 * save_interval(MIN_STEPS) + 1 <= MIN_STEPS * 2 // 3
+    assert 2 * (MIN_STEPS // NUM_SAVES) + 1 <= MIN_STEPS * 2 // 3

@@ -181,7 +181,8 @@ def _drill(
     log_line(describe_plan(plan, loaded.config.name))
     for change in changes:
         log_line(f"  drill               {change.sentence}")
-    folder = make_folder()
+    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (found, _):
+        folder = found.absolute()
     interval = loaded.config.checkpoint.every_steps if plan.workload.knows_run else None
     drill = Drill(folder, loaded.config, plan, seed, interval, start, log_line)
     results: list[Result] = []
@@ -262,7 +263,8 @@ class Drill:
                 f"{run.metrics_file} records {again} steps twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
-        self.usual_s = _seconds_of(run, end)
+        started = next(read_events(run, "started"))
+        self.usual_s = seconds_between(started.time, parse_time(end.time)) or 0.0
         last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
         self.log_line(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
@@ -309,26 +311,6 @@ def _outcome(run: RunDir) -> RunOutcome:
     return RunOutcome(end, points_of(read_steps(run)), list(read_events(run)), damages, str(run.path))
 
 
-def _seconds_of(run: RunDir, end: AttemptEnd) -> float:
-    """Seconds that a finished run took, from the start of its workers to its end."""
-    started = next(read_events(run, "started"))
-    return seconds_between(started.time, parse_time(end.time)) or 0.0
-
-
-def make_folder() -> Path:
-    """Create a new folder for a drill below runs/.
-
-    Raises UsageError when it cannot be created.
-    """
-    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
-        return folder.absolute()
-
-
-def save_interval(num_steps: int) -> int:
-    """Steps between two checkpoints of a drill."""
-    return num_steps // NUM_SAVES
-
-
 def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
     """The config for a drill of `num_steps` steps; model, data and parallelism stay the same.
 
@@ -337,7 +319,7 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
     config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
     values: Values = {
         **short_training(config, num_steps, "drill"),
-        "checkpoint.every_steps": (save_interval(num_steps), "a drill is short"),
+        "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
         "checkpoint.every_minutes": (None, "a drill saves at known steps"),
         "logging.mlflow": in_no_tracker,
         "logging.wandb": in_no_tracker,
