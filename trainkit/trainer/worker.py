@@ -22,6 +22,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
@@ -154,7 +155,10 @@ def build_trainer(
             refuse_other_run(*chosen, task, config.optimizer.name)
     local_gradient = LocalGradient()
     built = build(task, config, plan, world, progress, local_gradient)
-    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+    # Of a task nothing is compiled unless the config says so.
+    task_compiles = config.parallel.compile is True
+    compiled = task_compiles if config.has_user_task else compiles(config.parallel, plan.layout, plan.device)
+    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
     saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
