@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,15 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
             quotas.append(int(quota) / int(period))
         folder = folder.parent
     return min(quotas, default=None)
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty without one."""
+    try:
+        found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
+    except OSError:
+        return ""
+    return found[0] if found else "unknown version"
 
 
 class NoDriver(Exception):

@@ -250,7 +250,7 @@ def assemble(
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     forward_backward = SequentialForwardBackward(
         model,
-        gradient_switch(model, world, masters, offload=parallel.offload, local_gradient=local_gradient),
+        gradient_switch(model, world, parallel, masters, local_gradient),
         context,
         progress,
         chunks,
@@ -380,7 +380,6 @@ def _build_task(
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
-    offload = config.parallel.offload
-    switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
+    switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(module, switch, progress, config, world)
     return BuiltModel([module], weights, passes, None, StateBuffers.of(model), task.read_weight)

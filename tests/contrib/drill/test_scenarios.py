@@ -5,7 +5,7 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES
-from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, select, skip_reason
+from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
@@ -39,11 +39,6 @@ def test_what_can_be_tried_where():
         "damaged-checkpoint",
         *NEVER,
     }
-
-
-def test_selected_scenarios_keep_the_order_of_the_table():
-    assert [scenario.name for scenario in select(("requeue", "signal"))] == ["signal", "requeue"]
-    assert [scenario.name for scenario in select(())] == list(NAMES)
 
 
 @pytest.mark.parametrize("num_steps", [MIN_STEPS, 30, 200])

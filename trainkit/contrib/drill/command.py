@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -32,6 +33,7 @@ from trainkit.contrib.drill.result import (
     RunOutcome,
     all_passed,
     evaluate,
+    largest_difference,
     num_recomputed,
     points_of,
     result_table,
@@ -39,16 +41,15 @@ from trainkit.contrib.drill.result import (
 )
 from trainkit.contrib.drill.scenarios import (
     NAMES,
+    SCENARIOS,
     RunWatch,
     Scenario,
     ScenarioRunner,
     choose_target,
-    select,
     skip_reason,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import table
-from trainkit.observe.group import read_newest_end
 from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import read_events, read_steps
@@ -63,9 +64,7 @@ DEFAULT_STEPS = 30
 MIN_STEPS = 12
 """With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
 NUM_SAVES = 6
-ORIGIN = "trainkit drill"
-CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-REFERENCE = "uninterrupted"
+REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
 
 @click.command(
@@ -125,7 +124,7 @@ def command(
     if not workload.is_command:
         loaded, changes = drill_config(loaded, steps or DEFAULT_STEPS, plan.device)
         plan = plan_run(loaded, facts, workload)
-    scenarios = select(only)
+    scenarios = [scenario for scenario in SCENARIOS if not only or scenario.name in only]
     reasons = {scenario.name: skip_reason(scenario, loaded.config, plan) for scenario in scenarios}
     if only_list:
         return _list(scenarios, reasons, as_json)
@@ -139,7 +138,6 @@ def command(
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
-
     if as_json:
         value = [
             {
@@ -167,24 +165,14 @@ def _drill(
     seed: int,
     as_json: bool,
 ) -> int:
-
-    def log_line(text: str) -> None:
-        click.echo(text, err=True)
-
-    def start(folder: Path) -> RunDir:
-        created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-        if folder.name == REFERENCE:
-            print_copied(created.code)
-        start_run(created.run, loaded.config, plan, "submit")
-        return created.run
-
+    log_line = partial(click.echo, err=True)
     log_line(describe_plan(plan, loaded.config.name))
     for change in changes:
         log_line(f"  drill               {change.sentence}")
-    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (found, _):
-        folder = found.absolute()
+    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (path, _):
+        folder = path.absolute()
     interval = loaded.config.checkpoint.every_steps if plan.workload.knows_run else None
-    drill = Drill(folder, loaded.config, plan, seed, interval, start, log_line)
+    drill = Drill(folder, loaded.config, plan, seed, interval, log_line)
     results: list[Result] = []
     try:
         with isolated_state(folder):
@@ -198,7 +186,8 @@ def _drill(
         "seed": seed,
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
-        "scenarios": [result.to_dict() for result in results],
+        "difference_if_not_deterministic": drill.difference,
+        "scenarios": list(map(asdict, results)),
     }
     write_json(folder / "drill.json", value)
     if as_json:
@@ -218,12 +207,12 @@ class Drill:
     seed: int
     interval: int | None
     """Steps between two saves; None for a COMMAND, whose saves are not known."""
-    start: Callable[[Path], RunDir]
-    """Submits a run of the drill in the given folder."""
     log_line: Callable[[str], None]
     reference: list[Point] = field(default_factory=list)
     usual_s: float = 0.0
     """Duration of the uninterrupted run, in seconds."""
+    difference: float | None = None
+    """`largest_difference` of a run without deterministic kernels; None on CPUs, which have no others."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
@@ -232,15 +221,26 @@ class Drill:
         Raises TrainkitError when the uninterrupted run does not finish.
         """
         try:
-            self._run_uninterrupted()
+            self.reference, self.usual_s = self._run_uninterrupted(REFERENCE, self.config)
+            if self.plan.device != "cpu" and self.config.train.deterministic:
+                self._compare_kernels()
             for scenario in scenarios:
                 reason = skip_reason(scenario, self.config, self.plan)
                 yield Result(scenario.name, "skipped", reason) if reason else self._run_scenario(scenario)
         finally:
             self._kill_running()
 
-    def _run_uninterrupted(self) -> None:
-        run, watch = self._start(REFERENCE, float("inf"))
+    def _compare_kernels(self) -> None:
+        """Measure how far an equal run without `train.deterministic` is from the uninterrupted one."""
+        train = self.config.train.model_copy(update={"deterministic": False})
+        config = self.config.model_copy(update={"train": train})
+        points, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
+        self.difference = largest_difference(self.reference, points)
+        self.log_line(f"{NOT_DETERMINISTIC}: losses differ by up to {self.difference:.1e} of their value")
+
+    def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[Point], float]:
+        """The steps of a run, and its duration in seconds."""
+        run, watch = self._start(name, config, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
         if end.state != "finished":
@@ -257,22 +257,23 @@ class Drill:
                 hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
-        self.reference = points_of(read_steps(run))
-        if again := num_recomputed(self.reference):
+        points = points_of(read_steps(run))
+        if again := num_recomputed(points):
             raise TrainkitError(
                 f"{run.metrics_file} records {again} steps twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         started = next(read_events(run, "started"))
-        self.usual_s = seconds_between(started.time, parse_time(end.time)) or 0.0
-        last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
-        self.log_line(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
+        duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
+        last = f"{points[-1].step} steps" if points else "no steps in metrics.jsonl"
+        self.log_line(f"{name}: {last}, {duration_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
+        return points, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
         # Longer than the run's own watchdog takes to end hanging ranks.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
-        run, watch = self._start(scenario.name, patience_s)
+        run, watch = self._start(scenario.name, self.config, patience_s)
         plan = self.plan
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
@@ -283,15 +284,22 @@ class Drill:
         if record.refused:
             self._kill_running()
         self.running = None
-        outcome = _outcome(run)
+        found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
+        damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
+        points, events = points_of(read_steps(run)), list(read_events(run))
+        outcome = RunOutcome(watch.end(), points, events, damages, str(run.path))
         result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
         return result
 
-    def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
+    def _start(self, name: str, config: RunConfig, patience_s: float) -> tuple[RunDir, RunWatch]:
         with defer_sigint():
-            self.running = run = self.start(self.folder / name)
+            created = create_run(config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
+            if name == REFERENCE:
+                print_copied(created.code)
+            start_run(created.run, config, self.plan, "submit")
+            self.running = run = created.run
         poll_s = injector_for(run, self.plan.backend).poll_s
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 
@@ -302,13 +310,6 @@ class Drill:
         run, self.running = self.running, None
         if kill_job(run):
             self.log_line(f"cancelled {run.path}")
-
-
-def _outcome(run: RunDir) -> RunOutcome:
-    found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
-    damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
-    end = read_newest_end(run) or AttemptEnd()
-    return RunOutcome(end, points_of(read_steps(run)), list(read_events(run)), damages, str(run.path))
 
 
 def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
@@ -326,7 +327,4 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
     }
     if device != "cpu":
         values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"
-        # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
-        env = {CUBLAS_VARIABLE: ":4096:8", **config.launch.env}
-        values["launch.env"] = env, "train.deterministic needs it"
-    return with_changes(loaded, values, ORIGIN)
+    return with_changes(loaded, values, "trainkit drill")

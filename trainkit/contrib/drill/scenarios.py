@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainkit.backends import backend_of
@@ -82,11 +82,6 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last < 2:
         return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
     return ""
-
-
-def select(names: Sequence[str]) -> tuple[Scenario, ...]:
-    """The scenarios with these names, in the order of SCENARIOS; without names, all."""
-    return tuple(scenario for scenario in SCENARIOS if not names or scenario.name in names)
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,14 @@ def command(
     --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
     """
     flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
+    from trainkit.run.registry import find_run
+
     if collect is not None:
+        from trainkit.contrib.replay.run_replay import replay_of
+
         refuse_other_options("collect")
-        return _collect(collect, as_json)
+        copy = find_run(collect)
+        return _report(replay_of(copy), copy, as_json)
     if run_name is None or steps is None:
         raise UsageError(
             f"{'RUN' if run_name is None else '--step'} is missing",
@@ -107,7 +112,6 @@ def command(
     _refuse_misfits(submit, keep, follow, run_dir, flags)
 
     from trainkit.contrib.replay.plan_replay import plan_replay
-    from trainkit.run.registry import find_run
 
     first, last = _range(steps)
     what = plan_replay(find_run(run_name), first, last, layout, flags, submits=submit)
@@ -169,16 +173,6 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
     return _report(what, copy, as_json)
 
 
-def _collect(name: str, as_json: bool) -> int:
-    """Compare what a job computed."""
-    from trainkit.contrib.replay.run_replay import replay_of
-    from trainkit.run.registry import find_run
-
-    copy = find_run(name)
-    what = replay_of(copy)
-    return _report(what, copy, as_json)
-
-
 def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
     """Compare and print the result; returns the exit code."""
     from trainkit.contrib.replay.compare import DIFFERENT, compare, worst_samples
@@ -193,17 +187,17 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
     worst = worst_samples(copy, samples)
     if as_json:
         judged = [
-            {"step": item.step, "loss": finite(item.loss), **sample_fields(item.sample)} for item in worst
+            {
+                "step": item.step,
+                "loss": item.loss if math.isfinite(item.loss or 0.0) else None,  # as in metrics.jsonl
+                **sample_fields(item.sample),
+            }
+            for item in worst
         ]
         click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
     else:
         click.echo("\n".join(_lines(what, found, worst)))
     return EXIT_FAILED if found.verdict == DIFFERENT else EXIT_OK
-
-
-def finite(loss: float | None) -> float | None:
-    """A loss as in metrics.jsonl: None if it is not finite."""
-    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _range(text: str) -> tuple[int, int]:
