@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -49,15 +48,6 @@ def test_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
     assert "--no-requeue" in caught.value.hint
     with pytest.raises(SlurmRefused, match="Invalid job id"):
         requeue("999999")
-
-
-def test_requeue_waits_for_the_controller(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = send(cluster, tmp_path, SLEEP)
-    wait_for(cluster, job_id, JobState.RUNNING)
-    cluster.stop_slurmctld()
-    threading.Timer(12, cluster.start_slurmctld).start()
-    requeue(job_id)
-    assert wait_for(cluster, job_id, JobState.REQUEUED, JobState.RUNNING).restarts == 1
 
 
 def test_cancel_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
