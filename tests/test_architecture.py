@@ -95,6 +95,7 @@ ALLOWED = {
             "adapters",
         ),
         *("job.signals", "job.rank_env"),
+        "cluster.machine",  # for the version of the driver
     },
     # The other public face of the trainer: for loops of the user's own.
     "loop": {

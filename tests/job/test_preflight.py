@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.disks import fill, small_disk
 from tests.support.runs import make_attempt
+from tests.support.torch_builds import make_torch
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART
 from trainkit.job import preflight
 from trainkit.job.failure.records import first_rank_failure, record_refusal
@@ -184,6 +185,15 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         pass
 
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12040
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: dict[str, Any]) -> tuple[int, int]:
+        return gpu.get("capability", (9, 0))
+
+    def nvmlDeviceGetName(self, gpu: dict[str, Any]) -> str:
+        return "Tesla V100-SXM2-16GB"
+
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 
@@ -297,11 +307,43 @@ def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
         preflight._check(FakeNvml(WELL, WELL, WELL), (3,), "3", is_task=True)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "capability", "message", "build"),
+    [
+        ("13.0", (9, 0), "needs a driver for CUDA 13, and has one for 12.4$", "cu129"),
+        ("13.0", (7, 0), "needs a driver for CUDA 13", "cu126"),
+        (None, (9, 0), "built without CUDA", "cu129"),
+        ("12.6", (7, 0), None, ""),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_of_a_node_is_not_the_fault_of_the_node(
+    attempt: AttemptDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    capability: tuple[int, int],
+    message: str | None,
+    build: str,
+) -> None:
+    package = make_torch(tmp_path / "site", "2.13.0+x", cuda)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: SimpleNamespace(origin=package / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({**WELL, "capability": capability}))
+    plan = plan_of(attempt, device="cuda")
+    if message is None:
+        require_node(attempt, plan, (0,), {})
+        return
+    with failing(message, is_node=False) as caught:
+        require_node(attempt, plan, (0,), {})
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert f"/whl/{build}` installs" in caught.value.hint
+
+
 @pytest.mark.parametrize("per", ["gpu", "node"])
 def test_the_plan_decides_whether_a_rank_is_a_task(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, per: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     plan = plan_of(attempt, device="cuda", per=per, workers_per_node=4)
     if per == "gpu":
         require_node(attempt, plan, (3,), {"CUDA_VISIBLE_DEVICES": "0"})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.machine import gpu_handle
 from trainkit.folders import ensure_folder
 from trainkit.job.preflight import unknown_values
 from trainkit.job.processes import log_line
@@ -204,10 +205,7 @@ class _Gpus:
             names = self._listed
             if names is None:
                 names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            for name in names:
-                by_index = name.isdigit()
-                get = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
-                handle = get(int(name) if by_index else name)
+            for handle in (gpu_handle(pynvml, name) for name in names):
                 index = int(pynvml.nvmlDeviceGetIndex(handle))
                 self._handles.append((index, handle, str(pynvml.nvmlDeviceGetName(handle))))
         except pynvml.NVMLError:
