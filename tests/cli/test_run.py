@@ -18,7 +18,7 @@ def started(desk, *args):
 
 def test_run_shows_rank_0_and_ends_with_it(desk):
     desk.works("print('hello')")
-    done = desk.trainkit("run", str(desk.config), "--procs", "2")
+    done = desk.trainkit("run", str(desk.config), "--gpus-per-node", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "hello"]
     assert read_json(desk.folder / "runs/small/plan.json")["world_size"] == 2

@@ -10,7 +10,6 @@ import pytest
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     cgroup_cpu_quota,
-    describe_gpus,
     detect_machine,
     host_memory,
     visible_names,
@@ -61,10 +60,6 @@ class FakeNvml(SimpleNamespace):
 )
 def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
     assert visible_names(FakeNvml(), chosen) == names
-
-
-def test_describe_gpus() -> None:
-    assert describe_gpus(("A", "A", "B")) == "2 x A, 1 x B"
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:

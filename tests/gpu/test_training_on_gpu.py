@@ -59,10 +59,7 @@ def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
 @pytest.mark.parametrize(
     "own", [(), MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "mesh", "8bit"]
 )
-def test_resumes_exactly_after_sigkill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # train.deterministic requires it
+def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
     options = [
         *(ON_DEVICE, "precision.dtype=bf16", "model.dropout=0.1", "train.deterministic=true"),
         *("train.steps=20000", "checkpoint.every_steps=5", *own),
@@ -82,11 +79,20 @@ def test_resumes_exactly_after_sigkill(
     assert losses(run.path) == expected
 
 
-def test_the_mesh_of_one_changes_nothing(tmp_path: Path) -> None:
-    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=10", "parallel.compile=false"]
+@pytest.mark.parametrize(
+    ("own", "tolerance"),
+    [
+        (["parallel.compile=false", "train.global_batch_size=4"], 1e-6),
+        # Alone, linear layers sum the gradients of four passes without rounding each.
+        (["parallel.compile=true", "parallel.activation_checkpointing=selective"], 1e-2),
+    ],
+    ids=["one pass", "compiled, four passes"],
+)
+def test_the_mesh_of_one_changes_nothing(tmp_path: Path, own: list[str], tolerance: float) -> None:
+    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=10", *own]
     train(tmp_path / "alone", options)
     train(tmp_path / "mesh", [*options, *MESH])
-    assert losses(tmp_path / "mesh") == pytest.approx(losses(tmp_path / "alone"), abs=1e-6)
+    assert losses(tmp_path / "mesh") == pytest.approx(losses(tmp_path / "alone"), abs=tolerance)
 
 
 def test_compiled_and_eager_agree(tmp_path: Path) -> None:
@@ -158,7 +164,8 @@ def test_a_profile_says_where_the_time_went(tmp_path: Path) -> None:
     options = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
     attempt = train(tmp_path / "run", [ON_DEVICE, *SHAPE, *options])
     share = read_json(attempt.profile_dir / "rank-0000.summary.json")["share"]
-    assert share["gemm"] > 0.05
+    busy = sum(share.values()) - share["idle"]  # a small model waits for its kernels to be launched
+    assert share["gemm"] > 0.1 * busy
     assert sum(share.values()) > 0.5
     memory = attempt.profile_dir / "rank-0000.memory.pickle"
     assert memory.exists() == (KIND == "cuda")

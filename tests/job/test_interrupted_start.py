@@ -8,7 +8,7 @@ import pytest
 from job_tree import wait_for
 
 from trainkit.bench.run_bench import run_here
-from trainkit.contrib.drill.run_drill import Drill
+from trainkit.contrib.drill.command import Drill
 from trainkit.run.end import read_end
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir

@@ -270,10 +270,11 @@ def test_the_gradients_of_the_parts_are_added_in_float32() -> None:
 
 
 def test_when_a_loss_is_split() -> None:
-    shape = nano_shape(vocab_size=2**17)
-    assert [loss_chunks(Layout(), shape, tokens) for tokens in (127, 1024, 1025, 4096)] == [1, 1, 2, 4]
+    shape = nano_shape(vocab_size=2**18)
+    tokens = (127, 1024, 1025, 1026, 3066, 4096)
+    assert [loss_chunks(Layout(), shape, number) for number in tokens] == [1, 1, 2, 2, 3, 4]
     assert loss_chunks(Layout(tp=2), shape, 4096) == loss_chunks(Layout(pp=2), shape, 4096) == 1
-    wide = nano_shape(vocab_size=2**17, dim=4096, num_heads=32)
+    wide = nano_shape(vocab_size=2**18, dim=4096, num_heads=32)
     assert [loss_chunks(Layout(), wide, tokens) for tokens in (8191, 8192)] == [1, 8]
 
 

@@ -77,8 +77,8 @@ ELSEWHERE = {
     "drill": "contrib.drill.command:command",
     "generate": "contrib.generate.command:command",
     "replay": "contrib.replay.command:command",
-    "sync": "contrib.trackers.command:command",
-    "ui": "contrib.trackers.ui:command",
+    "sync": "contrib.trackers.command:sync",
+    "ui": "contrib.trackers.command:ui",
 }
 
 

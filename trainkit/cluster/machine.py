@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ class Machine:
     """The newest CUDA that the driver of its GPUs supports; None if unknown."""
 
 
-def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
+def detect_machine() -> Machine:
     """Detect the hardware of this machine, without torch; queries NVML only if an NVIDIA driver is loaded."""
-    names, reason, cuda = _gpus(os.environ if environ is None else environ)
-    return Machine(_num_cpus(), len(names), names, reason, host_memory(MEMINFO), cuda)
+    names, reason, cuda = _gpus()
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    cpus = cores if quota is None else max(1, min(cores, math.floor(quota)))
+    return Machine(cpus, len(names), names, reason, host_memory(MEMINFO), cuda)
 
 
 def host_memory(meminfo: Path) -> int | None:
@@ -43,12 +47,6 @@ def host_memory(meminfo: Path) -> int | None:
         return None
     kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     return 1024 * (kib["MemTotal"] + kib.get("SwapTotal", 0)) if "MemTotal" in kib else None
-
-
-def _num_cpus() -> int:
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
@@ -74,6 +72,15 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
     return min(quotas, default=None)
 
 
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty without one."""
+    try:
+        found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
+    except OSError:
+        return ""
+    return found[0] if found else "unknown version"
+
+
 class NoDriver(Exception):
     """Why NVML cannot be used, as the end of a sentence."""
 
@@ -95,11 +102,11 @@ def nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
+def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
     """The names of the GPUs, why there are these, and the newest CUDA of their driver."""
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine", None
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with nvml() as driver:
             count, cuda = driver.nvmlDeviceGetCount(), driver_cuda(driver)
@@ -108,7 +115,8 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str, tuple[int, 
         return (), f"an NVIDIA driver is loaded, but {error}", None
     if names:
         suffix = f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else ""
-        return names, f"this machine has {describe_gpus(names)}{suffix}", cuda
+        kinds = ", ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
+        return names, f"this machine has {kinds}{suffix}", cuda
     if count:
         return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {count} GPU(s) of this machine", cuda
     return (), "an NVIDIA driver is loaded, but it reports no GPU", cuda
@@ -145,9 +153,3 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         for name in range(nvml.nvmlDeviceGetCount()) if chosen is None else chosen.split(","):
             names.append(str(nvml.nvmlDeviceGetName(gpu_handle(nvml, str(name).strip()))))
     return tuple(names)
-
-
-def describe_gpus(names: tuple[str, ...]) -> str:
-    """Describe GPUs by count and name, for example ``2 x NVIDIA A100-SXM4-80GB``."""
-    kinds = dict.fromkeys(names)
-    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)

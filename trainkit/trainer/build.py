@@ -52,7 +52,7 @@ from trainkit.trainer.parallel.context import (
 )
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
-from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
+from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8, sum_in_products
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_
@@ -248,9 +248,12 @@ def assemble(
     masters = cast_weights(model, dtype) if is_cast else {}
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
+    switch = gradient_switch(model, world, parallel, masters, local_gradient)
+    if world.mesh is None and world.device.type == "cuda" and masters:
+        switch = sum_in_products(model, masters)
     forward_backward = SequentialForwardBackward(
         model,
-        gradient_switch(model, world, masters, offload=parallel.offload, local_gradient=local_gradient),
+        switch,
         context,
         progress,
         chunks,
@@ -380,7 +383,6 @@ def _build_task(
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
-    offload = config.parallel.offload
-    switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
+    switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(module, switch, progress, config, world)
     return BuiltModel([module], weights, passes, None, StateBuffers.of(model), task.read_weight)

@@ -21,7 +21,7 @@ from trainkit.trainer.causal_lm import Microbatch, to_device
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import local_tensor
-from trainkit.trainer.precision import DTYPES
+from trainkit.trainer.precision import DTYPES, add_product
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.task_batches import TaskBatch, seed_generators
 from trainkit.trainer.user_code import listed, refusal
@@ -95,26 +95,30 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, nll_sum: NllSum, chunks: int) -> Tensor:
         has_gradient = any(ctx.needs_input_grad)
         total = torch.zeros((), device=x.device)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if has_gradient else None
-        x_grads = []
-        for part, of_part in zip(x.chunk(chunks), labels.chunk(chunks), strict=True):
-            inputs = [tensor.detach().requires_grad_(has_gradient) for tensor in (part, weight)]
+        x_grad = torch.empty_like(x) if has_gradient else x
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if has_gradient else weight
+        for part, of_part, part_grad in zip(
+            x.chunk(chunks), labels.chunk(chunks), x_grad.chunk(chunks), strict=True
+        ):
+            logits = F.linear(part, weight).requires_grad_(has_gradient)
             with torch.set_grad_enabled(has_gradient):
-                loss = nll_sum(F.linear(*inputs)[None], of_part[None])
+                loss = nll_sum(logits[None], of_part[None])
             total += loss.detach()
-            if weight_grad is not None:
-                x_grad, of_weight = torch.autograd.grad(loss, inputs)
-                x_grads.append(x_grad)
-                weight_grad += of_weight
-        ctx.gradients = x_grads, weight_grad
+            if has_gradient:
+                (gradient,) = torch.autograd.grad(loss, logits)
+                torch.mm(gradient, weight, out=part_grad)
+                add_product(weight_grad, gradient.t(), part)
+        if has_gradient:
+            ctx.gradients = x_grad, weight_grad
         return total
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # The context lives as long as the loss, which is longer than these may take memory.
-        (x_grads, weight_grad), ctx.gradients = ctx.gradients, None
-        x_grad = torch.cat(x_grads).mul_(scale)
-        return x_grad, weight_grad.mul_(scale).to(x_grad.dtype), None, None, None
+        (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
+        is_float32 = x_grad.dtype == weight_grad.dtype
+        scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
+        return x_grad.mul_(scale), torch.mul(weight_grad, scale, out=scaled), None, None, None
 
 
 class OneByOne(Generic[M]):

@@ -152,6 +152,17 @@ def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Ten
     fused.found_inf = skip
 
 
+def any_length(tensor: Tensor) -> Tensor:
+    """The tensor, for which the compiler assumes nothing of its first size, and its second as it is.
+
+    When these go: `torch.compile` compiles twice, for the first size and for others.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    if tensor.dim() > 1:
+        torch._dynamo.mark_static(tensor, 1)
+    return tensor
+
+
 # Communication
 
 

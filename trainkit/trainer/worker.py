@@ -6,13 +6,11 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,6 +22,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
@@ -36,6 +35,7 @@ from trainkit.trainer.checkpoint.loader import (
 )
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.determinism import computed_on, fix_kernels
 from trainkit.trainer.distributed import (
     World,
     broadcast_from_main,
@@ -84,8 +84,7 @@ def join_and_build(
         )
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
-    if config.train.deterministic:  # kernels without one raise an error
-        torch.use_deterministic_algorithms(True)
+    fix_kernels(plan, config.train.deterministic)
     is_task, dtype = plan.per == "gpu", config.precision.dtype
     device = select_device(plan.device, env.local_rank, is_task=is_task, dtype=dtype)
     # Before the startup barrier and its timeout, since tokenising the data may take long.
@@ -161,7 +160,10 @@ def build_trainer(
             refuse_other_run(*chosen, task, config.optimizer.name)
     local_gradient = LocalGradient()
     built = build(task, config, plan, world, progress, local_gradient)
-    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+    # Of a task nothing is compiled unless the config says so.
+    task_compiles = config.parallel.compile is True
+    compiled = task_compiles if config.has_user_task else compiles(config.parallel, plan.layout, plan.device)
+    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
     saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
@@ -180,11 +182,8 @@ def build_trainer(
             samples_seen=state.samples_seen,
             num_samples=num_samples,
             data=task.train_data.fingerprint,
-            # Bits of the results depend on them.
             trainkit=__version__,
-            torch=torch.__version__,
-            processor=processor_name(world.device),
-            threads=torch.get_num_threads(),
+            **computed_on(world.device),
         )
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
@@ -226,15 +225,6 @@ def build_trainer(
         else None,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
-
-
-def processor_name(device: torch.device) -> str:
-    """The name of a GPU, or of this CPU with the instruction set that torch uses on it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    name = "CPU" if found is None else found[1]
-    return f"{name} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def val_fingerprint(task: AnyTask) -> str:
@@ -343,6 +333,9 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
         f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
+    if world.device.type == "cuda":
+        equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
+        log.info(f"the losses of equal runs are {equal} (train.deterministic)")
     log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"

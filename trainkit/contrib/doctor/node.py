@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import socket
 import sys
@@ -20,7 +19,15 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.cluster.machine import NVIDIA_DRIVER, NoDriver, detect_machine, driver_cuda, gpu_handle, nvml
+from trainkit.cluster.machine import (
+    NVIDIA_DRIVER,
+    NoDriver,
+    detect_machine,
+    driver_cuda,
+    driver_version,
+    gpu_handle,
+    nvml,
+)
 from trainkit.contrib.doctor import NodeReport, Request, from_json, to_json
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
 from trainkit.contrib.doctor.environment import check_python, check_torch, versions
@@ -189,15 +196,6 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
         return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
     is_hot = temperature is not None and temperature >= HOT_C
     return warn_if(is_hot, name, value, "it is hot and will lower its clocks: check its cooling")
-
-
-def driver_version() -> str:
-    """The version of the NVIDIA driver; empty without one."""
-    try:
-        found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
-    except OSError:
-        return ""
-    return found[0] if found else "unknown version"
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
