@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from trainkit.job.preflight import (
     PreflightFailed,
     check_space,
     clock_offset_s,
+    require_gpus,
     require_node,
     supervisor_view,
 )
@@ -222,6 +223,19 @@ class FakeNvml:
         return self._value(gpu, "errors")
 
 
+def check_gpus(
+    nvml: FakeNvml,
+    ranks: Sequence[int],
+    visible: str | None,
+    *,
+    is_task: bool = False,
+    granted: str | None = None,
+) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": granted}
+    known = {name: value for name, value in environ.items() if value is not None}
+    require_gpus(nvml, ranks, known, is_task=is_task)
+
+
 WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors": 0}
 
 
@@ -239,9 +253,9 @@ WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors":
 def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
     nvml = FakeNvml(WELL, gpu, {})
     with failing(f"^GPU 1 of .*{message}"):
-        preflight._check(nvml, (0, 1), None)
-    preflight._check(nvml, (0,), None)
-    preflight._check(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
+        check_gpus(nvml, (0, 1), None)
+    check_gpus(nvml, (0,), None)
+    check_gpus(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
 
 
 @pytest.mark.parametrize(
@@ -254,7 +268,7 @@ def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
 )
 def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
     with failing(f"has no GPU: .* {shown}"):
-        preflight._check(FakeNvml(WELL, WELL), (0, 1, 2), visible)
+        check_gpus(FakeNvml(WELL, WELL), (0, 1, 2), visible)
 
 
 @pytest.mark.parametrize("visible", ["0", "0,1", "", "NoDevFiles", "GPU-8a4f", "0,-1,1"])
@@ -264,7 +278,7 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 ) -> None:
     """Among them an agent with four ranks that Slurm has bound to one GPU: it would fail anywhere."""
     with failing(f"have CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
-        preflight._check(FakeNvml(*[WELL] * 4), local_ranks, visible)
+        check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "gpu-bind: none" in caught.value.hint
 
@@ -272,11 +286,11 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
     """In a container without CUDA_VISIBLE_DEVICES, only Slurm's own count tells it from a broken node."""
     with failing("have SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
-        preflight._check(FakeNvml(WELL), range(4), None, granted="1")
+        check_gpus(FakeNvml(WELL), range(4), None, granted="1")
     assert caught.value.exit_code == EXIT_NO_RESTART
     for granted in ("4", "", None):
         with failing("has no GPU: .* has 1$"):
-            preflight._check(FakeNvml(WELL), range(4), None, granted=granted)
+            check_gpus(FakeNvml(WELL), range(4), None, granted=granted)
 
 
 @pytest.mark.parametrize(
@@ -292,19 +306,19 @@ def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
 )
 def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None) -> None:
     gpus = [*[{"lost": True}] * (num_gpus - 1), WELL]
-    preflight._check(FakeNvml(*gpus), (3,), visible, is_task=True)
+    check_gpus(FakeNvml(*gpus), (3,), visible, is_task=True)
     if num_gpus == 1 or visible == "3":
         with failing("GPU . of .* does not respond"):
-            preflight._check(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
+            check_gpus(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
 
 
 def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
     """A cgroup may confine the task to one GPU, which is then number 0, or the others are lost."""
     with failing("has 1 and CUDA_VISIBLE_DEVICES=3$", is_node=False) as caught:
-        preflight._check(FakeNvml(WELL), (3,), "3", is_task=True)
+        check_gpus(FakeNvml(WELL), (3,), "3", is_task=True)
     assert caught.value.exit_code == EXIT_FAILED
     with failing("has 3 and CUDA_VISIBLE_DEVICES=3$"):
-        preflight._check(FakeNvml(WELL, WELL, WELL), (3,), "3", is_task=True)
+        check_gpus(FakeNvml(WELL, WELL, WELL), (3,), "3", is_task=True)
 
 
 @pytest.mark.parametrize(
@@ -353,4 +367,4 @@ def test_the_plan_decides_whether_a_rank_is_a_task(
 
 
 def test_gpus_by_other_names_are_left_to_the_ranks() -> None:
-    preflight._check(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")
+    check_gpus(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")

@@ -63,33 +63,19 @@ def _require(subject: str, finding: Finding) -> None:
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
 
-def require_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
-    """Raise PreflightFailed when a GPU of these ranks is missing, lost, needs a reset, or cannot run torch.
-
-    Passes where NVML is not available: a broken GPU then fails the ranks.
-    """
-    torch = None
-    if not plan.workload.is_command and plan.python is None:  # else another interpreter may start the ranks
-        spec = find_spec("torch")
-        torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
-    visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
-    with contextlib.suppress(NoDriver), nvml() as driver:
-        _check(driver, local_ranks, visible, is_task=plan.per == "gpu", granted=granted, torch=torch)
-
-
-def _check(
+def require_gpus(
     nvml: Any,
     local_ranks: Sequence[int],
-    visible: str | None,
+    environ: Mapping[str, str],
     *,
     is_task: bool = False,
-    granted: str | None = None,
     torch: TorchBuild | None = None,
 ) -> None:
-    """Check the GPUs of these ranks; `visible` is CUDA_VISIBLE_DEVICES, `granted` SLURM_GPUS_ON_NODE.
+    """Raise PreflightFailed when a GPU of these ranks is missing, lost, needs a reset, or cannot run `torch`.
 
-    `is_task` is that of `gpu_index`; `torch` has to have kernels for them.
+    `is_task` is that of `gpu_index`.
     """
+    visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
     count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
     names = [str(index) for index in range(count)] if listed is None else listed
     for rank in local_ranks:
@@ -226,7 +212,14 @@ def require_node(
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
-        require_gpus(plan, local_ranks, environ)
+        torch = None
+        if (
+            not plan.workload.is_command and plan.python is None
+        ):  # else another interpreter may start the ranks
+            spec = find_spec("torch")
+            torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
+        with contextlib.suppress(NoDriver), nvml() as driver:  # without one, a broken GPU fails the ranks
+            require_gpus(driver, local_ranks, environ, is_task=plan.per == "gpu", torch=torch)
 
 
 def plan_digest(attempt: AttemptDir) -> str:

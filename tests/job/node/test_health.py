@@ -131,6 +131,7 @@ def fake_nvml(**changes: Any) -> SimpleNamespace:
         "nvmlClocksThrottleReasonHwThermalSlowdown": 64,
         "nvmlClocksThrottleReasonSwPowerCap": 4,
         "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": lambda name: {"MIG-x": 1}[name],

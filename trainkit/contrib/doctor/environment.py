@@ -72,6 +72,12 @@ def _torch(request: Request) -> Torch | NoAnswer:
         return error
 
 
+def num_gpus(request: Request) -> int:
+    """The GPUs that the torch of the ranks can use here; 0 in a quick check, which does not start it."""
+    found = None if request.quick else _torch(request)
+    return found.gpus if isinstance(found, Torch) else 0
+
+
 def check_python(request: Request) -> Finding:
     """The interpreter of the ranks, and its version against those that are tested."""
     found = _packages(request)

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     NoDriver,
-    detect_machine,
     driver_cuda,
     driver_version,
     gpu_handle,
@@ -30,7 +29,7 @@ from trainkit.cluster.machine import (
 )
 from trainkit.contrib.doctor import NodeReport, Request, from_json, to_json
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
-from trainkit.contrib.doctor.environment import check_python, check_torch, versions
+from trainkit.contrib.doctor.environment import check_python, check_torch, num_gpus, versions
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.health import host_memory_gib
@@ -79,7 +78,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
         port = choose_port(str(os.getpid()), 0)
     return NodeReport(
         own_host(),
-        detect_machine().num_gpus,
+        num_gpus(request),
         port,
         request.peers,
         {**versions(request), **({"NVIDIA driver": driver} if (driver := driver_version()) else {})},
