@@ -269,7 +269,16 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     return stager
 
 
-# Memory of a GPU over time
+# Memory of a GPU
+
+
+def fix_segments() -> None:
+    """Let CUDA's allocator reserve segments of a fixed size from now on, whatever PYTORCH_ALLOC_CONF says.
+
+    When it goes: set the variable without ``expandable_segments`` in `launch.env`.
+    """
+    found: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (found or cast(Any, torch.cuda.memory)._set_allocator_settings)("expandable_segments:False")
 
 
 def record_memory_history(enabled: bool) -> None:
