@@ -5,7 +5,8 @@
 Runs the tests of tests/gpu, then the benches, those first that say most. Each part is a process with its own
 time limit, so a failure costs only that part. The record, a table per part, is written to
 OUT/DEVICE-torch-VERSION, as .md and as .json, again with every row: what is cut off keeps what it reached.
-The exit code is 1 if a test fails or a part does not end, and 2 without a GPU.
+`--only` replaces parts of that record and keeps the others. The exit code is 1 if a test fails or a part does
+not end, and 2 without a GPU.
 
 The parts:
 
@@ -205,7 +206,7 @@ def markdown(record: Record) -> str:
     versions = (
         f"Python {env['python']}, torch {env['torch']}, nccl {env.get('nccl')}, cudnn {env.get('cudnn')}"
     )
-    lines = [f"# {where}", "", f"{versions}, {record['date']}."]
+    lines = [f"# {where}", "", f"{versions}."]
     lines += ["", *(f"- {goal}" for goal in goals(record["parts"]))]
     for name, part in record["parts"].items():
         lines += ["", f"## {PARTS[name].title}", ""]
@@ -216,7 +217,8 @@ def markdown(record: Record) -> str:
                 cells = ("" if row.get(key) is None else str(row[key]) for key in columns)
                 lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
             lines.append("")
-        lines.append(f"{part['seconds']} s{': ' + part['problem'] if 'problem' in part else ''}.")
+        problem = f": {part['problem']}" if "problem" in part else ""
+        lines.append(f"{part['date']}, {part['seconds']} s{problem}.")
     return "\n".join(lines) + "\n"
 
 
@@ -231,7 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--memory-gib", type=float, help="use no more of the GPU's memory (cpu: 80)")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts together (default: 9)")
@@ -268,15 +270,19 @@ def main() -> int:
         if found["missing"]:
             install(args.wheels, found["missing"], site)
         memory = min(found.get("memory") or 80 * 2**30, (args.memory_gib or 1e9) * 2**30)
-        record: Record = {"date": time.strftime("%Y-%m-%d"), "environment": found, "parts": {}}
         out = args.out or (RECORDS if args.device == "cuda" else None)
+        stem = None if out is None else out / stem_of(found)
+        record: Record = {"environment": found, "parts": {}}
+        if args.only is not None and stem is not None and Path(f"{stem}.json").is_file():
+            record["parts"] = json.loads(Path(f"{stem}.json").read_text())["parts"]
 
         def save(name: str, part: Record) -> None:
-            record["parts"][name] = part
-            if out is not None:
-                write(record, out)
+            parts = {**record["parts"], name: {"date": time.strftime("%Y-%m-%d"), **part}}
+            record["parts"] = {name: parts[name] for name in PARTS if name in parts}
+            if stem is not None:
+                write(record, stem)
 
-        for name in args.only:
+        for name in args.only or PARTS:
             limit_s = min(PARTS[name].limit_s, deadline_s - time.monotonic())
             if limit_s > 5:
                 argv = [name, args.device, str(round(USABLE * memory))]
@@ -289,12 +295,15 @@ def main() -> int:
     return 0 if all(is_good(part) for part in record["parts"].values()) else 1
 
 
-def write(record: Record, out: Path) -> None:
-    """Write the record, whole or not at all, in both forms."""
-    out.mkdir(parents=True, exist_ok=True)
-    found = record["environment"]
+def stem_of(found: Record) -> str:
+    """The name of the record of a GPU and a version of torch."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found.get("device") or "CPU").strip("-")
-    stem = out / f"{device}-torch-{found['torch'].partition('+')[0]}"
+    return f"{device}-torch-{found['torch'].partition('+')[0]}"
+
+
+def write(record: Record, stem: Path) -> None:
+    """Write the record, whole or not at all, in both forms."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
     for suffix, text in ((".json", json.dumps(record, indent=1) + "\n"), (".md", markdown(record))):
         new = Path(f"{stem}{suffix}.new")
         new.write_text(text)

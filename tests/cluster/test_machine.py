@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,31 @@ from trainkit.cluster.machine import (
     visible_names,
 )
 
-DEVICES = [("GPU-aaa1", "A"), ("GPU-bbb2", "B"), ("GPU-bbc3", "C")]
+
+class FakeNvml(SimpleNamespace):
+    """A driver with three GPUs, the first of which is cut into slices."""
+
+    NVMLError = RuntimeError
+    uuids = ("GPU-aaa1", "GPU-bbb2", "GPU-bbc3")
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        if index >= 3:
+            raise RuntimeError("Invalid Argument")
+        return "ABC"[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if not uuid.startswith("MIG-"):
+            raise RuntimeError("Not Found")
+        return "MIG device"
+
+    def nvmlDeviceGetUUID(self, gpu: str) -> str:
+        return self.uuids["ABC".index(gpu)]
+
+    def nvmlDeviceGetName(self, gpu: str) -> str:
+        return gpu
 
 
 @pytest.mark.parametrize(
@@ -34,7 +59,7 @@ DEVICES = [("GPU-aaa1", "A"), ("GPU-bbb2", "B"), ("GPU-bbc3", "C")]
     ],
 )
 def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
-    assert visible_names(DEVICES, chosen) == names
+    assert visible_names(FakeNvml(), chosen) == names
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:

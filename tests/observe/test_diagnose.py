@@ -157,6 +157,13 @@ def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: st
         assert name == "cuda-oom" or any(advice in item for item in found.advice)
 
 
+def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
+    message = "no progress for 241 s, in connect; no rank is behind the others"
+    found = newest(failed(tmp_path, b"", message, "Hang"))
+    assert (found.name, found.cause.partition(":")[2]) == ("connect", f" {message}")
+    assert any("NCCL_DEBUG=INFO" in item for item in found.advice)
+
+
 def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
     log = b"No space left on device, cleaning up\nTraceback (most recent call last):\nKeyError: 'x'\n"
     found = newest(failed(tmp_path, log, "'x'", "KeyError"))

@@ -85,10 +85,12 @@ def join_and_build(
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
     fix_kernels(plan, config.train.deterministic)
-    device = select_device(plan.device, env.local_rank, is_task=plan.per == "gpu")
+    is_task, dtype = plan.per == "gpu", config.precision.dtype
+    device = select_device(plan.device, env.local_rank, is_task=is_task, dtype=dtype)
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
-    task = run_unless_stopped(stop, partial(build_task, config, attempt.run, checks_data=env.rank == 0))
+    build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
+    task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
     world = join_world(
         env,
@@ -97,6 +99,7 @@ def join_and_build(
         stop,
         partial(_is_writing_log, attempt),
         mesh_of_one=config.parallel.wraps_one,
+        on_arrival=partial(progress.enter, "connect"),
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
@@ -116,12 +119,14 @@ def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
         return False
 
 
-def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
-    """Run `work` in a thread; returns its result, or None as soon as this process is asked to stop.
+def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
+    """Run `work` in a thread on a device; its result, or None as soon as this process is asked to stop.
 
     Raises what `work` raises. Abandoned work continues in its thread until the process ends.
     """
-    future = ThreadPoolExecutor(1).submit(work)
+    # A new thread's current GPU is the first one.
+    selects = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    future = ThreadPoolExecutor(1, initializer=selects).submit(work)
     while not future.done():
         if stop.received.wait(POLL_S):
             return None
