@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import async_save
@@ -313,7 +314,8 @@ def trainkit_loop(
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
     trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
-    yield Loop(trainer.step, trainer.optimizer)
+    fixed = torch._inductor.config.patch(deterministic=True)  # as in the ranks of a run, unlike by hand
+    yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()
     trainer.saver.close()
 

@@ -106,20 +106,6 @@ def test_an_environment_without_torch_is_refused_with_its_line(desk, command):
     assert not (desk.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "submit", "check"])
-def test_a_torch_that_is_too_old_is_refused_before_anything_starts(desk, command):
-    old = desk.folder / "old/torch"
-    old.mkdir(parents=True)
-    (old / "__init__.py").write_text("from .version import __version__")
-    (old / "version.py").write_text("__version__ = '2.10.0'")
-    desk.environ["PYTHONPATH"] = f"{old.parent}:{desk.environ['PYTHONPATH']}"
-    done = desk.trainkit(command, str(desk.config), *(["--backend", "local"] * (command == "submit")))
-    assert done.returncode == 2
-    assert f"{sys.executable} has torch 2.10.0, and the trainer requires torch 2.11 or newer\n" in done.stderr
-    assert "hint: `pip install 'torch>=2.11'` there, or set launch.venv" in done.stderr
-    assert not (desk.folder / "runs").exists()
-
-
 def test_run_uses_the_environment_of_the_config(desk):
     make_venv(desk.folder / "own")
     [packages] = (desk.folder / "own/lib").glob("python*/site-packages")

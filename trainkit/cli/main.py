@@ -239,7 +239,7 @@ OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
         *("-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"),
-        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes"),
+        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--procs"),
     ),
     "--name": ("-J", "--job-name"),
     "--time": ("-t", "--walltime"),

@@ -52,7 +52,7 @@ from trainkit.trainer.parallel.context import (
 )
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
-from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8, sum_in_products
+from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_
@@ -248,12 +248,9 @@ def assemble(
     masters = cast_weights(model, dtype) if is_cast else {}
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
-    switch = gradient_switch(model, world, parallel, masters, local_gradient)
-    if world.mesh is None and world.device.type == "cuda" and masters:
-        switch = sum_in_products(model, masters)
     forward_backward = SequentialForwardBackward(
         model,
-        switch,
+        gradient_switch(model, world, parallel, masters, local_gradient),
         context,
         progress,
         chunks,

@@ -21,7 +21,7 @@ from trainkit.trainer.causal_lm import Microbatch, to_device
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import local_tensor
-from trainkit.trainer.precision import DTYPES, add_product
+from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.task_batches import TaskBatch, seed_generators
 from trainkit.trainer.user_code import listed, refusal
@@ -107,7 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if has_gradient:
                 (gradient,) = torch.autograd.grad(loss, logits)
                 torch.mm(gradient, weight, out=part_grad)
-                add_product(weight_grad, gradient.t(), part)
+                _add_product(weight_grad, gradient.t(), part)
         if has_gradient:
             ctx.gradients = x_grad, weight_grad
         return total
@@ -119,6 +119,14 @@ class _ChunkedLoss(torch.autograd.Function):
         is_float32 = x_grad.dtype == weight_grad.dtype
         scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
         return x_grad.mul_(scale), torch.mul(weight_grad, scale, out=scaled), None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to a float32 matrix; a GPU does it within the multiplication, unrounded."""
+    if total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class OneByOne(Generic[M]):

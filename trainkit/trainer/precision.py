@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.config.training import PrecisionConfig
@@ -30,8 +26,8 @@ def cast_weights(
     `only_frozen`, only parameters on the meta device that never change are cast: they need no master at all.
 
     The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
-    `fully_shard` sums them: a run computes the same whether or not it is sharded, but for what
-    `sum_in_products` does not round. Unlike those of autocast, the casts last until the next update.
+    `fully_shard` sums them: a run computes the same whether or not it is sharded. Unlike those of autocast,
+    the casts last until the next update.
     """
     casts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -48,8 +44,7 @@ def cast_weights(
     def move_gradient(cast: Tensor) -> None:
         assert isinstance(cast, nn.Parameter)
         master, gradient = masters[cast], cast.grad
-        if gradient is None:
-            return  # see `sum_in_products`
+        assert gradient is not None
         cast.grad = None
         if master.grad is None:
             master.grad = gradient.float()
@@ -59,71 +54,6 @@ def cast_weights(
     for cast in (cast for cast in masters if cast.requires_grad):
         cast.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
     return masters
-
-
-@torch.library.custom_op("trainkit::add_product", mutates_args=("total",))
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 matrix; a GPU does it within the multiplication, unrounded."""
-    if total.device.type == "cuda":
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
-
-
-@add_product.register_fake
-def _(total: Tensor, left: Tensor, right: Tensor) -> None: ...
-
-
-class _SummedProduct(torch.autograd.Function):
-    """A product with a weight whose gradient is added to a float32 matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.total = total
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        add_product(ctx.total, gradient.flatten(0, -2).t(), x.flatten(0, -2))
-        return gradient @ weight, None, None
-
-
-class SummedLinear(nn.Linear):
-    """A linear layer that adds the gradients of its weight's passes to `total`, if it has one."""
-
-    total: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.total is None or not torch.is_grad_enabled():
-            return F.linear(x, self.weight)
-        product: Tensor = _SummedProduct.apply(x, self.weight, self.total)  # type: ignore[no-untyped-call]
-        return product
-
-
-def sum_in_products(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter]) -> Callable[[bool], None]:
-    """Have linear layers sum the gradients of a step's passes in the ``grad`` of their masters.
-
-    A small batch would take a tenth more time to add them up afterwards. Returns what to call before each of
-    several passes; a single one has nothing to add.
-    """
-    layers = [
-        (module, masters[module.get_parameter("weight")])
-        for module in model.modules()
-        if type(module) is nn.Linear and module.bias is None and module.weight.requires_grad
-    ]
-    for layer, _ in layers:
-        layer.__class__ = SummedLinear
-
-    def begin(is_last: bool) -> None:
-        for layer, master in layers:
-            if master.grad is None:
-                assert isinstance(layer, SummedLinear)
-                total = layer.total
-                master.grad = layer.total = torch.zeros_like(master) if total is None else total.zero_()
-
-    return begin
 
 
 class LossScale:
