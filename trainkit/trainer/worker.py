@@ -89,7 +89,8 @@ def join_and_build(
     device = select_device(plan.device, env.local_rank, is_task=plan.per == "gpu")
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
-    task = run_unless_stopped(stop, partial(build_task, config, attempt.run, checks_data=env.rank == 0))
+    opening = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
+    task = run_unless_stopped(stop, device, opening)
     progress.enter("rendezvous")
     world = join_world(
         env,
@@ -117,12 +118,14 @@ def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
         return False
 
 
-def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
+def run_unless_stopped(stop: StopRequest, device: torch.device, work: Callable[[], T]) -> T | None:
     """Run `work` in a thread; returns its result, or None as soon as this process is asked to stop.
 
     Raises what `work` raises. Abandoned work continues in its thread until the process ends.
     """
-    future = ThreadPoolExecutor(1).submit(work)
+    # Every thread has a current GPU of its own, which is the first one until it is set.
+    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    future = ThreadPoolExecutor(1, initializer=begin).submit(work)
     while not future.done():
         if stop.received.wait(POLL_S):
             return None
