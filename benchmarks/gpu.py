@@ -2,25 +2,29 @@
 
     make gpu                        or: python -m benchmarks.gpu [--only PART …] [--wheels FOLDER]
 
-Runs the tests of tests/gpu, then the benches. Each part is a process with its own time limit, so a failure
-costs only that part. Prints one table per part, and writes them with all figures to OUT/DEVICE-torch-VERSION,
-as .md and as .json. The exit code is 1 if a test fails or a part does not end, and 2 without a GPU.
+Runs the tests of tests/gpu, then the benches, those first that say most. Each part is a process with its own
+time limit, so a failure costs only that part. The record, a table per part, is written to
+OUT/DEVICE-torch-VERSION, as .md and as .json, again with every row: what is cut off keeps what it reached.
+`--only` replaces parts of that record and keeps the others. The exit code is 1 if a test fails or a part does
+not end, and 2 without a GPU.
 
 The parts:
 
-    tests      tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile, memory;
-               with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
-    8b         Llama 3 8B at 4,096 tokens: trainkit and a hand-written loop, one after the other
-    1b, 350m   the same for smaller models; 350m with alternating steps in one process
-    save       how long saving a state of 10 GB blocks training, and how it slows the next steps
-    profile    where the GPU's time goes in three steps of 350m
+    tests          tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile,
+                   memory; with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
+    1b             Llama 3.2 1B: trainkit and a hand-written loop, one after the other
+    profile        where the GPU's time goes in three steps of 1b
+    large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
+    save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
+    350m           trainkit, compiled and not, and the hand-written loop, with alternating steps
+    hugging-face   the Trainer of transformers, where that is installed, on the model of 1b
 
 The hand-written loop has what a careful user writes: bf16 autocast, fused AdamW, SDPA, compiled blocks and
-loss, clipping. For 8B, whose float32 state would not fit, it has all weights and averages in bf16. Where
-transformers is installed, its Trainer is measured on 1b and 350m too.
+loss, clipping. Where its float32 state would not fit, it has all weights and averages in bf16. What the
+planner says will not fit is not tried: its row says how much it needs.
 
-The interpreter needs torch for CUDA, pydantic, pyyaml, nvidia-ml-py, pytest and hypothesis; --wheels names a
-folder from which those that it lacks are taken. `--device cpu` runs every part at tiny sizes, to test it.
+The interpreter needs torch for CUDA and the packages of NEEDS; --wheels names a folder from which those that
+it lacks are taken. `--device cpu` runs every part at tiny sizes, chosen as for a GPU with `--memory-gib`.
 """
 
 from __future__ import annotations
@@ -34,25 +38,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "gpu"
-TOTAL_S = 540.0
 EXIT_NO_GPU = 2
 NEEDS = {
+    "numpy": "numpy",
     "pydantic": "pydantic",
     "yaml": "pyyaml",
     "pynvml": "nvidia-ml-py",
     "pytest": "pytest",
+    "xdist": "pytest-xdist",
     "hypothesis": "hypothesis",
 }
 """Module -> package."""
+USABLE = 0.92
+"""Fraction of a GPU's memory for tensors, as `trainkit.plan.gpus` has it, which may not be importable yet."""
 MFU_GOAL = 0.55
-"""For 8B in bf16."""
+"""For models of 3 and 8 billion parameters in bf16."""
+STALL_GOAL = 0.1
+"""How long a save blocks, in times of torch.save."""
+Record = dict[str, Any]
 
 
 def error(message: str, hint: str) -> int:
@@ -70,18 +80,31 @@ class Part:
 
 
 PARTS = {
-    "tests": Part("Tests", 210),
-    "8b": Part("Llama 3 8B, 4,096 tokens", 150),
-    "1b": Part("1b, 4 x 4,096 tokens", 80),
-    "350m": Part("350m, 8 x 2,048 tokens", 80),
+    "tests": Part("Tests", 200),
+    "1b": Part("Llama 3.2 1B", 90),
+    "profile": Part("Time of a step of 1b", 60),
+    "large": Part("Llama 3 8B or Llama 3.2 3B, 8 microbatches a step", 140),
     "save": Part("Saving the state", 90),
-    "profile": Part("Time of a step of 350m", 60),
+    "350m": Part("350m, with alternating steps", 80),
+    "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 70),
 }
 
 
 INSPECT = """
-import importlib.util, json, sys
-found = {"python": sys.version.split()[0]}
+import importlib.util, json, pathlib, re, sys
+
+def driver():
+    # Not from torch, which knows the CUDA version only, nor from nvidia-smi, which a container may lack.
+    try:
+        import pynvml
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except Exception:
+        file = pathlib.Path("/proc/driver/nvidia/version")
+        found = re.search(r"Kernel Module\\D*([\\d.]+)", file.read_text()) if file.is_file() else None
+        return found and found[1]
+
+found = {"python": sys.version.split()[0], "driver": driver()}
 found["missing"] = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if importlib.util.find_spec("torch") is None:
     found["torch"] = None
@@ -92,74 +115,87 @@ else:
         device = torch.cuda.get_device_properties(0)
         found.update(device=device.name, memory=device.total_memory)
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cudnn"] = torch.backends.cudnn.version()
 print(json.dumps(found))
 """
 
 
-def inspect(environ: dict[str, str]) -> dict[str, Any]:
+def inspect(environ: dict[str, str]) -> Record:
     """What this interpreter has: versions, the GPU, missing modules."""
     done = subprocess.run(
         [sys.executable, "-c", INSPECT, *NEEDS], env=environ, capture_output=True, text=True, timeout=120
     )
     if done.returncode:
         raise SystemExit(f"error: {sys.executable} does not run:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Record = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def driver_version() -> str | None:
-    """The version of the NVIDIA driver; None if nvidia-smi does not say."""
-    argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
-
-
-def run_part(name: str, device: str, limit_s: float, environ: dict[str, str]) -> dict[str, Any]:
-    """Run one part in a process group of its own; returns its rows, or why there are none."""
+def run_part(
+    argv: list[str], limit_s: float, environ: dict[str, str], save: Callable[[Record], None]
+) -> None:
+    """Run one part in a process group of its own; `save` gets what is known of it, again with every row."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-") as folder:
-        argv = [sys.executable, "-m", "benchmarks.gpu_parts", name, device, folder]
-        process = subprocess.Popen(argv, cwd=ROOT, env=environ, start_new_session=True, stdout=sys.stderr)
+        file = Path(folder) / "rows.jsonl"
+
+        def known(problem: str | None) -> Record:
+            lines = file.read_text().splitlines() if file.is_file() else []
+            why = {} if problem is None else {"problem": problem}
+            seconds = round(time.monotonic() - started, 1)
+            return {"seconds": seconds, "rows": [json.loads(line) for line in lines], **why}
+
+        command = [sys.executable, "-m", "benchmarks.gpu_parts", argv[0], argv[1], folder, *argv[2:]]
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, stdout=sys.stderr)
         try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            size = -1
+            while process.poll() is None and time.monotonic() - started < limit_s:
+                now = file.stat().st_size if file.is_file() else 0
+                if now != size:
+                    size = now
+                    save(known("cut off"))
+                time.sleep(0.2)
+            code = process.poll()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        record: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1)}
-        result = Path(folder) / "rows.json"
-        if code == 0 and result.is_file():
-            return {**record, "rows": json.loads(result.read_text())}
-    return {
-        **record,
-        "problem": f"did not end within {limit_s:.0f} s" if code is None else f"exit code {code}",
-    }
+        late = f"did not end within {limit_s:.0f} s"
+        save(known(late if code is None else f"exit code {code}" if code else None))
 
 
-def is_good(record: dict[str, Any]) -> bool:
-    """Whether a part has rows, and no failed test."""
-    return "rows" in record and all(row.get("result") != "failed" for row in record["rows"])
+def is_good(part: Record) -> bool:
+    """Whether a part came to its end, with rows and without a failed test."""
+    return "problem" not in part and all(row.get("result") != "failed" for row in part["rows"])
 
 
-def goals(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+def goals(parts: dict[str, Record]) -> Iterator[str]:
     """One sentence for each goal: reached, or by how much not."""
-    for name in ("8b", "1b", "350m"):
-        speeds = {row["loop"]: row for row in parts.get(name, {}).get("rows", [])}
-        if not speeds:
+    for name in ("1b", "large", "350m"):
+        speeds = {row["loop"]: row for row in parts.get(name, {}).get("rows", []) if "tokens/s" in row}
+        if "trainkit" not in speeds:
             continue
-        ratio = speeds["trainkit"]["tokens/s"] / speeds["hand-written"]["tokens/s"]
-        yield f"{name}: {ratio:.2f} x the hand-written loop ({'reached' if ratio >= 1 else 'goal: 1.00'})"
-        mfu = speeds["trainkit"]["MFU"]
-        if name == "8b" and mfu is not None:
-            yield f"{name}: {mfu:.1%} MFU ({'reached' if mfu >= MFU_GOAL else f'goal: {MFU_GOAL:.0%}'})"
+        mine = speeds["trainkit"]
+        others = [
+            speeds.get("hand-written"),
+            *(row for row in parts.get("hugging-face", {}).get("rows", []) if name == "1b"),
+        ]
+        for other in others:
+            if other is not None and "tokens/s" in other:
+                ratio = mine["tokens/s"] / other["tokens/s"]
+                is_goal = "reached" if ratio >= 1 else "goal: 1.00"
+                yield f"{mine['model']}: {ratio:.2f} x {other['loop']} ({is_goal})"
+        if name == "large" and mine["MFU"] is not None:
+            is_goal = "reached" if mine["MFU"] >= MFU_GOAL else f"goal: {MFU_GOAL:.0%}"
+            yield f"{mine['model']}: {mine['MFU']:.1%} MFU ({is_goal})"
+    blocked = {row["way"]: row["blocked s"] for row in parts.get("save", {}).get("rows", []) if "save" in row}
+    if {"trainkit", "torch.save and fsync"} <= set(blocked):
+        ratio = blocked["trainkit"] / blocked["torch.save and fsync"]
+        is_goal = "reached" if ratio <= STALL_GOAL else f"goal: {STALL_GOAL}"
+        yield f"save: blocks {ratio:.3f} x as long as torch.save ({is_goal})"
 
 
-def markdown(record: dict[str, Any]) -> str:
+def markdown(record: Record) -> str:
     """The record as text."""
     env = record["environment"]
     where = (
@@ -167,19 +203,22 @@ def markdown(record: dict[str, Any]) -> str:
         if env.get("device")
         else "CPU, tiny sizes: no figure counts"
     )
-    lines = [f"# {where}", ""]
-    lines.append(f"Python {env['python']}, torch {env['torch']}, nccl {env.get('nccl')}, {record['date']}.")
+    versions = (
+        f"Python {env['python']}, torch {env['torch']}, nccl {env.get('nccl')}, cudnn {env.get('cudnn')}"
+    )
+    lines = [f"# {where}", "", f"{versions}."]
     lines += ["", *(f"- {goal}" for goal in goals(record["parts"]))]
     for name, part in record["parts"].items():
         lines += ["", f"## {PARTS[name].title}", ""]
-        if "problem" in part:
-            lines.append(f"Not measured: {part['problem']}.")
-            continue
-        columns = list(part["rows"][0])
-        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        for row in part["rows"]:
-            lines.append(f"| {' | '.join('' if row[key] is None else str(row[key]) for key in columns)} |")
-        lines += ["", f"{part['seconds']} s."]
+        if part["rows"]:
+            columns = list(dict.fromkeys(key for row in part["rows"] for key in row))
+            lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+            for row in part["rows"]:
+                cells = ("" if row.get(key) is None else str(row[key]) for key in columns)
+                lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+            lines.append("")
+        problem = f": {part['problem']}" if "problem" in part else ""
+        lines.append(f"{part['date']}, {part['seconds']} s{problem}.")
     return "\n".join(lines) + "\n"
 
 
@@ -194,14 +233,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--memory-gib", type=float, help="use no more of the GPU's memory (cpu: 80)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts together (default: 9)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what the interpreter lacks")
     parser.add_argument(
         "--out", type=Path, help="folder of the record (default: benchmarks/gpu; none for cpu)"
     )
     args = parser.parse_args()
-    deadline_s = time.monotonic() + TOTAL_S
+    deadline_s = time.monotonic() + 60 * args.minutes
+    # Also what is asked to end stops its part and removes its folders.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-site-") as site:
         paths = [str(ROOT), site, *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -217,30 +260,54 @@ def main() -> int:
             )
         if found["missing"] and args.wheels is None:
             packages = " ".join(NEEDS[module] for module in found["missing"])
-            hint = f"{sys.executable} -m pip install {packages}, or --wheels FOLDER"
+            version = ".".join(found["python"].split(".")[:2])
+            target = f"--only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64"
+            hint = (
+                f"{sys.executable} -m pip install {packages}; without an index here, elsewhere:"
+                f" pip download {target} --dest wheels {packages}, then: make gpu WHEELS=wheels"
+            )
             return error(f"{sys.executable} lacks {packages}", hint)
         if found["missing"]:
             install(args.wheels, found["missing"], site)
-        record: dict[str, Any] = {
-            "date": time.strftime("%Y-%m-%d"),
-            "environment": {**found, "driver": driver_version() if found["gpus"] else None},
-            "parts": {},
-        }
-        for name in args.only:
+        memory = min(found.get("memory") or 80 * 2**30, (args.memory_gib or 1e9) * 2**30)
+        out = args.out or (RECORDS if args.device == "cuda" else None)
+        stem = None if out is None else out / stem_of(found)
+        record: Record = {"environment": found, "parts": {}}
+        if args.only is not None and stem is not None and Path(f"{stem}.json").is_file():
+            record["parts"] = json.loads(Path(f"{stem}.json").read_text())["parts"]
+
+        def save(name: str, part: Record) -> None:
+            parts = {**record["parts"], name: {"date": time.strftime("%Y-%m-%d"), **part}}
+            record["parts"] = {name: parts[name] for name in PARTS if name in parts}
+            if stem is not None:
+                write(record, stem)
+
+        for name in args.only or PARTS:
             limit_s = min(PARTS[name].limit_s, deadline_s - time.monotonic())
-            late = {"seconds": 0.0, "problem": f"no time was left of {TOTAL_S:.0f} s"}
-            part = run_part(name, args.device, limit_s, environ) if limit_s > 5 else late
-            record["parts"][name] = part
+            if limit_s > 5:
+                argv = [name, args.device, str(round(USABLE * memory))]
+                run_part(argv, limit_s, environ, lambda part, name=name: save(name, part))
+            else:
+                save(name, {"seconds": 0.0, "rows": [], "problem": f"{args.minutes:g} minutes were over"})
+            part = record["parts"][name]
             print(f"{name}: {part.get('problem', 'done')} ({part['seconds']} s)", file=sys.stderr, flush=True)
     print(markdown(record), end="")
-    out = args.out or (RECORDS if args.device == "cuda" else None)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        device = re.sub(r"[^A-Za-z0-9]+", "-", found.get("device") or "CPU").strip("-")
-        stem = out / f"{device}-torch-{found['torch'].partition('+')[0]}"
-        Path(f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-        Path(f"{stem}.md").write_text(markdown(record))
     return 0 if all(is_good(part) for part in record["parts"].values()) else 1
+
+
+def stem_of(found: Record) -> str:
+    """The name of the record of a GPU and a version of torch."""
+    device = re.sub(r"[^A-Za-z0-9]+", "-", found.get("device") or "CPU").strip("-")
+    return f"{device}-torch-{found['torch'].partition('+')[0]}"
+
+
+def write(record: Record, stem: Path) -> None:
+    """Write the record, whole or not at all, in both forms."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, text in ((".json", json.dumps(record, indent=1) + "\n"), (".md", markdown(record))):
+        new = Path(f"{stem}{suffix}.new")
+        new.write_text(text)
+        new.replace(f"{stem}{suffix}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The parts of `benchmarks.gpu`, each of which runs in a process of its own.
 
-    python -m benchmarks.gpu_parts PART DEVICE FOLDER
+    python -m benchmarks.gpu_parts PART DEVICE FOLDER USABLE_BYTES
 
-writes its rows to FOLDER/rows.json.
+appends each row to FOLDER/rows.jsonl as soon as it is known, so that a part that is cut off keeps the others.
 """
 
 from __future__ import annotations
@@ -12,34 +12,40 @@ import gc
 import importlib.util
 import json
 import os
+import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, Literal, NamedTuple
 
+import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.checkpoint import async_save
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.training_loop import make_attempt
 from trainkit.config import read_effective
+from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import peak_flops
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.model_shape import flops_per_token, resolve_model_shape
+from trainkit.plan.memory import block_bytes, memory_of
+from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params, resolve_model_shape
+from trainkit.plan.step_work import StepWork
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.build import build_task
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.distributed import World
+from trainkit.trainer.distributed import ONE_PROCESS, World
 from trainkit.trainer.models.decoder import INIT_STD, Decoder
 from trainkit.trainer.profiler import summary_of
 from trainkit.trainer.progress import Progress
@@ -47,153 +53,281 @@ from trainkit.trainer.worker import build_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
+Recompute = Literal["none", "selective", "full"]
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def run_tests(name: str, device: str, folder: Path) -> list[Row]:
+@dataclass(frozen=True)
+class Bench:
+    """Where a part runs, and where its rows go."""
+
+    device: str
+    folder: Path
+    usable_bytes: int
+    """What a plan may use of the GPU's memory."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def emit(self, row: Row) -> None:
+        """Append a row to the file that `benchmarks.gpu` reads."""
+        with (self.folder / "rows.jsonl").open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+    def skip(self, model: str, loop: str, needed_bytes: int) -> None:
+        """Append a row that says why a loop was not measured."""
+        needs, usable = (f"{number / 2**30:.1f} GiB" for number in (needed_bytes, self.usable_bytes))
+        self.emit({"model": model, "loop": loop, "skipped": f"needs {needs}, usable are {usable}"})
+
+
+class TestRows:
+    """A plugin of pytest that appends a row for each test as it ends."""
+
+    __test__ = False
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            name = report.nodeid.rpartition("::")[2]
+            self._bench.emit({"test": name, "result": report.outcome, "seconds": round(report.duration, 1)})
+
+
+def run_tests(bench: Bench) -> None:
     """The tests of tests/gpu, one row each."""
-    report = folder / "tests.xml"
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        "tests/gpu",
-    ]
-    if device == "cuda" and importlib.util.find_spec("xdist") is not None:
-        argv += ["--numprocesses", "4"]
-    subprocess.run(argv, cwd=ROOT, env={**os.environ, "TEST_DEVICE": device})
-
-    rows = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        failed = [kind for kind in ("failure", "error") if case.find(kind) is not None]
-        result = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
-        rows.append({"test": case.get("name"), "result": result, "seconds": float(case.get("time") or 0)})
-    return rows
+    os.environ["TEST_DEVICE"] = bench.device
+    argv = ["-q", "-p", "no:cacheprovider", "--tb=short", str(ROOT / "tests" / "gpu")]
+    pytest.main([*argv, *(("--numprocesses", "4") if bench.has_gpu else ())], plugins=[TestRows(bench)])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train, with the options of trainkit that fit it on one GPU."""
+    """A model to train, with the options of trainkit."""
 
     preset: str
     seq_len: int
     batch_size: int
     vocab_size: int
-    options: tuple[str, ...] = ()
-    has_float32_state: bool = True
-    """Whether the hand-written loop has float32 weights and averages."""
-    alternates: bool = False
-    """Whether all loops fit in memory together and take turns, step by step."""
+    accumulation: int = 1
+    has_float32_averages: bool = True
+    """Whether trainkit has running averages in float32. Without, the hand-written loop has all in bf16."""
     steps: int = 12
 
+    @property
+    def shape(self) -> ModelShape:
+        return resolve_model_shape(ModelConfig(preset=self.preset, vocab_size=self.vocab_size), 1)  # type: ignore[arg-type]
 
-CASES = {
-    "350m": Case("350m", 2048, 8, 32000, alternates=True, steps=20),
-    "1b": Case("1b", 4096, 4, 128256),
-    "8b": Case("8b", 4096, 1, 128256, ("optimizer.state_dtype=bf16",), has_float32_state=False, steps=8),
+    def work(self, recompute: Recompute) -> StepWork:
+        """What the planner needs to know of a step."""
+        parallel = ParallelConfig(activation_checkpointing=recompute)
+        sizes = self.seq_len, self.batch_size, self.accumulation
+        averages = 8 if self.has_float32_averages else 4
+        return StepWork(self.shape, ONE_PROCESS, parallel, *sizes, optimizer_bytes=averages)
+
+    def mode(self, usable_bytes: int) -> Recompute | None:
+        """The least recomputation with which trainkit fits; None if it never does."""
+        fits = (mode for mode in MODES if memory_of(self.work(mode)).peak <= usable_bytes)
+        return next(fits, None)
+
+    def hand_written_bytes(self) -> int:
+        """Peak memory of the hand-written loop, which recomputes nothing and has all logits at once.
+
+        Weights, gradients and averages, with those that autocast casts; activations; logits, these in
+        float32, their log-probabilities and gradients.
+        """
+        work = self.work("none")
+        a_param = 4 + 4 + 8 + 2 if self.has_float32_averages else 2 + 2 + 4
+        logits = work.tokens_per_pass * self.vocab_size * (2 + 3 * 4)
+        return a_param * num_params(self.shape) + self.shape.num_layers * block_bytes(work) + logits
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "350m": (Case("350m", 2048, 8, 32000, steps=20),),
+    "1b": (Case("1b", 4096, 4, 128256), Case("1b", 4096, 2, 128256)),
+    "large": (
+        Case("8b", 4096, 1, 128256, accumulation=8, has_float32_averages=False, steps=6),
+        Case("3b", 4096, 1, 128256, accumulation=8, steps=6),
+        Case("3b", 4096, 1, 128256, accumulation=8, has_float32_averages=False, steps=6),
+    ),
 }
-TINY = Case("nano", 32, 2, 320, alternates=True, steps=4)
-TINY_IN_TURN = Case("nano", 32, 2, 320, ("optimizer.state_dtype=bf16",), has_float32_state=False, steps=4)
-WARM_UP = 3
+"""By part, the largest first: the first one that fits is measured."""
+TINY = Case("nano", 32, 2, 320, steps=4)
+TINY_SUMMED = replace(TINY, accumulation=2, has_float32_averages=False)
+WARM_UP = 2
 
 
-def train_model(name: str, device: str, folder: Path) -> list[Row]:
+class Choice(NamedTuple):
+    """A case that fits."""
+
+    case: Case
+    recompute: Recompute
+    has_hand_written: bool
+    """Whether the hand-written loop fits too."""
+
+
+def choose(part: str, bench: Bench) -> Choice | None:
+    """The first case of a part in which both loops fit, or else trainkit's alone.
+
+    Without a GPU it is tiny, once it is chosen as on a GPU. None, and a row that says why, if none fits.
+    """
+    modes = [(case, case.mode(bench.usable_bytes)) for case in CASES[part]]
+    found = [
+        Choice(case, mode, case.hand_written_bytes() <= bench.usable_bytes)
+        for case, mode in modes
+        if mode is not None
+    ]
+    if not found:
+        least = CASES[part][-1]
+        bench.skip(least.preset, "trainkit", memory_of(least.work("full")).peak)
+        return None
+    best = next((choice for choice in found if choice.has_hand_written), found[0])
+    if not best.has_hand_written:
+        bench.skip(best.case.preset, "hand-written", best.case.hand_written_bytes())
+    if bench.has_gpu:
+        return best
+    return best._replace(case=TINY if best.case.accumulation == 1 else TINY_SUMMED)
+
+
+class Loop(NamedTuple):
+    """A training loop: one step, and what updates the weights in it."""
+
+    step: Callable[[], object]
+    optimizer: Any
+
+
+MakeLoop = Callable[[], Iterator[Loop]]
+
+
+@dataclass
+class Times:
+    """What was measured of a loop."""
+
+    steps_s: list[float]
+    updates_s: list[float]
+    """Of further steps, in which the device is waited for around the update."""
+    peak_gb: float | None = None
+
+
+def measure(make: MakeLoop, num_steps: int, device: str) -> Times:
+    """Measure a loop, alone; when this returns, its model is freed."""
+    reset_peak(device)
+    with contextmanager(make)() as loop:
+        found = Times([timed(loop.step, device) for _ in range(num_steps)], time_updates(loop, device))
+        found.peak_gb = peak_gb(device)
+    return found
+
+
+def measure_in_turns(loops: dict[str, MakeLoop], num_steps: int, device: str) -> dict[str, Times]:
+    """Measure loops that fit in memory together, a step of one after a step of another."""
+    contexts = [contextmanager(make)() for make in loops.values()]
+    made = dict(zip(loops, [context.__enter__() for context in contexts], strict=True))
+    found = {name: Times([], []) for name in loops}
+    for number in range(num_steps):
+        for name in list(made) if number % 2 else reversed(made):
+            found[name].steps_s.append(timed(made[name].step, device))
+    for name, loop in made.items():
+        found[name].updates_s = time_updates(loop, device)
+    for context in contexts:
+        context.__exit__(None, None, None)
+    return found
+
+
+def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
+    """Seconds of the updates of further steps."""
+    times_s: list[float] = []
+    update = loop.optimizer.step
+
+    def timed_update(*args: Any) -> None:
+        times_s.append(timed(partial(update, *args), device))
+
+    loop.optimizer.step = timed_update
+    for _ in range(num_steps):
+        loop.step()
+    loop.optimizer.step = update
+    return times_s
+
+
+def train_model(part: str, bench: Bench) -> None:
     """Steps of trainkit and of the hand-written loop on one model, one row per loop."""
-    case = CASES[name]
-    if device == "cpu":
-        case = TINY if case.alternates else TINY_IN_TURN
-    loops: dict[str, Callable[[], Iterator[Callable[[], None]]]] = {
-        "trainkit": lambda: trainkit_step(case, device, folder / "compiled", ()),
-        "trainkit, eager": lambda: trainkit_step(case, device, folder / "eager", ("parallel.compile=false",)),
-        "hand-written": lambda: hand_written_step(case, device),
+    choice = choose(part, bench)
+    if choice is None:
+        return
+    case, mode = choice.case, choice.recompute
+    device = bench.device
+    loops: dict[str, MakeLoop] = {
+        "trainkit": lambda: trainkit_loop(case, device, bench.folder / "compiled", mode),
+        "hand-written": lambda: hand_written_loop(case, device),
     }
-    times_s: dict[str, list[float]] = {loop: [] for loop in loops}
-    peaks: dict[str, float | None] = {}
-    if case.alternates:
-        contexts = [contextmanager(loop)() for loop in loops.values()]
-        steps = dict(zip(loops, [context.__enter__() for context in contexts], strict=True))
-        for number in range(case.steps):
-            for loop in list(steps) if number % 2 else reversed(steps):
-                times_s[loop].append(timed(steps[loop], device))
-        for context in contexts:
-            context.__exit__(None, None, None)
-        steps.clear()  # and with them the models
-    else:
-        for loop, make in loops.items():
-            reset_peak(device)
-            with contextmanager(make)() as step:
-                times_s[loop] = [timed(step, device) for _ in range(case.steps)]
-            peaks[loop] = peak_gb(device)
-    if not name.startswith("8b") and importlib.util.find_spec("transformers") is not None:
-        # Its state would not fit for 8B. It has its own loop, so that it cannot take turns.
-        reset_peak(device)
-        times_s["Hugging Face Trainer"] = hugging_face_times(case, device, folder / "hugging-face")
-        peaks["Hugging Face Trainer"] = peak_gb(device)
-    return [speed_row(case, device, loop, steps_s, peaks.get(loop)) for loop, steps_s in times_s.items()]
+    if not choice.has_hand_written:
+        del loops["hand-written"]
+    if part == "350m":
+        eager = bench.folder / "eager"
+        loops["trainkit, eager"] = lambda: trainkit_loop(case, device, eager, mode, compiled=False)
+        for name, times in measure_in_turns(loops, case.steps, device).items():
+            bench.emit(speed_row(case, bench, name, mode, times))
+        return
+    for name, make in loops.items():
+        times = measure(make, case.steps, device)
+        bench.emit(speed_row(case, bench, name, mode if name == "trainkit" else "none", times))
 
 
-def speed_row(case: Case, device: str, loop: str, times_s: list[float], peak: float | None) -> Row:
+def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
     """The median speed of a loop after its first steps, which compile."""
-    step_s = statistics.median(times_s[min(WARM_UP, len(times_s) - 1) :])
-    tokens_per_s = case.batch_size * case.seq_len / step_s
-    peak_rate = peak_flops(torch.cuda.get_device_name(), "bf16") if device == "cuda" else None
-    flops = flops_per_token(shape_of(case), case.seq_len)
-    mfu = None if peak_rate is None else round(tokens_per_s * flops / peak_rate, 3)
+    step_s = statistics.median(times.steps_s[WARM_UP:])
+    tokens_per_s = case.accumulation * case.batch_size * case.seq_len / step_s
+    peak_rate = peak_flops(torch.cuda.get_device_name(), "bf16") if bench.has_gpu else None
+    flops = flops_per_token(case.shape, case.seq_len)
+    update_s = statistics.median(times.updates_s) if times.updates_s else None
     return {
+        "model": f"{case.preset}, {case.accumulation} x {case.batch_size} x {case.seq_len}",
         "loop": loop,
+        "recomputation": mode,
         "tokens/s": round(tokens_per_s),
-        "MFU": mfu,
+        "MFU": None if peak_rate is None else round(tokens_per_s * flops / peak_rate, 3),
         "step ms": round(1000 * step_s, 1),
-        "peak GB": peak,
-        "first step s": round(times_s[0], 1),
+        "of it update ms": None if update_s is None else round(1000 * update_s, 1),
+        "peak GB": times.peak_gb,
+        "first step s": round(times.steps_s[0], 1),
     }
 
 
-def shape_of(case: Case) -> Any:
-
-    return resolve_model_shape(ModelConfig(preset=case.preset, vocab_size=case.vocab_size), 1)
-
-
-def trainkit_step(
-    case: Case, device: str, folder: Path, options: tuple[str, ...]
-) -> Iterator[Callable[[], None]]:
-    """One step of trainkit's trainer, without validation and saves."""
+def trainkit_loop(
+    case: Case, device: str, folder: Path, mode: Recompute, *, compiled: bool = True
+) -> Iterator[Loop]:
+    """trainkit's trainer, without validation and saves."""
     folder.mkdir()
+    compiles = json.dumps(compiled and device == "cuda")
     overrides = [
         *(f"device={device}", f"model.preset={case.preset}", f"model.vocab_size={case.vocab_size}"),
         *(f"data.seq_len={case.seq_len}", f"train.device_batch_size={case.batch_size}"),
-        *("train.global_batch_size=null", "train.steps=1000", "train.eval_every=null"),
-        *("checkpoint.every_steps=null", "checkpoint.async=false", "logging.tensorboard=false"),
+        f"train.global_batch_size={case.batch_size * case.accumulation}",
+        *("train.steps=1000", "train.eval_every=null", "checkpoint.every_steps=null"),
+        *("checkpoint.async=false", "logging.tensorboard=false"),
         f"precision.dtype={'bf16' if device == 'cuda' else 'fp32'}",
-        *case.options,
-        *options,
+        *(f"parallel.activation_checkpointing={mode}", f"parallel.compile={compiles}"),
+        *(() if case.has_float32_averages else ("optimizer.state_dtype=bf16",)),
     ]
     attempt = make_attempt(folder, overrides, 1)
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
-    task, stop = build_task(config), StopRequest()
-    trainer = build_trainer(attempt, config, plan, world, task, stop, Progress())
-
-    def step() -> None:
-        trainer.step()
-
-    yield step
+    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    fixed = torch._inductor.config.patch(deterministic=True)  # as in the ranks of a run, unlike by hand
+    yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()
     trainer.saver.close()
 
 
-def hand_written_step(case: Case, device: str) -> Iterator[Callable[[], None]]:
-    """One step of a careful hand-written loop with the same model and batch."""
+def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
+    """A careful hand-written loop with the same model and batch."""
     uses_gpu = device == "cuda"
     with torch.device(device):
-        model = Decoder(shape_of(case), case.seq_len)
+        model = Decoder(case.shape, case.seq_len).to(device)  # a table of angles is made on the host
     for param in model.parameters():
-        torch.nn.init.normal_(param, std=INIT_STD)
-    if not case.has_float32_state:
+        nn.init.normal_(param, std=INIT_STD)
+    if not case.has_float32_averages:
         for param in model.parameters():
             param.data = param.data.bfloat16()
     if uses_gpu:
@@ -209,24 +343,31 @@ def hand_written_step(case: Case, device: str) -> Iterator[Callable[[], None]]:
     )
     tokens = torch.randint(0, 256, (case.batch_size, case.seq_len + 1), device=device)
     keys = torch.zeros(case.batch_size, dtype=torch.int32, device=device)
-    has_autocast = case.has_float32_state and uses_gpu
+    has_autocast = case.has_float32_averages and uses_gpu
 
     def step() -> None:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=has_autocast):
-            logits = model(tokens[:, :-1], keys)
-        loss_of(logits, tokens[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for _ in range(case.accumulation):
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=has_autocast):
+                logits = model(tokens[:, :-1], keys)
+            (loss_of(logits, tokens[:, 1:]) / case.accumulation).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    yield step
+    yield Loop(step, optimizer)
 
 
-def hugging_face_times(case: Case, device: str, folder: Path) -> list[float]:
-    """Seconds of each step of a Llama of transformers, which its Trainer compiles and trains."""
+def hugging_face(bench: Bench) -> None:
+    """A Llama of transformers, which its Trainer compiles and trains."""
+    if importlib.util.find_spec("transformers") is None:
+        bench.emit({"model": "1b", "loop": "Hugging Face Trainer", "skipped": "no transformers"})
+        return
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    shape = shape_of(case)
+    choice = choose("1b", bench)
+    if choice is None or not choice.has_hand_written:
+        return  # its row says why: this loop needs no less
+    case, shape = choice.case, choice.case.shape
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=shape.vocab_size,
@@ -238,33 +379,33 @@ def hugging_face_times(case: Case, device: str, folder: Path) -> list[float]:
             max_position_embeddings=case.seq_len,
         )
     )
-    uses_gpu = device == "cuda"
     tokens = torch.randint(0, 256, (case.batch_size * case.steps, case.seq_len))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     options: Any = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(bench.folder / "hugging-face"),
         max_steps=case.steps,
         per_device_train_batch_size=case.batch_size,
-        bf16=uses_gpu,
-        torch_compile=uses_gpu,
-        use_cpu=not uses_gpu,
+        bf16=bench.has_gpu,
+        torch_compile=bench.has_gpu,
+        use_cpu=not bench.has_gpu,
         optim="adamw_torch_fused",
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
-    times_s: list[float] = []
+    times = Times([], [])
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began_s = synchronized_s(device)
+            self.began_s = synchronized_s(bench.device)
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            times_s.append(synchronized_s(device) - self.began_s)
+            times.steps_s.append(synchronized_s(bench.device) - self.began_s)
 
     Trainer(model, options, train_dataset=samples, callbacks=[Clock()]).train()
-    return times_s
+    times.peak_gb = peak_gb(bench.device)
+    bench.emit(speed_row(case, bench, "Hugging Face Trainer", "none", times))
 
 
 def synchronized_s(device: str) -> float:
@@ -274,7 +415,7 @@ def synchronized_s(device: str) -> float:
     return time.perf_counter()
 
 
-def timed(step: Callable[[], None], device: str) -> float:
+def timed(step: Callable[[], object], device: str) -> float:
     """Seconds of a step until the device has finished it."""
     started_s = synchronized_s(device)
     step()
@@ -282,7 +423,8 @@ def timed(step: Callable[[], None], device: str) -> float:
 
 
 def reset_peak(device: str) -> None:
-
+    """Return what earlier loops had to the device."""
+    torch._dynamo.reset()  # compiled code keeps tensors of the model that it was compiled for
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -290,15 +432,22 @@ def reset_peak(device: str) -> None:
 
 
 def peak_gb(device: str) -> float | None:
-
+    """The most memory of tensors since the last reset."""
     return round(torch.cuda.max_memory_allocated() / 1e9, 1) if device == "cuda" else None
 
 
-def save_state(name: str, device: str, folder: Path) -> list[Row]:
+def save_state(bench: Bench) -> None:
     """How long saves of a large state block training, one row per way to save."""
-    num_tensors, elements = (40, 1 << 26) if device == "cuda" else (4, 1 << 16)
+    device, folder = bench.device, bench.folder
+    num_tensors, elements = (40, 1 << 24) if bench.has_gpu else (4, 1 << 16)
+    size = 4 * elements * num_tensors
+    free = shutil.disk_usage(folder).free
+    if free < 4 * size:  # two saves of each way but for the last, whose first is deleted by the second
+        gb = f"{4 * size / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB"
+        bench.emit({"way": "all", "skipped": f"needs {gb}"})
+        return
     state = {f"model.layer{index}": torch.randn(elements, device=device) for index in range(num_tensors)}
-    work = torch.randn((8192, 8192) if device == "cuda" else (64, 64), device=device)
+    work = torch.randn((8192, 8192) if bench.has_gpu else (64, 64), device=device)
     world = World(0, 1, torch.device(device), None, None)
     saver = CheckpointSaver(RunDir(folder).attempt(1), world, state, keep_last=1)
     saver.allocate_buffers()
@@ -314,7 +463,7 @@ def save_state(name: str, device: str, folder: Path) -> list[Row]:
         return lambda: True
 
     def with_dcp(number: int) -> Callable[[], bool]:
-        future: Any = async_save(state, checkpoint_id=str(folder / f"dcp-{number}"), no_dist=True)
+        future: Any = async_save(state, checkpoint_id=str(folder / "dcp"), no_dist=True)
         return lambda: bool(future.done())
 
     def with_trainkit(number: int) -> Callable[[], bool]:
@@ -327,9 +476,8 @@ def save_state(name: str, device: str, folder: Path) -> list[Row]:
 
         return is_saved
 
-    ways = {"torch.save and fsync": with_torch, "DCP async_save": with_dcp, "trainkit": with_trainkit}
+    ways = {"trainkit": with_trainkit, "torch.save and fsync": with_torch, "DCP async_save": with_dcp}
     compute_s = statistics.median(timed(compute, device) for _ in range(20))
-    rows = {way: Row() for way in ways}
     for number in (1, 2):  # the first save allocates
         for way, save in ways.items():
             started = time.perf_counter()
@@ -338,37 +486,48 @@ def save_state(name: str, device: str, folder: Path) -> list[Row]:
             during_s = [timed(compute, device)]
             while not is_saved():
                 during_s.append(timed(compute, device))
-            rows[way] = {
+            row = {
                 "way": way,
-                "GB": round(4 * elements * num_tensors / 1e9, 3),
+                "save": "first" if number == 1 else "second",
+                "GB": round(size / 1e9, 3),
                 "blocked s": round(call_s, 4),
                 "saved after s": round(time.perf_counter() - started, 2),
                 "step during the save": round(statistics.median(during_s) / compute_s, 2),
             }
+            bench.emit(row)
+            (folder / "plain.pt").unlink(missing_ok=True)
+            shutil.rmtree(folder / "dcp", ignore_errors=True)
     saver.close()
-    return list(rows.values())
 
 
-def profile_steps(name: str, device: str, folder: Path) -> list[Row]:
-    """Where the time of three steps goes, by kind of kernel."""
-    case, num_steps = (CASES["350m"], 3) if device == "cuda" else (TINY, 3)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    with contextmanager(trainkit_step)(case, device, folder / "profiled", ()) as step:
-        for _ in range(WARM_UP):
-            timed(step, device)
+def profile_steps(bench: Bench) -> None:
+    """Where the time of three steps of 1b goes, by kind of kernel, and the kernels that take most of it."""
+    choice = choose("1b", bench)
+    if choice is None:
+        return
+    case, mode = choice.case, choice.recompute
+    num_steps = 3
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.has_gpu else [])
+    with contextmanager(trainkit_loop)(case, bench.device, bench.folder / "profiled", mode) as loop:
+        for _ in range(WARM_UP + 1):
+            timed(loop.step, bench.device)
         with profile(activities=activities) as profiler:
-            wall_s = sum(timed(step, device) for _ in range(num_steps))
-    found = summary_of(profiler.events(), num_steps, wall_s, cuda=device == "cuda")["seconds_per_step"]
-    return [{"kind": kind, "ms per step": round(1000 * seconds, 2)} for kind, seconds in found.items()]
+            wall_s = sum(timed(loop.step, bench.device) for _ in range(num_steps))
+    found = summary_of(profiler.events(), num_steps, wall_s, cuda=bench.has_gpu)
+    for kind, seconds in found["seconds_per_step"].items():
+        bench.emit({"kind": kind, "ms per step": round(1000 * seconds, 2)})
+    for name, seconds in found["largest_seconds_per_step"].items():
+        bench.emit({"kind": f"longest: {name[:90]}", "ms per step": round(1000 * seconds, 2)})
 
 
-PARTS: dict[str, Callable[[str, str, Path], list[Row]]] = {
+PARTS: dict[str, Callable[[Bench], None]] = {
     "tests": run_tests,
-    "8b": train_model,
-    "1b": train_model,
-    "350m": train_model,
-    "save": save_state,
+    "1b": partial(train_model, "1b"),
     "profile": profile_steps,
+    "large": partial(train_model, "large"),
+    "save": save_state,
+    "350m": partial(train_model, "350m"),
+    "hugging-face": hugging_face,
 }
 
 
@@ -377,10 +536,10 @@ def main() -> None:
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("device", choices=("cuda", "cpu"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("usable_bytes", type=int)
     args = parser.parse_args()
-    rows = PARTS[args.part](args.part, args.device, args.folder)
-    (args.folder / "rows.json").write_text(json.dumps(rows))
+    PARTS[args.part](Bench(args.device, args.folder, args.usable_bytes))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

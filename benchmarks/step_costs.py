@@ -38,6 +38,7 @@ MODES = ("none", "selective", "full")
 LAYOUTS: dict[str, dict[str, int]] = {
     "replicate 2": {"dp_replicate": 2, "dp_shard": 1},
     "shard 8": {"dp_shard": 8},
+    "shard 8, zero 2": {"dp_shard": 8, "zero": 2},
     "replicate 2 x shard 4": {"dp_replicate": 2, "dp_shard": 4},
     "shard 4, cp 2": {"dp_shard": 4, "cp": 2},
     "shard 4, tp 2": {"dp_shard": 4, "tp": 2},

@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (245, 53_990), "tests": (327, 53_489)}
+SIZES = {"trainkit": (242, 54_167), "tests": (328, 53_505)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -95,6 +95,7 @@ ALLOWED = {
             "adapters",
         ),
         *("job.signals", "job.rank_env"),
+        "cluster.machine",  # the version of its driver
     },
     # The other public face of the trainer: for loops of the user's own.
     "loop": {

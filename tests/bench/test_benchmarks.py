@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
+from tests.support.runs import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"^ {4}(?:.*\bor: )?python (-m benchmarks\.\w+|benchmarks/\w+\.py)", re.MULTILINE)
@@ -62,17 +70,76 @@ def test_without_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
-    parts = ("350m", "8b", "save", "profile")
-    done = bench("--device", "cpu", "--out", str(tmp_path), "--only", *parts)
+    parts = ("profile", "large", "save", "350m")
+    done = bench("--device", "cpu", "--memory-gib", "141", "--out", str(tmp_path), "--only", *parts)
     assert done.returncode == 0, done.stderr
     [file] = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     assert list(record["parts"]) == list(parts)
-    loops = [row["loop"] for row in record["parts"]["8b"]["rows"]]
-    assert loops == ["trainkit", "trainkit, eager", "hand-written"]
-    assert all(row["tokens/s"] > 0 for name in parts[:2] for row in record["parts"][name]["rows"])
+    for name, loops in (
+        ("large", ["trainkit", "hand-written"]),
+        ("350m", ["trainkit", "hand-written", "trainkit, eager"]),
+    ):
+        rows = record["parts"][name]["rows"]
+        assert [row["loop"] for row in rows] == loops
+        assert all(row["tokens/s"] > 0 and row["of it update ms"] > 0 for row in rows)
     assert all(row["blocked s"] > 0 for row in record["parts"]["save"]["rows"])
     assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
     [table] = tmp_path.glob("*.md")
     assert table.read_text() == done.stdout
+    large = record["parts"]["large"]
+    assert bench("--device", "cpu", "--out", str(tmp_path), "--only", "save").returncode == 0
+    again = json.loads(file.read_text())["parts"]
+    assert list(again) == list(parts)
+    assert again["large"] == large
+    assert again["save"] != record["parts"]["save"]
     assert "CPU, tiny sizes: no figure counts" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_bench_that_is_cut_off_keeps_its_rows(tmp_path: Path, number: signal.Signals) -> None:
+    argv = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(tmp_path)]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen([*argv, "--only", "save", "350m"], cwd=ROOT, env=environ)
+
+    def parts() -> dict[str, Any]:
+        found = [json.loads(file.read_text())["parts"] for file in tmp_path.glob("*.json")]
+        return found[0] if found else {}
+
+    wait_until(lambda: "350m" in parts(), 120)
+    process.send_signal(number)
+    assert process.wait(60) in (128 + number, -number)
+    assert len(parts()["save"]["rows"]) == 6
+    assert "problem" not in parts()["save"]
+    assert (parts()["350m"]["rows"], parts()["350m"]["problem"]) == ([], "cut off")
+
+
+@pytest.mark.parametrize(
+    ("gib", "preset", "recompute"), [(141, "8b", "selective"), (79, "3b", "none"), (60, "3b", "full")]
+)
+def test_the_large_model_is_the_largest_that_fits(
+    tmp_path: Path, gib: float, preset: str, recompute: str
+) -> None:
+    choice = choose("large", Bench("cuda", tmp_path, round(0.92 * gib * 2**30)))
+    assert choice is not None
+    assert (choice.case.preset, choice.recompute) == (preset, recompute)
+
+
+def test_a_model_that_does_not_fit_has_a_row_that_says_so(tmp_path: Path) -> None:
+    assert choose("large", Bench("cuda", tmp_path, 16 * 2**30)) is None
+    [row] = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert re.fullmatch(r"needs \d+\.\d GiB, usable are 16\.0 GiB", row["skipped"])
+
+
+def test_a_model_is_freed_before_the_next_one_is_built(tmp_path: Path) -> None:
+    made = []
+
+    def make() -> Iterator[Loop]:
+        for loop in trainkit_loop(TINY, "cpu", tmp_path / "run", "none"):
+            made.append(weakref.ref(loop.optimizer))
+            yield loop
+
+    assert len(measure(make, 3, "cpu").steps_s) == 3
+    gc.collect()
+    assert [ref() for ref in made] == [None]

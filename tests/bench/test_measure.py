@@ -15,7 +15,6 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.measure import (
     Row,
     by_speed,
-    covered,
     keep_needed,
     measured,
     point_row,
@@ -66,6 +65,9 @@ def test_a_row_has_every_column(bench: Bench) -> None:
     assert (row["layout"], row["tp"], row["dp_shard"], row["device_batch_size"]) == ("tp=2", 2, 1, 4)
     assert row["loss"] == 4.0
     assert row["pp_microbatches"] is None  # there is no pipeline
+    row = point_of(bench, bench.runs[0], "not started")
+    assert row.keys() == {"layout", *COLUMNS}
+    assert (row["steps"], row["tokens_per_s"], row["loss"]) == (0, None, None)
 
 
 def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(bench: Bench) -> None:
@@ -78,12 +80,7 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     row, missing = row_of(bench, item, "finished", "")
     assert missing == ""
     assert row["exposed_comm_s"] == pytest.approx((0.2 / 2 + 0.4 / 2) / 2)
-
-
-def test_a_profile_that_is_missing_is_said(bench: Bench) -> None:
-    item = bench.runs[0]
-    train_made_up(bench.run_dir(item))
-    profile_made_up(bench.run_dir(item), 0)
+    next(run.path.glob("**/rank-0001.json")).unlink()
     row, missing = row_of(bench, item, "finished", "")
     assert row["exposed_comm_s"] is None
     assert "rank-0001.json cannot be read" in missing
@@ -98,12 +95,6 @@ def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communicatio
     row, missing = row_of(bench, item, "failed", "rank 1 failed first")
     assert (row["steps"], row["tokens_per_s"], row["exposed_comm_s"]) == (5, 2048.0, None)
     assert missing == "the run did not reach its last step"
-
-
-def test_one_that_never_started_is_a_row_too(bench: Bench) -> None:
-    row = point_of(bench, bench.runs[0], "not started")
-    assert row.keys() == {"layout", *COLUMNS}
-    assert (row["steps"], row["tokens_per_s"], row["loss"]) == (0, None, None)
 
 
 def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> None:
@@ -215,6 +206,8 @@ def rows(tmp_path: Path) -> list[Row]:
 
 def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row]) -> None:
     folder = tmp_path / "plots"
+    folder.mkdir()
+    (folder / "mfu.png").write_bytes(b"old")  # taken away: it is not known any more
     written, empty = write_plots(["layout"], rows, folder)
     assert empty == ["mfu", "exposed_comm_s"]
     assert [file.stem for file in written] == [name for name in PLOTS if name not in empty]
@@ -225,14 +218,6 @@ def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row])
         width, height = struct.unpack(">II", head[16:])
         assert width > 500
         assert height > 100
-
-
-def test_a_plot_of_what_is_not_known_any_more_is_taken_away(tmp_path: Path, rows: list[Row]) -> None:
-    folder = tmp_path / "plots"
-    folder.mkdir()
-    (folder / "mfu.png").write_bytes(b"old")
-    write_plots(["layout"], rows, folder)
-    assert not (folder / "mfu.png").exists()
 
 
 def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> None:
@@ -262,54 +247,72 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *events], "baseTimeNanoseconds": 0}
 
 
-def test_on_a_gpu_only_what_no_other_kernel_covers_counts() -> None:
-    found = trace(
-        kernel("gemm", 0.0, 4.0),
-        kernel("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0, stream=20),
-        kernel("gemm", 5.0, 5.5),
-        kernel("ncclDevKernel_SendRecv", 8.0, 9.0, stream=24),
-        event("aten::mm", 0.0, 9.0),
-        event("cudaDeviceSynchronize", 6.0, 8.0, "cuda_runtime"),
-    )
-    assert trace_exposed_comm_s(found, "cuda") == pytest.approx(1.0 + 0.5 + 1.0)
-
-
-def test_two_kernels_of_nccl_at_a_time_are_counted_once() -> None:
-    found = trace(
-        kernel("gemm", 0.0, 1.0),
-        kernel("ncclDevKernel_AllReduce", 1.0, 4.0, stream=20),
-        kernel("ncclDevKernel_ReduceScatter", 2.0, 5.0, stream=24),
-    )
-    assert trace_exposed_comm_s(found, "cuda") == pytest.approx(4.0)
-
-
-def test_on_a_cpu_gloo_during_an_operation_is_hidden() -> None:
-    found = trace(
-        event("aten::mm", 0.0, 3.0),
-        event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO),
-        event("aten::add_", 1.0, 5.0, tid=GLOO),  # of the reduction itself: nobody trains there
-        event("aten::mm", 4.0, 6.0),
-    )
-    assert trace_exposed_comm_s(found, "cpu") == pytest.approx(1.0)
-
-
-def test_what_waits_inside_an_operation_computes_nothing() -> None:
-    found = trace(
-        event("aten::add", 0.0, 10.0),  # on a split tensor: its communication happens inside
-        event("_c10d_functional::wait_tensor", 2.0, 5.0),
-        event("c10d::allreduce_", 7.0, 8.0),
-        event("aten::copy_", 7.2, 7.8),  # a part of the collective
-    )
-    assert trace_exposed_comm_s(found, "cpu") == pytest.approx(4.0)
-
-
-def test_a_receive_that_was_posted_early_is_exposed_only_when_nothing_else_is_done() -> None:
-    found = trace(
-        event("c10d::recv_", 0.0, 0.1),
-        event("gloo:recv", 0.1, 5.0, "user_annotation"),
-        event("aten::mm", 0.1, 3.0),
-    )
-    assert trace_exposed_comm_s(found, "cpu") == pytest.approx(0.1 + 2.0)
+@pytest.mark.parametrize(
+    ("device", "seconds", "events"),
+    [
+        pytest.param(
+            *("cuda", 1.0 + 0.5 + 1.0),
+            (
+                kernel("gemm", 0.0, 4.0),
+                kernel("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0, stream=20),
+                kernel("gemm", 5.0, 5.5),
+                kernel("ncclDevKernel_SendRecv", 8.0, 9.0, stream=24),
+                event("aten::mm", 0.0, 9.0),
+                event("cudaDeviceSynchronize", 6.0, 8.0, "cuda_runtime"),
+            ),
+            id="only what no other kernel covers counts",
+        ),
+        pytest.param(
+            *("cuda", 4.0),
+            (
+                kernel("gemm", 0.0, 1.0),
+                kernel("ncclDevKernel_AllReduce", 1.0, 4.0, stream=20),
+                kernel("ncclDevKernel_ReduceScatter", 2.0, 5.0, stream=24),
+            ),
+            id="two kernels of NCCL at a time are counted once",
+        ),
+        pytest.param(
+            *("cpu", 1.0),
+            (
+                event("aten::mm", 0.0, 3.0),
+                event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO),
+                event("aten::add_", 1.0, 5.0, tid=GLOO),  # of the reduction itself: nobody trains there
+                event("aten::mm", 4.0, 6.0),
+            ),
+            id="gloo during an operation is hidden",
+        ),
+        pytest.param(
+            *("cpu", 4.0),
+            (
+                event("aten::add", 0.0, 10.0),  # on a split tensor: its communication happens inside
+                event("_c10d_functional::wait_tensor", 2.0, 5.0),
+                event("c10d::allreduce_", 7.0, 8.0),
+                event("aten::copy_", 7.2, 7.8),  # a part of the collective
+            ),
+            id="what waits inside an operation computes nothing",
+        ),
+        pytest.param(
+            *("cpu", 0.1 + 2.0),
+            (
+                event("c10d::recv_", 0.0, 0.1),
+                event("gloo:recv", 0.1, 5.0, "user_annotation"),
+                event("aten::mm", 0.1, 3.0),
+            ),
+            id="a receive posted early is exposed only when nothing else is done",
+        ),
+        pytest.param("cpu", 0.0, (event("aten::mm", 0.0, 3.0),), id="alone nothing is exposed"),
+        pytest.param("cpu", None, (), id="nothing is known"),
+        pytest.param(
+            *("cuda", None),
+            (event("aten::mm", 0.0, 3.0), event("nccl:all_reduce", 1.0, 2.0, "user_annotation")),
+            id="without kernels it is not known",
+        ),
+    ],
+)
+def test_exposed_communication(
+    device: str, seconds: float | None, events: tuple[dict[str, Any], ...]
+) -> None:
+    assert trace_exposed_comm_s(trace(*events), device) == pytest.approx(seconds)
 
 
 def test_nothing_before_the_given_time_counts() -> None:
@@ -319,10 +322,6 @@ def test_nothing_before_the_given_time_counts() -> None:
     base = {"baseTimeNanoseconds": 1_700_000_000_000_000_000}
     assert trace_exposed_comm_s({**found, **base}, "cuda", 1_700_000_002.5) == pytest.approx(1.5, abs=1e-3)
     assert trace_exposed_comm_s({**found, **base}, "cuda", 1_700_000_009.0) == 0.0
-
-
-def test_alone_nothing_is_exposed() -> None:
-    assert trace_exposed_comm_s(trace(event("aten::mm", 0.0, 3.0)), "cpu") == 0.0
 
 
 def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
@@ -340,18 +339,6 @@ def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
     assert trace_exposed_comm_s(read, "cpu") == pytest.approx(2.0)
     assert "args" not in json.dumps(read)
     assert "cudaLaunchKernel" not in json.dumps(read)
-
-
-def test_without_kernels_it_is_not_known() -> None:
-    on_host = trace(event("aten::mm", 0.0, 3.0), event("nccl:all_reduce", 1.0, 2.0, "user_annotation"))
-    assert trace_exposed_comm_s(on_host, "cuda") is None
-    assert trace_exposed_comm_s(trace(), "cpu") is None
-    assert trace_exposed_comm_s({}, "cpu") is None
-
-
-def test_covered() -> None:
-    assert covered([(5, 6), (0, 2), (1, 3), (3, 4), (1, 2)]) == 5
-    assert covered([]) == 0
 
 
 @pytest.mark.slow

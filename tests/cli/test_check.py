@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,28 +138,13 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 
 def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a;b 'd.yaml"]) == 2
-    assert capsys.readouterr().err == (
-        "error: a;b 'd.yaml: no such file or shipped config\n  hint: did you mean a;b 'c.yaml?\n"
-    )
+    shown = "error: a;b 'd.yaml: no such file or shipped config\n  hint: shipped configs: quickstart, "
+    assert capsys.readouterr().err.startswith(shown)
 
 
 def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--profile", "smoke", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["config"]["train"]["steps"] == 20
-
-
-def test_torch_is_never_loaded(config: str) -> None:
-    code = (
-        "import sys; from trainkit.cli.main import main; main(['check', sys.argv[1]])\n"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"
-    )
-    result = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, check=True)
-    assert result.stderr.splitlines()[-1] == "[]"
-
-
-def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "-h"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("--set train.steps=100 --json")
 
 
 def test_what_only_slurm_knows_is_not_asked_here(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,11 +182,6 @@ def test_ranks_at_the_same_place_are_shown_together(spied):
     assert only.startswith("rank 2 on ")
     assert "  thread data 0x6" in only
     assert list(run.attempt(1).stacks_dir.iterdir()) == [], "nothing of the question is left"
-
-
-def test_json(spied):
-    run = spied.submit("--nodes", "2", "--gpus-per-node", "2")
-    spied.wait_for_log(run, "rank 3", rank=3)
     value = json.loads(spied.trainkit("stacks", "last", "--json").stdout)
     assert (value["run_dir"], value["attempt"]) == (str(run.path), 1)
     assert (value["groups"], value["silent"]) == ([[2], [0, 1]], [])

@@ -207,23 +207,6 @@ def test_workers_die_with_a_killed_prepare(tmp_path):
     assert processes_in(tmp_path) == set()
 
 
-def test_killed_worker_is_said(tmp_path):
-    (tmp_path / "small_units.py").write_text(SLOWLY)
-    (tmp_path / "texts").mkdir()
-    write_rows(tmp_path / "texts" / "a.jsonl", 200_000)
-    process = start_prepare(tmp_path, "out", 2)
-    while not list((tmp_path / "out").glob("train-*.bin")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    for pid in processes_in(tmp_path) - {process.pid}:
-        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
-            break
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "a worker process was killed" in errors
-
-
 def test_full_disk_exits_1(tmp_path):
     """A limit on the size of files stands for the disk: the kernel refuses to write on."""
     write_rows(tmp_path / "a.jsonl", 3000)

@@ -66,8 +66,3 @@ def test_a_task_trains_on_any_number_of_gpus(folder: Path, num_gpus: int) -> Non
     batch = make_plan(loaded, Facts(machine, target)).batch
     assert batch.global_batch_size == 128
     assert batch.device_batch_size * batch.accumulation_steps * num_gpus == 128
-
-
-def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "-h"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("trainkit init --json")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.cli import logs
-from trainkit.cli.following import print_end
+from trainkit.cli.logs import print_end
 from trainkit.cli.main import main
 from trainkit.errors import EXIT_FAILED
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job

@@ -225,15 +225,10 @@ def test_closed_pipe_is_quiet():
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-@pytest.mark.parametrize(
-    ("stdout", "code", "words"),
-    [(">&-", 0, ""), (">/dev/full", 1, "error: the output cannot be written: No space left on device")],
-)
-def test_output_that_nobody_takes(stdout, code, words):
-    argv = ["bash", "-c", f"{sys.executable} -m trainkit --version {stdout}"]
+def test_output_that_nobody_takes():
+    argv = ["bash", "-c", f"{sys.executable} -m trainkit --version >&-"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code
-    assert done.stderr.partition("\n")[0] == words
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -18,7 +18,7 @@ def started(desk, *args):
 
 def test_run_shows_rank_0_and_ends_with_it(desk):
     desk.works("print('hello')")
-    done = desk.trainkit("run", str(desk.config), "--procs", "2")
+    done = desk.trainkit("run", str(desk.config), "--gpus-per-node", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "hello"]
     assert read_json(desk.folder / "runs/small/plan.json")["world_size"] == 2
@@ -103,20 +103,6 @@ def test_an_environment_without_torch_is_refused_with_its_line(desk, command):
     done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=gone")
     assert done.returncode == 2
     assert f"is 'gone', and there is no {desk.folder}/gone/bin/python" in done.stderr
-    assert not (desk.folder / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["run", "submit", "check"])
-def test_a_torch_that_is_too_old_is_refused_before_anything_starts(desk, command):
-    old = desk.folder / "old/torch"
-    old.mkdir(parents=True)
-    (old / "__init__.py").write_text("from .version import __version__")
-    (old / "version.py").write_text("__version__ = '2.10.0'")
-    desk.environ["PYTHONPATH"] = f"{old.parent}:{desk.environ['PYTHONPATH']}"
-    done = desk.trainkit(command, str(desk.config), *(["--backend", "local"] * (command == "submit")))
-    assert done.returncode == 2
-    assert f"{sys.executable} has torch 2.10.0, and the trainer requires torch 2.11 or newer\n" in done.stderr
-    assert "hint: `pip install 'torch>=2.11'` there, or set launch.venv" in done.stderr
     assert not (desk.folder / "runs").exists()
 
 

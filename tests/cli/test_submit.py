@@ -130,11 +130,14 @@ def test_reserved_name(desk):
     assert (done.returncode, done.stderr.startswith("error: a run cannot be called 'last'")) == (2, True)
 
 
-@pytest.mark.parametrize("args", [["submit", "x.yaml", "--dry-run"], ["status"], ["logs", "last"]])
+@pytest.mark.parametrize(
+    "args", [["submit", "x.yaml", "--dry-run"], ["check", "x.yaml"], ["status"], ["logs", "last"]]
+)
 def test_torch_is_never_imported(desk, args):
     script = (
         "import sys\nfrom trainkit.cli.main import main\nmain(sys.argv[1:])\n"
-        "import trainkit.job.supervisor, trainkit.job.node.agent\nassert 'torch' not in sys.modules"
+        "import trainkit.job.supervisor, trainkit.job.node.agent\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     desk.config.rename(desk.folder / "x.yaml")
     argv = [sys.executable, "-c", script, *args]
@@ -239,6 +242,7 @@ def test_many_runs_need_slurm(desk, args):
         (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
         (["--after", "nobody"], "--after requires Slurm"),
+        (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
     ],
 )
 def test_what_was_typed_wrong(desk, args, message):

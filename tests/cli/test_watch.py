@@ -208,27 +208,6 @@ def test_no_color(run: RunDir, tmp_path: Path) -> None:
             terminal.wait_for(r"\A\$\n")
 
 
-@needs_tmux
-@pytest.mark.slow(seconds=8)
-@pytest.mark.parametrize("make", [watched_runs.finished, watched_runs.failed], ids=lambda make: make.__name__)
-def test_a_run_that_is_over_in_a_terminal(make: Callable[[Path], RunDir], tmp_path: Path) -> None:
-    """The same screens as with the pilot, except for the age of a run that was made by hand."""
-    name = make.__name__
-    make(tmp_path / "runs" / name)
-    with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
-        terminal.type([*TRAINKIT, "watch", name])
-        for width, height in ((80, 24), (200, 50)):
-            terminal.resize(width, height)
-            expected = (SCREENS / f"{name}-{width}x{height}.txt").read_text()
-            assert terminal.settled(expected, normalized) == normalized(expected)
-        terminal.keys("d")
-        terminal.wait_for("nothing failed" if name == "finished" else "^attempt 2 failed: .*memory")
-        terminal.keys("Escape", "Escape")
-        terminal.wait_for(r"^0 active, 1 ended$")
-        terminal.keys("q")
-        terminal.wait_for(r"^\$$")
-
-
 class Slurm:
     """Answers queries and counts them."""
 
@@ -263,10 +242,8 @@ def test_slurm_is_asked_once_for_many_readings() -> None:
     slurm = Slurm()
     poller = SlurmPoller(60.0, slurm.query)
     assert poller.jobs([]) == {}
-    for _ in range(100):
-        jobs = poller.jobs(["1", "2"])
-        assert jobs is not None
-        assert list(jobs) == ["1", "2"]
+    for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some of an earlier answer too
+        assert set(ids) <= set(poller.jobs(ids) or {})
     assert slurm.asked == [("1", "2")]
     assert poller.problem is None
 
@@ -333,14 +310,6 @@ def test_readings_that_take_long_are_seldom() -> None:
     wait_for(lambda: len(times) == 2)
     ended.set()
     assert times[1] - times[0] >= 1.0
-
-
-def test_jobs_of_an_earlier_answer_are_not_asked_again_at_once() -> None:
-    slurm = Slurm()
-    poller = SlurmPoller(60.0, slurm.query)
-    for ids in (["1", "2"], ["1"], ["2"], ["1", "2"]):
-        assert set(ids) <= set(poller.jobs(ids) or {})
-    assert slurm.asked == [("1", "2")]
 
 
 def test_a_paused_reader_reads_nothing() -> None:

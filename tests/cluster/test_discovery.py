@@ -39,10 +39,10 @@ def node_line(*fields: str) -> str:
 
 
 NODES = (
-    node_line("cpu", "2", "32", "128000", "idle", "c[1-2]", "(null)", "(null)")
-    + node_line("gpu", "1", "128", "1000000", "mixed", "g1", "gpu:h100:8(S:0-1)", "ib,h100")
-    + node_line("gpu", "1", "128", "1000000", "drained*", "g3", "gpu:h100:8(S:0-1)", "ib,h100")
-    + node_line("gpu", "1", "64+", "500000", "idle", "g2", "gpu:a100:2,gpu:a100:2,nvme:1", "ib")
+    node_line("cpu", "2", "32", "128000", "c[1-2]", "(null)", "(null)")
+    + node_line("gpu", "1", "128", "1000000", "g1", "gpu:h100:8(S:0-1)", "ib,h100")
+    + node_line("gpu", "1", "128", "1000000", "g3", "gpu:h100:8(S:0-1)", "ib,h100")
+    + node_line("gpu", "1", "64+", "500000", "g2", "gpu:a100:2,gpu:a100:2,nvme:1", "ib")
 )
 
 
@@ -124,15 +124,12 @@ def test_nodes_that_are_alike_are_counted_together() -> None:
         NodeKind(1, 64, 500000, {"a100": 4}, ("ib",)),
     )
     # Not part of the comparison.
-    assert [(kind.in_service, kind.hosts) for kind in (*kinds["cpu"], *kinds["gpu"])] == [
-        *((2, "c[1-2]"), (1, "g1,g3"), (1, "g2"))
-    ]
+    assert [kind.hosts for kind in (*kinds["cpu"], *kinds["gpu"])] == ["c[1-2]", "g1,g3", "g2"]
 
 
 def test_a_node_of_unknown_size() -> None:
-    text = node_line("cpu", "1", "0", "0", "unknown*", "c1", "(null)", "(null)")
-    [kind] = parse_nodes(text)["cpu"]
-    assert (kind, kind.in_service) == (NodeKind(1), 0)
+    text = node_line("cpu", "1", "0", "0", "c1", "(null)", "(null)")
+    assert parse_nodes(text)["cpu"] == (NodeKind(1),)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     cgroup_cpu_quota,
-    describe_gpus,
     detect_machine,
     host_memory,
     visible_names,
 )
 
-DEVICES = [("GPU-aaa1", "A"), ("GPU-bbb2", "B"), ("GPU-bbc3", "C")]
+
+class FakeNvml(SimpleNamespace):
+    """A driver with three GPUs, the first of which is cut into slices."""
+
+    NVMLError = RuntimeError
+    uuids = ("GPU-aaa1", "GPU-bbb2", "GPU-bbc3")
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        if index >= 3:
+            raise RuntimeError("Invalid Argument")
+        return "ABC"[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if not uuid.startswith("MIG-"):
+            raise RuntimeError("Not Found")
+        return "MIG device"
+
+    def nvmlDeviceGetUUID(self, gpu: str) -> str:
+        return self.uuids["ABC".index(gpu)]
+
+    def nvmlDeviceGetName(self, gpu: str) -> str:
+        return gpu
 
 
 @pytest.mark.parametrize(
@@ -35,11 +59,7 @@ DEVICES = [("GPU-aaa1", "A"), ("GPU-bbb2", "B"), ("GPU-bbc3", "C")]
     ],
 )
 def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
-    assert visible_names(DEVICES, chosen) == names
-
-
-def test_describe_gpus() -> None:
-    assert describe_gpus(("A", "A", "B")) == "2 x A, 1 x B"
+    assert visible_names(FakeNvml(), chosen) == names
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ PARTITIONS = (
     "PartitionName=gpu Default=YES Hidden=NO MaxTime=1-00:00:00 MaxCPUsPerNode=24 TotalNodes=2 State=UP\n"
     "PartitionName=secret Default=NO Hidden=YES MaxTime=UNLIMITED MaxCPUsPerNode=UNLIMITED State=UP\n"
 )
-NODES = FIELD.join(("gpu", "2", "32", "128000", "idle", "g[1-2]", "gpu:h100:4", "(null)")) + f"{RECORD}\n"
+NODES = FIELD.join(("gpu", "2", "32", "128000", "g[1-2]", "gpu:h100:4", "(null)")) + f"{RECORD}\n"
 ASSOCIATIONS = """\
 Current Association Manager state
 Association Records

@@ -22,7 +22,7 @@ ANSWERS = {
     "config": "ClusterName = west\nSLURM_VERSION = 23.11.4\nAccountingStorageEnforce = associations\n"
     "AccountingStorageType = accounting_storage/slurmdbd\nSelectType = select/linear\n",
     "partition": "PartitionName=gpu Default=YES MaxTime=01:00:00 MaxNodes=1 TotalNodes=2 State=UP\n",
-    "nodes": FIELD.join(("gpu", "2", "32", "128000", "idle", "g[1-2]", "gpu:h100:4", "ib")) + f"{RECORD}\n",
+    "nodes": FIELD.join(("gpu", "2", "32", "128000", "g[1-2]", "gpu:h100:4", "ib")) + f"{RECORD}\n",
     "assoc_mgr": "ClusterName=west Account=physics UserName={user}(0) Partition= DefAssoc=Yes\n"
     "QOS=long(1) MaxWallPJ=\n",
 }

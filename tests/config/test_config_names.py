@@ -55,23 +55,12 @@ def test_extends_takes_the_same_names(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("quikstart.yaml", "hint: did you mean quickstart?"),
-        ("8b", "hint: did you mean models/8b?"),
-        ("configs/models/7b.yml", "hint: did you mean models/7b"),
-        ("tarin.yaml", "hint: did you mean train.yaml?"),
-        ("sub/trian.yaml", "hint: did you mean sub/train.yaml"),
         ("no/zzz.yaml", "/no; shipped configs: quickstart, models/125m, "),
         ("zzz", "hint: shipped configs: quickstart, models/125m, "),
-        (
-            "train.py",
-            "train.py: no such config\n  hint: to run your own script: -- python train.py",
-        ),
+        ("train.py", "train.py: no such config\n  hint: to run your own script: -- python train.py"),
     ],
 )
-def test_a_missing_config_names_what_is_close(name: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    for file in ("train.yaml", "sub/train.yaml"):
-        (tmp_path / file).write_text("seed: 1\n")
+def test_a_missing_config(name: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(name, cwd=tmp_path, environ={})
     assert error.value.message.startswith(f"{name}: no such ")

@@ -71,18 +71,12 @@ def test_shipped_configs_are_found_from_anywhere(tmp_path: Path) -> None:
 
 
 def test_missing(tmp_path: Path) -> None:
-    assert message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"}) == (
-        "2 problems\n\n"
-        "run.yaml:2: extends: model/tiny.yaml is neither a file relative to this one nor "
-        "a shipped config\n  hint: did you mean models/tiny.yaml?\n"
-        "run.yaml:2: extends: zzz.yaml is neither a file relative to this one nor "
-        "a shipped config"
+    text = message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"})
+    says = (
+        "is neither a file relative to this one nor a shipped config\n  hint: shipped configs: quickstart, "
     )
-
-
-def test_a_typo_next_to_the_file(tmp_path: Path) -> None:
-    text = message(tmp_path, {"run.yaml": "extends: sub/bsae.yaml\n", "sub/base.yaml": "seed: 1\n"})
-    assert text.endswith("hint: did you mean sub/base.yaml?")
+    assert text.startswith(f"2 problems\n\nrun.yaml:2: extends: model/tiny.yaml {says}")
+    assert f"\nrun.yaml:2: extends: zzz.yaml {says}" in text
 
 
 @pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from trainkit.config import load_config
 from trainkit.config.schema import all_keys, allowed_values
 from trainkit.errors import ConfigError
+
+A_NAME = "a name of at most 100 letters, digits, dots, dashes and underscores"
 
 
 def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ: str) -> list[str]:
@@ -81,7 +84,14 @@ def test_all_at_once(tmp_path: Path) -> None:
         ),
         (
             "name=../x",
-            'name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not "../x"',
+            f'name: must be {A_NAME}, not "../x"',
+        ),
+        *(
+            (
+                f"name={json.dumps(name)}",
+                f"name: must be {A_NAME}, not {json.dumps(name, ensure_ascii=False)}",
+            )
+            for name in ("", "a b", "-x", "..", "two\nlines", "name\n", "$(touch x)", "* ?", "modell-größe")
         ),
         ("train=3", "train: must be a section with keys such as steps, epochs, stop_at_step, not 3"),
         (

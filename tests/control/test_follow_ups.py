@@ -202,8 +202,9 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
-    with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
-        require_not_running(run, "resume")
+    for act in (lambda: require_not_running(run, "resume"), lambda: requeue_run(run)):
+        with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
+            act()
     jobs["7"] = JobInfo("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
     require_not_running(run, "resume")
 
@@ -228,14 +229,6 @@ def test_the_job_of_a_run_that_has_ended_can_be_cancelled(
     result = cancel_run(run, now=now, wait=False, warn=print)
     assert (result.state, ids) == ("ended", ["7"] if is_cancelled else [])
     assert read_json(run.attempt(1).end_file) == end, "how it ended is not overwritten"
-
-
-def test_a_requeue_waits_for_the_job_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
-    monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
-    queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
-    with pytest.raises(UsageError, match="Slurm still has its job 7"):
-        requeue_run(run)
 
 
 def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import fork_workers, log_text, losses, make_attempt, train, wait_for
+from tests.support.runs import ForkedWorker, fork_workers, log_text, losses, make_attempt, train, wait_for
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import memory_of
@@ -56,27 +56,37 @@ def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
         time.sleep(0.01)
 
 
+WIDE = (f"model.dim={4 * SIZE}", "model.num_layers=1", f"model.ffn_dim={4 * SIZE}", "data.seq_len=64")
+"""The compiler has several kernels for norms as wide as these."""
+
+
 @pytest.mark.parametrize(
-    "own", [(), MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "mesh", "8bit"]
+    "own",
+    [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")],
+    ids=["alone", "wide", "mesh", "8bit"],
 )
-def test_resumes_exactly_after_sigkill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # train.deterministic requires it
+def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
+    """As on another node, where nothing is compiled yet."""
+    caches = iter(range(3))
+
+    def start(attempt: AttemptDir) -> list[ForkedWorker]:
+        cache = str(tmp_path / f"cache-{next(caches)}")
+        return fork_workers(attempt, env={"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache})
+
     options = [
         *(ON_DEVICE, "precision.dtype=bf16", "model.dropout=0.1", "train.deterministic=true"),
         *("train.steps=20000", "checkpoint.every_steps=5", *own),
     ]
     run = RunDir(tmp_path / "killed")
     attempt = make_attempt(run.path, options)
-    [worker] = fork_workers(attempt)
+    [worker] = start(attempt)
     wait_for_checkpoint(run, attempt, 10)
     worker.kill()
     worker.wait()
     saved = max(found.step for found in published(run.checkpoints_dir))
     for folder in (run.path, tmp_path / "whole"):
         attempt = make_attempt(folder, [*options, f"train.stop_at_step={saved + 10}"])
-        assert wait_for(fork_workers(attempt)) == [75], log_text(attempt)
+        assert wait_for(start(attempt)) == [75], log_text(attempt)
     expected = losses(tmp_path / "whole")
     assert len(expected) == saved + 10
     assert losses(run.path) == expected
@@ -95,6 +105,14 @@ def test_compiled_and_eager_agree(tmp_path: Path) -> None:
     train(tmp_path / "eager", [*options, "parallel.compile=false"])
     train(tmp_path / "compiled", [*options, "parallel.compile=true"])
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=2e-4)
+
+
+def test_compiled_attention_computes_the_mask_of_documents(tmp_path: Path) -> None:
+    """Compiled, the kernels compute the mask that others read from memory."""
+    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
+    train(tmp_path / "dense", [*options, "parallel.compile=false"])
+    train(tmp_path / "blocks", [*options, "parallel.activation_checkpointing=selective"])
+    assert losses(tmp_path / "blocks") == pytest.approx(losses(tmp_path / "dense"), abs=1e-2)
 
 
 def test_fp16_skips_what_overflows_and_then_learns(tmp_path: Path) -> None:
@@ -158,7 +176,8 @@ def test_a_profile_says_where_the_time_went(tmp_path: Path) -> None:
     options = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
     attempt = train(tmp_path / "run", [ON_DEVICE, *SHAPE, *options])
     share = read_json(attempt.profile_dir / "rank-0000.summary.json")["share"]
-    assert share["gemm"] > 0.05
+    busy = sum(share.values()) - share["idle"]  # a small model waits for its kernels to be launched
+    assert share["gemm"] > 0.1 * busy
     assert sum(share.values()) > 0.5
     memory = attempt.profile_dir / "rank-0000.memory.pickle"
     assert memory.exists() == (KIND == "cuda")

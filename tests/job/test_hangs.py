@@ -73,6 +73,17 @@ def test_the_one_that_is_behind(attempt, late, phase):
     }
 
 
+def test_ranks_that_cannot_connect_get_a_hint(attempt):
+    verdict = hang_failure(attempt, PLAN, [record(rank, step=None, phase="connect") for rank in range(4)])
+    assert (
+        verdict.message
+        == "no progress for 312 s, in connect; a step usually takes 0.8 s; no rank is behind the others"
+    )
+    assert "trainkit doctor" in verdict.hint
+    assert "NCCL_DEBUG" in verdict.hint
+    assert hang_failure(attempt, PLAN, [record(rank) for rank in range(4)]).hint is None
+
+
 def test_before_the_first_step_nothing_is_usual(attempt):
     records = [record(rank, step=None, phase="load", usual_s=None) for rank in range(4)]
     message = "no progress for 312 s, in load; no rank is behind the others"

@@ -8,7 +8,7 @@ import pytest
 from job_tree import wait_for
 
 from trainkit.bench.run_bench import run_here
-from trainkit.contrib.drill.run_drill import Drill
+from trainkit.contrib.drill import command
 from trainkit.run.end import read_end
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -19,15 +19,15 @@ def is_killed(run):
     return read_end(run.attempt(1)).state == "cancelled"
 
 
-def test_of_a_drill(start_job, tmp_path):
-    def start(folder):
-        job = start_job("time.sleep(600)")
-        os.kill(os.getpid(), signal.SIGINT)
-        return job.run
+def test_of_a_drill(start_job, tmp_path, monkeypatch):
+    def create_run(*args):
+        return SimpleNamespace(run=start_job("time.sleep(600)").run, code=None)
 
-    drill = Drill(tmp_path, None, None, 0, None, start, print)
+    monkeypatch.setattr(command, "create_run", create_run)
+    monkeypatch.setattr(command, "print_copied", lambda code: None)
+    monkeypatch.setattr(command, "start_run", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        list(drill.run([]))
+        list(command.Drill(tmp_path, None, None, 0, None, print).run([]))
     assert is_killed(RunDir(tmp_path / "run"))
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.disks import fill, small_disk
 from tests.support.runs import make_attempt
+from tests.support.torch_builds import make_torch
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART
 from trainkit.job import preflight
 from trainkit.job.failure.records import first_rank_failure, record_refusal
@@ -26,6 +27,7 @@ from trainkit.job.preflight import (
     PreflightFailed,
     check_space,
     clock_offset_s,
+    require_gpus,
     require_node,
     supervisor_view,
 )
@@ -184,6 +186,15 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         pass
 
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12040
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: dict[str, Any]) -> tuple[int, int]:
+        return gpu.get("capability", (9, 0))
+
+    def nvmlDeviceGetName(self, gpu: dict[str, Any]) -> str:
+        return "Tesla V100-SXM2-16GB"
+
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 
@@ -212,6 +223,19 @@ class FakeNvml:
         return self._value(gpu, "errors")
 
 
+def check_gpus(
+    nvml: FakeNvml,
+    ranks: Sequence[int],
+    visible: str | None,
+    *,
+    is_task: bool = False,
+    granted: str | None = None,
+) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": granted}
+    known = {name: value for name, value in environ.items() if value is not None}
+    require_gpus(nvml, ranks, known, is_task=is_task)
+
+
 WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors": 0}
 
 
@@ -229,9 +253,9 @@ WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors":
 def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
     nvml = FakeNvml(WELL, gpu, {})
     with failing(f"^GPU 1 of .*{message}"):
-        preflight._check(nvml, (0, 1), None)
-    preflight._check(nvml, (0,), None)
-    preflight._check(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
+        check_gpus(nvml, (0, 1), None)
+    check_gpus(nvml, (0,), None)
+    check_gpus(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
 
 
 @pytest.mark.parametrize(
@@ -244,7 +268,7 @@ def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
 )
 def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
     with failing(f"has no GPU: .* {shown}"):
-        preflight._check(FakeNvml(WELL, WELL), (0, 1, 2), visible)
+        check_gpus(FakeNvml(WELL, WELL), (0, 1, 2), visible)
 
 
 @pytest.mark.parametrize("visible", ["0", "0,1", "", "NoDevFiles", "GPU-8a4f", "0,-1,1"])
@@ -254,7 +278,7 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 ) -> None:
     """Among them an agent with four ranks that Slurm has bound to one GPU: it would fail anywhere."""
     with failing(f"have CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
-        preflight._check(FakeNvml(*[WELL] * 4), local_ranks, visible)
+        check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "gpu-bind: none" in caught.value.hint
 
@@ -262,11 +286,11 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
     """In a container without CUDA_VISIBLE_DEVICES, only Slurm's own count tells it from a broken node."""
     with failing("have SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
-        preflight._check(FakeNvml(WELL), range(4), None, granted="1")
+        check_gpus(FakeNvml(WELL), range(4), None, granted="1")
     assert caught.value.exit_code == EXIT_NO_RESTART
     for granted in ("4", "", None):
         with failing("has no GPU: .* has 1$"):
-            preflight._check(FakeNvml(WELL), range(4), None, granted=granted)
+            check_gpus(FakeNvml(WELL), range(4), None, granted=granted)
 
 
 @pytest.mark.parametrize(
@@ -282,19 +306,50 @@ def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
 )
 def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None) -> None:
     gpus = [*[{"lost": True}] * (num_gpus - 1), WELL]
-    preflight._check(FakeNvml(*gpus), (3,), visible, is_task=True)
+    check_gpus(FakeNvml(*gpus), (3,), visible, is_task=True)
     if num_gpus == 1 or visible == "3":
         with failing("GPU . of .* does not respond"):
-            preflight._check(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
+            check_gpus(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
 
 
 def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
     """A cgroup may confine the task to one GPU, which is then number 0, or the others are lost."""
     with failing("has 1 and CUDA_VISIBLE_DEVICES=3$", is_node=False) as caught:
-        preflight._check(FakeNvml(WELL), (3,), "3", is_task=True)
+        check_gpus(FakeNvml(WELL), (3,), "3", is_task=True)
     assert caught.value.exit_code == EXIT_FAILED
     with failing("has 3 and CUDA_VISIBLE_DEVICES=3$"):
-        preflight._check(FakeNvml(WELL, WELL, WELL), (3,), "3", is_task=True)
+        check_gpus(FakeNvml(WELL, WELL, WELL), (3,), "3", is_task=True)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "message", "build"),
+    [
+        ("13.0", (9, 0), "needs a driver for CUDA 13, and has one for 12.4$", "cu129"),
+        ("13.0", (7, 0), "needs a driver for CUDA 13", "cu126"),
+        (None, (9, 0), "built without CUDA", "cu129"),
+        ("12.6", (7, 0), None, ""),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_of_a_node_is_not_the_fault_of_the_node(
+    attempt: AttemptDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    capability: tuple[int, int],
+    message: str | None,
+    build: str,
+) -> None:
+    package = make_torch(tmp_path / "site", "2.13.0+x", cuda)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: SimpleNamespace(origin=package / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({**WELL, "capability": capability}))
+    plan = plan_of(attempt, device="cuda")
+    if message is None:
+        require_node(attempt, plan, (0,), {})
+        return
+    with failing(message, is_node=False) as caught:
+        require_node(attempt, plan, (0,), {})
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert f"/whl/{build}` installs" in caught.value.hint
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])
@@ -302,6 +357,7 @@ def test_the_plan_decides_whether_a_rank_is_a_task(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, per: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     plan = plan_of(attempt, device="cuda", per=per, workers_per_node=4)
     if per == "gpu":
         require_node(attempt, plan, (3,), {"CUDA_VISIBLE_DEVICES": "0"})
@@ -311,4 +367,4 @@ def test_the_plan_decides_whether_a_rank_is_a_task(
 
 
 def test_gpus_by_other_names_are_left_to_the_ranks() -> None:
-    preflight._check(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")
+    check_gpus(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")

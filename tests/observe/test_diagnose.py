@@ -130,12 +130,38 @@ def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", ki
     attempt = run.attempt(1)
     attempt.create()
     record = {"rank": 0, "host": HOST, "time": "2026-01-01T00:00:00Z", "type": kind, "message": message}
-    killed_by = message.removeprefix("killed by ")
-    record["exit_code"] = 128 + signal.Signals[killed_by] if killed_by != message else 1
+    verb, _, how = message.partition(" by ")
+    record["exit_code"] = 128 + signal.Signals[how.partition(":")[0]] if verb == "killed" else 1
     write_json(attempt.rank_error(0), record)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": record})
     attempt.rank_log(0).write_bytes(log)
     return run
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "advice"),
+    [
+        ("CUDA error: device-side assert triggered", "device-assert", "CUDA_LAUNCH_BLOCKING=1"),
+        ("CUDA error: an illegal memory access was encountered", "illegal-access", "compute-sanitizer"),
+        ("CUDA error: no kernel image is available for execution on the device", "no-kernel-image", "cu126"),
+        ("CUDA driver error: out of memory", "cuda-oom", "smaller"),
+        ("CUDA error: uncorrectable ECC error encountered", "gpu-hardware", "resources.exclude"),
+    ],
+)
+def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: str, advice: str) -> None:
+    message = f"{error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    for kind in ("AcceleratorError", "exit"):  # raised in Python, or by NCCL's watchdog, which aborts
+        text = message if kind != "exit" else f"killed by SIGABRT: [Rank 0] Process group watchdog: {error}"
+        found = newest(failed(tmp_path / kind, b"", text, kind))
+        assert found.name == name
+        assert name == "cuda-oom" or any(advice in item for item in found.advice)
+
+
+def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
+    message = "no progress for 241 s, in connect; no rank is behind the others"
+    found = newest(failed(tmp_path, b"", message, "Hang"))
+    assert (found.name, found.cause.partition(":")[2]) == ("connect", f" {message}")
+    assert any("NCCL_DEBUG=INFO" in item for item in found.advice)
 
 
 def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:

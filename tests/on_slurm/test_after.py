@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, BACKENDS, Login, wait_for
-from trainkit.observe.group import GroupFiles
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -119,32 +118,3 @@ def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
     assert login.trainkit("cancel", "first").returncode == 0
     done = login.trainkit("submit", str(login.config), "--after", "first", "--dry-run", "--", "true")
     assert "starts immediately: first has already finished" in done.stderr
-
-
-def test_a_group_of_which_a_run_failed_is_refused(login: Login) -> None:
-    script = "exit $SLURM_ARRAY_TASK_ID"
-    done = login.trainkit(
-        *("submit", str(login.config), "--name", "first", "--array", "0-2", "--", "bash", "-c", script)
-    )
-    group = RunGroup(done.stdout.splitlines()[0])
-    # A crash is restarted once, so the first end of a run is not its last.
-    wait_for(lambda: GroupFiles(group).is_over, "the end of the group")
-    refused = login.trainkit("submit", str(login.config), "--after", "first", "--", "true")
-    assert refused.returncode == 2
-    named = f"{group.run(1).path} is failed; 2 of 3 runs will not finish"
-    assert refused.stderr.startswith(f"error: --after first: {named}\n")
-
-
-def test_a_run_that_slurm_cannot_wait_for(login: Login) -> None:
-    here = ["--backend", "local", "--name", "here"]
-    local = login.trainkit("submit", str(login.config), *here, "--", "python", "listens.py")
-    assert local.returncode == 0, local.stderr
-    refused = login.trainkit("submit", str(login.config), "--after", "here", "--", "true")
-    assert refused.returncode == 2
-    assert "runs on this machine, and Slurm cannot wait for it" in refused.stderr
-    reverse = login.trainkit("submit", str(login.config), "--after", "here", "--backend", "local")
-    assert reverse.returncode == 2
-    assert "--after requires Slurm, but this run starts on this machine" in reverse.stderr
-    nobody = login.trainkit("submit", str(login.config), "--after", "nobody", "--", "true")
-    assert (nobody.returncode, nobody.stderr.splitlines()[0]) == (2, "error: unknown run 'nobody'")
-    assert login.trainkit("cancel", "here", "--wait").returncode == 0

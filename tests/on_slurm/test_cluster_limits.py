@@ -192,18 +192,6 @@ def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
     assert login.trainkit(*args, "--no-estimate", env=cuda).returncode == 0
 
 
-def test_a_torch_without_cuda_never_queues_for_gpus(login: Login) -> None:
-    package = make_torch(login.folder / "site")
-    env = {"PYTHONPATH": str(package.parent)}
-    for command in (["check"], ["submit"], ["submit", "--dry-run"]):
-        done = login.trainkit(command[0], QUICKSTART, *command[1:], env=env)
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: device: the run uses GPUs, but torch 2.13.0+cpu of ")
-        assert "-m pip install --force-reinstall torch --index-url https://" in done.stderr
-    assert login.jobs() == []
-    assert not (login.folder / "runs").exists()
-
-
 def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> None:
     name = knowing.cluster.hosts[0]
     knowing.run(["scontrol", "update", f"nodename={name}", "state=drain", "reason=test"], check=True)

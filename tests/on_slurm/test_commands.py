@@ -115,15 +115,3 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
     assert login.wait_for_end(run, 1)["action"] == "requeue"
     assert login.wait_for_end(run, 2)["state"] == "cancelled"
     assert login.wait_for_end(run, 2)["verdict"] is None
-
-
-def test_a_command_that_does_not_exist_is_refused(login: Login) -> None:
-    for command, words in (
-        (["no-such-program"], "command not found on PATH: 'no-such-program'"),
-        (["python", "no/such.py"], "there is no no/such.py in"),
-    ):
-        done = login.trainkit("submit", str(login.config), "--", *command)
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert "hint: " in done.stderr
-    assert not (login.folder / "runs").exists()

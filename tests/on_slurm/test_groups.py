@@ -15,11 +15,9 @@ import pytest
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, Login, settings, wait_for
 from tests.support.runs import FAST, losses
-from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RunDir
 
 HELD = settings("resources.extra.hold=true")
 TRAINED = ("train.steps=3", "train.eval_every=3", "train.eval_batches=1", "checkpoint.every_steps=null")
@@ -197,19 +195,13 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
         login.trainkit("cancel", str(group.path))
 
 
-def test_an_array_that_is_too_large_is_refused_before_anything_is_written(login: Login) -> None:
-    done = login.trainkit("submit", str(login.config), "--array", "0,10001", *LISTENS)
-    assert done.returncode == 2
-    assert "the array ends with index 10,001; the maximum of this cluster is 10,000" in done.stderr
-    assert not (login.folder / "runs").exists()
-    assert login.jobs() == []
-
-
 def test_an_array_that_is_too_large_is_refused_before_its_points_are_planned(login: Login) -> None:
     began_s = time.monotonic()
     done = login.trainkit("submit", str(login.config), "--array", "0-99999")
     assert "the array ends with index 99,999" in done.stderr
     assert time.monotonic() - began_s < 15  # more than 100 s with the planning
+    assert not (login.folder / "runs").exists()
+    assert login.jobs() == []
 
 
 def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
@@ -231,49 +223,3 @@ def test_a_group_whose_job_id_was_never_learned(login: Login) -> None:
     group.update(job_id=None)
     seen = status(login, group)
     assert (seen["job_id"], seen["states"]) == (job_id, {"pending": 2})
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["--sweep", "optimizer.lr=1,x"],
-            "point 1 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be",
-        ),
-        (["--sweep", "seed=1,2", "--array", "0-3"], "--sweep numbers its points itself"),
-        (["--array", "%4"], "but names no tasks"),
-        (["--array", "0-3", "--follow"], "--follow follows one run"),
-        (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
-        (["--array", "0-3", "--backend", "local"], "would run on this machine"),
-    ],
-)
-def test_what_is_refused(login: Login, args: list[str], message: str) -> None:
-    done = login.trainkit("submit", str(login.config), *args)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert not (login.folder / "runs").exists()
-
-
-def test_test_only_asks_slurm(login: Login) -> None:
-    done = login.trainkit("submit", str(login.config), "--array", "0-3", "--test-only")
-    assert done.returncode == 0, done.stderr
-    assert "to start at" in done.stdout
-    assert not (login.folder / "runs").exists()
-
-
-def test_points_without_accounting(login: Login, cluster: Cluster) -> None:
-    group = submit(login, "--array", "0-1", "--", "true")
-    wait_for_states(login, group, finished=2)
-    cluster.stop_accounting()
-    for index in (0, 1):
-        assert group.run(index).attempt(1).end_file.exists()
-    assert status(login, group)["states"] == {"finished": 2}
-
-
-def test_run_dir(login: Login) -> None:
-    folder = login.folder / "a b;'$(touch x)"
-    group = submit(login, "--array", "0-1", "--run-dir", str(folder), "--", "true")
-    assert group.path == folder
-    wait_for_states(login, group, finished=2)
-    assert RunDir(folder / "1").exists()
-    assert not (login.folder / "x").exists()

@@ -79,18 +79,6 @@ def test_folders_with_such_names(login: Login, backend: str) -> None:
     assert_nothing_was_executed(login.folder, *(path for path in login.folder.rglob("*") if path.is_dir()))
 
 
-REFUSED_NAMES = [value for key, value in HOSTILE.items() if key != "dashes"] + ["-x", "a/b", "..", ""]
-
-
-@pytest.mark.parametrize("name", REFUSED_NAMES)
-def test_job_names_are_letters_and_digits(login: Login, name: str) -> None:
-    done = login.trainkit("submit", str(login.config), f"--name={name}", "--", "true")
-    assert done.returncode == 2
-    assert "name: " in done.stderr
-    assert not (login.folder / "runs").exists()
-    assert_nothing_was_executed(login.folder)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_slurm_gets_arrives_as_it_is(login: Login, backend: str) -> None:
     comment = f'it\'s 100% "mine" {SHELL} ; 1#2 模型'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings
@@ -58,19 +56,11 @@ def test_without_a_copy_the_files_are_used_as_they_are(login: Login) -> None:
     assert not run.code_dir.exists()
 
 
-def test_test_only_asks_slurm_and_submits_nothing(login: Login) -> None:
+@pytest.mark.parametrize("what", ["--nodes=2", "--array=0-3"])
+def test_test_only_asks_slurm_and_submits_nothing(login: Login, what: str) -> None:
     files = set(login.folder.rglob("*"))
-    done = login.trainkit("submit", str(login.config), "--nodes", "2", "--test-only")
+    done = login.trainkit("submit", str(login.config), what, "--test-only")
     assert done.returncode == 0, done.stderr
     assert "to start at" in done.stdout
     assert set(login.folder.rglob("*")) == files
     assert login.jobs() == []
-
-
-def test_a_template_of_the_project_takes_the_place_of_a_shipped_one(login: Login) -> None:
-    partial = login.folder / "templates/partials/environment.sh.j2"
-    partial.parent.mkdir(parents=True)
-    shipped = Path(__file__).resolve().parents[2] / "templates/partials/environment.sh.j2"
-    partial.write_text(shipped.read_text() + "\nexport FROM_THE_PROJECT=yes\n")
-    run = login.finish(login.submit("--", "python", "-c", "import os; print(os.environ['FROM_THE_PROJECT'])"))
-    assert log_of(run) == "yes\n"

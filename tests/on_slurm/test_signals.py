@@ -206,15 +206,6 @@ def test_what_does_not_listen_is_killed_after_the_grace_time(login: Login) -> No
     assert end["verdict"] is None
 
 
-def test_cancel_of_a_job_that_waits(login: Login) -> None:
-    run = login.submit("--set", "resources.extra.hold=true", "--", "python", "listens.py")
-    assert login.status(run)["state"] == "pending"
-    done = login.trainkit("cancel", str(run.path))
-    assert "from the queue" in done.stderr
-    assert login.jobs() == []
-    assert login.status(run)["state"] == "cancelled"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
@@ -245,6 +236,8 @@ def test_a_job_whose_id_was_never_learned_is_found(login: Login) -> None:
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, f"is running as {job_id}" in refused.stderr) == (2, True)
     write_json(run.job_file, {**job, "attempts": []})
+    assert login.status(run)["state"] == "pending"
     cancelled = login.trainkit("cancel", str(run.path))
     assert (cancelled.returncode, "from the queue" in cancelled.stderr) == (0, True)
+    assert login.status(run)["state"] == "cancelled"
     assert login.jobs() == []

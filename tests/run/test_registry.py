@@ -57,21 +57,6 @@ def test_folder_name_before_config_name(tmp_path):
     assert find_run(str(other.path)).path == other.path
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("exq", "did you mean 'exp'?"),
-        ("lst", "did you mean 'last'?"),
-        ("zzz", "`trainkit status` lists the runs"),
-    ],
-)
-def test_closest_match(tmp_path, text, hint):
-    register(make_run(tmp_path / "exp", "exp"), "exp")
-    with pytest.raises(UsageError) as raised:
-        find_run(text)
-    assert raised.value.hint == hint
-
-
 def test_folder_without_a_run(tmp_path):
     with pytest.raises(UsageError, match="does not contain a run"):
         find_run(str(tmp_path))

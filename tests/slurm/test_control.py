@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
@@ -23,24 +25,30 @@ from trainkit.slurm.control import (
 LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
 
 
-def test_requeue_names_the_task_and_not_the_array(fake: FakeSlurm) -> None:
-    fake.add("scontrol")
-    requeue("12_3")
-    assert fake.calls == [["scontrol", "requeue", "12_3"]]
+AWAY = "[ $n -ge 2 ] || { echo '(connect failure)' >&2; exit 1; }"
+DONE = f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 'Job is pending execution for job 12' >&2; exit 1"
+GONE = "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
 
 
-def test_requeue_is_repeated_while_slurm_is_away(fake: FakeSlurm) -> None:
-    fake.add("scontrol", "[ $n -ge 2 ] || { echo '(connect failure)' >&2; exit 1; }")
-    requeue("12")
-    assert fake.calls == [["scontrol", "requeue", "12"]] * 2
-
-
-def test_requeue_whose_answer_was_lost_has_been_done(fake: FakeSlurm) -> None:
-    fake.add(
-        "scontrol", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 'Job is pending execution for job 12' >&2; exit 1"
-    )
-    requeue("12")
-    assert fake.calls == [["scontrol", "requeue", "12"]] * 2
+@pytest.mark.parametrize(
+    ("act", "says", "calls"),
+    [
+        pytest.param(lambda: requeue("12_3"), "", ["scontrol requeue 12_3"], id="a task, not its array"),
+        pytest.param(lambda: requeue("12"), AWAY, ["scontrol requeue 12"] * 2, id="away"),
+        pytest.param(lambda: requeue("12"), DONE, ["scontrol requeue 12"] * 2, id="the answer was lost"),
+        (lambda: [cancel(["12", "13_4"]), cancel([])], "", ["scancel 12 13_4"]),
+        (lambda: cancel_waiting(["12", "13_4"]), "", ["scancel --state=PENDING 12 13_4"]),
+        pytest.param(lambda: cancel(["12"]), GONE, ["scancel 12"], id="it has ended"),
+        (lambda: send_signal(["12"], "USR2"), "", ["scancel --signal=USR2 12"]),
+    ],
+)
+def test_what_slurm_is_asked_to_do(
+    fake: FakeSlurm, act: Callable[[], object], says: str, calls: list[str]
+) -> None:
+    fake.add("scontrol", says)
+    fake.add("scancel", says)
+    act()
+    assert [" ".join(call) for call in fake.calls] == calls
 
 
 def test_requeue_of_a_job_that_waits_anyway_is_refused(fake: FakeSlurm) -> None:
@@ -55,27 +63,6 @@ def test_requeue_under_no_requeue(fake: FakeSlurm) -> None:
     with pytest.raises(SlurmRefused) as caught:
         requeue("12")
     assert "--no-requeue" in caught.value.hint
-
-
-def test_cancel_is_one_call(fake: FakeSlurm) -> None:
-    fake.add("scancel")
-    cancel(["12", "13_4"])
-    cancel([])
-    assert fake.calls == [["scancel", "12", "13_4"]]
-
-
-def test_cancel_what_waits(fake: FakeSlurm) -> None:
-    fake.add("scancel")
-    cancel_waiting(["12", "13_4"])
-    assert fake.calls == [["scancel", "--state=PENDING", "12", "13_4"]]
-
-
-def test_cancel_of_what_has_ended_is_no_error(fake: FakeSlurm) -> None:
-    fake.add(
-        "scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
-    )
-    cancel(["12"])
-    assert fake.calls == [["scancel", "12"]], "what was refused was retried"
 
 
 def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
@@ -106,19 +93,6 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
         with pytest.raises(UsageError, match="is not a Slurm job id"):
             requeue(job_id)
     assert fake.calls == []
-
-
-@pytest.mark.parametrize(
-    ("signal", "argv"),
-    [
-        ("USR2", ["scancel", "--signal=USR2", "12"]),
-        ("SIGTERM", ["scancel", "--signal=SIGTERM", "12"]),
-    ],
-)
-def test_signals(fake: FakeSlurm, signal: str, argv: list[str]) -> None:
-    fake.add("scancel")
-    send_signal(["12"], signal)
-    assert fake.calls == [argv]
 
 
 def test_config(fake: FakeSlurm) -> None:

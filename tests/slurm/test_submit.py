@@ -61,15 +61,60 @@ def send(script: Path) -> str:
     return submit_script(script, token=MARK, cwd=script.parent, notify=print)
 
 
-def test_the_answer_arrives(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", "echo 4711")
-    assert send(script) == "4711"
-    assert fake.calls == [["sbatch", "--parsable", str(script)]]
+MINE = f"{LISTING} 9 $(/bin/date +%s) {MARK} /x"
 
 
-def test_what_a_site_prints_around_the_id(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", "echo 'Welcome, 12 jobs wait'; echo '4711;west'; echo note >&2")
-    assert send(script) == "4711"
+@pytest.mark.parametrize(
+    ("sbatch", "squeue", "job_id", "programs"),
+    [
+        pytest.param("echo 4711", "", "4711", "sbatch", id="answered"),
+        pytest.param(
+            "echo 'Welcome, 12 jobs wait'; echo '4711;west'; echo note >&2", "", "4711", "sbatch", id="site"
+        ),
+        pytest.param(
+            f"[ $n -gt 1 ] && echo 12 || {{ {LOST}; }}",
+            f"{LISTING} 8 1700000000 {MARK} /x",
+            "12",
+            None,
+            id="that job is of an earlier run of the same name",
+        ),
+        pytest.param(LOST, f"[ $n -lt 4 ] || {MINE}", "9", "sbatch" + 4 * " squeue", id="shows later"),
+        pytest.param(
+            LOST, f"[ $n -ge 3 ] || {{ {AWAY}; }}; {MINE}", "9", "sbatch" + 3 * " squeue", id="restarts"
+        ),
+        pytest.param(
+            LOST,
+            f"[ $n = 1 ] && exit; [ $n -ge 9 ] || {{ {AWAY}; }}; {MINE}",
+            "9",
+            "sbatch" + 9 * " squeue",
+            id="denied, then away for longer than it takes to settle",
+        ),
+        pytest.param(
+            f"[ $n -ge 3 ] || {{ {AWAY}; }}; echo 5",
+            "",
+            "5",
+            "sbatch squeue sbatch squeue sbatch",
+            id="not delivered",
+        ),
+        pytest.param("exec /bin/sleep 30", MINE, "9", "sbatch squeue", id="no answer"),
+        pytest.param("echo 'a filter ate it'", MINE, "9", "sbatch squeue", id="no id in the answer"),
+    ],
+)
+def test_submitted_once(
+    fake: FakeSlurm,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sbatch: str,
+    squeue: str,
+    job_id: str,
+    programs: str | None,
+) -> None:
+    monkeypatch.setattr(submit, "SUBMIT_TIMEOUT_S", 2.0)
+    fake.add("sbatch", sbatch)
+    fake.add("squeue", squeue)
+    assert send(script) == job_id
+    assert fake.calls[0] == ["sbatch", "--parsable", str(script)]
+    assert programs in (None, " ".join(fake.programs))
 
 
 def test_the_environment_is_scrubbed_and_the_folder_is_the_callers(
@@ -106,26 +151,6 @@ def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None
     assert said[0].endswith("checking whether the job was accepted")
 
 
-def test_a_job_of_an_earlier_run_of_the_same_name_is_not_the_one(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", f"[ $n -gt 1 ] && echo 12 || {{ {LOST}; }}")
-    fake.add("squeue", f"{LISTING} 8 1700000000 {MARK} /x")
-    assert send(script) == "12"
-
-
-def test_answer_lost_and_the_job_shows_later(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", LOST)
-    fake.add("squeue", f"[ $n -lt 4 ] || {LISTING} 9 $(/bin/date +%s) {MARK} /x")
-    assert send(script) == "9"
-    assert fake.programs.count("sbatch") == 1
-
-
-def test_answer_lost_while_the_controller_restarts(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", LOST)
-    fake.add("squeue", f"[ $n -ge 3 ] || {{ {AWAY}; }}; {LISTING} 9 $(/bin/date +%s) {MARK} /x")
-    assert send(script) == "9"
-    assert fake.programs == ["sbatch", "squeue", "squeue", "squeue"]
-
-
 def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 5")
     fake.add("squeue")
@@ -134,23 +159,6 @@ def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -
     assert fake.programs == ["sbatch", *looks, "sbatch"]
     assert looks == ["squeue"] * len(looks)
     assert len(looks) >= 4, "the job may take a while to show"
-
-
-def test_a_denial_before_the_controller_went_away_again_does_not_count(fake: FakeSlurm, script: Path) -> None:
-    """Denied, away for longer than it takes to settle, then there: submitted once."""
-    fake.add("sbatch", LOST)
-    fake.add(
-        "squeue", f"[ $n = 1 ] && exit; [ $n -ge 9 ] || {{ {AWAY}; }}; {LISTING} 9 $(/bin/date +%s) {MARK} /x"
-    )
-    assert send(script) == "9"
-    assert fake.programs.count("sbatch") == 1
-
-
-def test_not_delivered_is_tried_again(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", f"[ $n -ge 3 ] || {{ {AWAY}; }}; echo 5")
-    fake.add("squeue")
-    assert send(script) == "5"
-    assert fake.programs == ["sbatch", "squeue", "sbatch", "squeue", "sbatch"]
 
 
 def test_away_for_good(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,19 +191,6 @@ def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path, monkeypatch: p
     with pytest.raises(SlurmUnreachable, match="Socket timed out") as caught:
         send(script)
     assert not caught.value.may_have_arrived, "squeue has denied it"
-
-
-def test_no_answer_at_all(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.slurm.submit.SUBMIT_TIMEOUT_S", 0.3)
-    fake.add("sbatch", "exec /bin/sleep 30")
-    fake.add("squeue", f"{LISTING} 9 $(/bin/date +%s) {MARK} /x")
-    assert send(script) == "9"
-
-
-def test_an_answer_without_an_id_counts_as_lost(fake: FakeSlurm, script: Path) -> None:
-    fake.add("sbatch", "echo 'a filter ate it'")
-    fake.add("squeue", f"{LISTING} 9 $(/bin/date +%s) {MARK} /x")
-    assert send(script) == "9"
 
 
 def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:

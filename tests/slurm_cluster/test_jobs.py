@@ -1,4 +1,4 @@
-"""What clusters do to jobs: accounting, and hosts and daemons that fail; `tests.slurm` preempts jobs."""
+"""Hosts and daemons of a cluster that fail; the tests in `on_slurm` do the rest to jobs."""
 
 from __future__ import annotations
 
@@ -29,33 +29,6 @@ def wait_for_log(folder: Path, text: str, timeout_s: float = 20) -> None:
         time.sleep(0.05)
 
 
-def accounted(cluster: Cluster, job_id: str, timeout_s: float = 20) -> str:
-    """The state of a job in sacct, which lags."""
-    deadline = time.monotonic() + timeout_s
-    argv = [
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        f"--jobs={job_id}",
-        "--format=Account,State",
-    ]
-    while "COMPLETED" not in (shown := cluster.run(argv, timeout_s=150, check=True).stdout):
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.2)
-    return shown.strip()
-
-
-def test_arrays_accounts_and_limits(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = submit(cluster, tmp_path, "#!/bin/sh\ntrue\n", "--array=0-3", "--account=teaching")
-    for task in range(4):
-        cluster.wait_for_job(f"{job_id}_{task}", "COMPLETED", timeout_s=150)
-    assert accounted(cluster, f"{job_id}_3") == "teaching|COMPLETED"
-    for wrong in ("--account=none", "--qos=none", "--partition=none"):
-        assert cluster.run(["sbatch", wrong, f"{tmp_path}/job.sh"], timeout_s=150).returncode == 1
-    assert cluster.run(["sbatch", "--qos=short", f"{tmp_path}/job.sh"], timeout_s=150).returncode == 0
-
-
 def test_hosts_without_power_and_without_network(cluster: Cluster, tmp_path: Path) -> None:
     job_id = submit(cluster, tmp_path, STEP, "-N4")
     wait_for_log(tmp_path, "start")
@@ -81,27 +54,3 @@ def test_the_daemon_of_a_host_dies_and_its_job_goes_on(cluster: Cluster, tmp_pat
     wait_for_log(tmp_path, "done")
     cluster.start_slurmd(2)
     cluster.wait_for_job(job_id, "COMPLETED", timeout_s=150)
-
-
-def test_scheduler_and_accounting_stop_and_come_back(cluster: Cluster, tmp_path: Path) -> None:
-    begins = f"touch {tmp_path}/begun-$SLURM_PROCID"
-    step = f"srun sh -c '{begins}; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done'"
-    job_id = submit(cluster, tmp_path, f"#!/bin/sh\n{step}; echo done\n", "-N2")
-    cluster.wait_for_job(job_id, "RUNNING", timeout_s=150)
-    deadline_s = time.monotonic() + 150
-    while len(list(tmp_path.glob("begun-*"))) < 2:  # a step that is not there yet would wait, and say so
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    cluster.stop_accounting()
-    cluster.stop_slurmctld()
-    (tmp_path / "go").touch()
-    assert cluster.run(["scontrol", "ping"], timeout_s=150).returncode == 1
-    cluster.start_slurmctld()
-    # What the controller did not hear while it was away, slurmstepd repeats after a minute.
-    cluster.wait_for_job(job_id, "COMPLETED", timeout_s=150)
-    assert (tmp_path / "log").read_text() == "done\n"
-    refused = cluster.run(["sacct"], timeout_s=150)
-    assert refused.returncode == 1
-    assert "Connection refused" in refused.stderr
-    cluster.start_accounting()
-    assert accounted(cluster, job_id) == "research|COMPLETED"

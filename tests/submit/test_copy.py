@@ -131,12 +131,12 @@ def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded
 
 def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: LaunchPlan) -> None:
     git(project, "init")
-    for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b"\xfe.pem"):
+    for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b" lead\"'$(x).py", b"\xfe.pem"):
         with open(os.fsencode(project) + b"/" + name, "w"):
             pass
     write_json(run.provenance_file, copy_code(project, run, plan.workload).to_dict())
-    assert names(run.code_dir) == ["two\nlines.py", "ü.py", "\udcff.py"]
+    assert names(run.code_dir) == [" lead\"'$(x).py", "two\nlines.py", "ü.py", "\udcff.py"]
     read = json.loads(run.provenance_file.read_text())
     assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]
     assert read["workdir"] == read["code"] == str(run.code_dir)
-    assert (read["num_files"], read["num_left_out"], read["kind"]) == (3, 1, "git")
+    assert (read["num_files"], read["num_left_out"], read["kind"]) == (4, 1, "git")

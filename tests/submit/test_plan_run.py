@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,54 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
         plan_run(loaded, gather(loaded, target=LOCAL))
     on_cpus = load_config(None, overrides=["device=cpu"], environ={}, cwd=submitting.folder)
     assert plan_run(on_cpus, gather(on_cpus, target=LOCAL)).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "driver", "build", "override", "problem"),
+    [
+        (
+            "Tesla V100-SXM2-32GB",
+            (13, 0),
+            "13.0",
+            "fp16",
+            "has no kernels for the GPU V100 32GB .*cu126` installs",
+        ),
+        ("Tesla V100-SXM2-32GB", (12, 4), "12.6", "fp16", None),
+        (
+            "Tesla T4",
+            (13, 0),
+            "13.0",
+            "bf16",
+            "dtype: is bf16, in which the tensor cores of T4 do .*dtype: fp16",
+        ),
+        ("NVIDIA H100", (12, 4), "13.0", "bf16", "driver for CUDA 13, and has one for 12.4.*cu129` installs"),
+        ("NVIDIA H100", (13, 0), "13.0", "bf16", None),
+        ("", None, None, "bf16", r"torch 2.13.0\+x of .* is for AMD GPUs, .* use CPUs.*are not supported"),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_of_a_workstation(
+    submitting: Submitting,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: str,
+    driver: tuple[int, int] | None,
+    build: str | None,
+    override: str,
+    problem: str | None,
+) -> None:
+    make_torch(submitting.folder / "other", "2.13.0+x", build, None if gpu else "6.4")
+    submitting.package = submitting.folder / "other" / "torch"
+    names = (gpu,) if gpu else ()
+    machine = Machine(16, len(names), names, "there is no NVIDIA driver on this machine", driver_cuda=driver)
+    monkeypatch.setattr("trainkit.submit.plan_run.detect_machine", lambda: machine)
+    overrides = [f"precision.dtype={override}"]
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
+    if problem is None:
+        assert plan_run(loaded, gather(loaded, target=LOCAL)).device == "cuda"
+        return
+    with pytest.raises(ConfigError) as caught:
+        plan_run(loaded, gather(loaded, target=LOCAL))
+    [found] = caught.value.problems
+    assert re.search(problem, found.render(), re.DOTALL)
 
 
 def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import content, git, names
+from tests.support.folders import content, git
 from trainkit.errors import UsageError
 from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
@@ -40,7 +40,9 @@ def submodule(root: Path) -> None:
     commit(library)
     git(root, "init")
     write(root, "train.py")
-    git(root, "-c", "protocol.file.allow=always", "submodule", "add", str(library), "third/lib")
+    for name in ("third/lib", "empty"):
+        git(root, "-c", "protocol.file.allow=always", "submodule", "add", str(library), name)
+    git(root, "submodule", "deinit", "-f", "empty")
     commit(root)
     write(root, "third/lib/w.bin")
 
@@ -210,9 +212,3 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
         copy_code(project, run, Command(()), {})
     assert copy_code(project, run, TRAINER, {}).num_files == 0
-
-
-def test_none_unless_asked_for(project: Path, run: RunDir) -> None:
-    (project / "x.bin").touch()
-    assert copy_code(project, run, TRAINER, {}).links == []
-    assert names(run.code_dir) == []

@@ -11,15 +11,10 @@ from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.record import open_attempt
 from trainkit.slurm.quoting import quote
-from trainkit.submit.secrets import present_secrets, refuse_leaks, refuse_secrets
+from trainkit.submit.secrets import refuse_leaks, refuse_secrets
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")
-
-
-def test_present_secrets() -> None:
-    environ = {"WANDB_API_KEY": "k", "HF_TOKEN": "", "OTHER": "x"}
-    assert present_secrets(NAMES, environ) == ("WANDB_API_KEY",)
 
 
 def test_leak_is_refused_without_showing_it() -> None:

@@ -19,8 +19,6 @@ from trainkit.submit.source_tree import (
     repository_tree,
 )
 
-ODD_NAMES = (b"two\nlines.py", b"\xff\xfe.py", b" lead", b"q\"u'o$(x)te.py", "ünï.py".encode(), b"-rf.py")
-
 
 def git(folder: Path, *args: str) -> None:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
@@ -69,27 +67,6 @@ def test_what_git_knows(repository: Path) -> None:
     assert sorted(tree.files) == IN_REPOSITORY
 
 
-def test_whole_repository_around_the_working_directory(repository: Path) -> None:
-    tree = known(repository / "pkg" / "deep")
-    assert tree.root == str(repository)
-    assert sorted(tree.files) == IN_REPOSITORY
-
-
-def test_names_of_all_kinds(repository: Path) -> None:
-    for name in ODD_NAMES:
-        with open(os.fsencode(repository) + b"/" + name, "w"):
-            pass
-    git(repository, "add", "-A", "./ lead", "./-rf.py")
-    names = {os.fsdecode(name) for name in ODD_NAMES}
-    assert names <= set(known(repository).files)
-
-
-def test_unborn_repository(tmp_path: Path) -> None:
-    git(tmp_path, "init")
-    write(tmp_path, "a.py")
-    assert list(known(tmp_path).files) == ["a.py"]
-
-
 def test_files_in_conflict_are_there_once(repository: Path) -> None:
     for branch, text in (("one", "1"), ("two", "2")):
         git(repository, "checkout", "-q", "-b", branch, "trunk")
@@ -98,25 +75,6 @@ def test_files_in_conflict_are_there_once(repository: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         git(repository, "merge", "one")
     assert list(known(repository).files).count("tracked.py") == 1
-
-
-def test_submodules_and_clones(repository: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    git(other, "init", "-b", "trunk")
-    write(other, "lib/x.py")
-    (other / ".gitignore").write_text("*.tmp\n")
-    git(other, "add", ".")
-    git(other, "commit", "-m", "first")
-    git(repository, "submodule", "add", str(other), "sub")
-    git(repository, "clone", "-q", str(other), "clone")
-    git(repository, "submodule", "add", str(other), "empty")
-    git(repository, "submodule", "deinit", "-f", "empty")
-    write(repository, "sub/new.py", "sub/x.tmp", "clone/new.py", "clone/x.tmp")
-    expected = [
-        f"{place}/{name}" for place in ("clone", "sub") for name in (".gitignore", "lib/x.py", "new.py")
-    ]
-    assert sorted(set(known(repository).files) - {*IN_REPOSITORY, ".gitmodules"}) == sorted(expected)
 
 
 def test_nothing_of_runs(repository: Path) -> None:

@@ -59,6 +59,8 @@ MICROBATCHES = GLOBAL_BATCH // 2
 CASES = [
     (Case("replicate", 2, {"dp_replicate": 2}), plus(AGREED, {"all_reduce": 1})),
     (Case("shard", 2, {"dp_shard": 2}), plus(AGREED, SHARDED)),
+    # Gathered once for all microbatches.
+    (Case("zero-2", 2, {"dp_shard": 2, "zero": 2}), plus(AGREED, SHARDED, {"all_gather": 1 - PASSES})),
     (
         Case("tp", 2, {"tp": 2}),
         plus(

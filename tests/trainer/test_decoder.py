@@ -270,24 +270,28 @@ def test_the_gradients_of_the_parts_are_added_in_float32() -> None:
 
 
 def test_when_a_loss_is_split() -> None:
-    shape = nano_shape(vocab_size=2**17)
-    assert [loss_chunks(Layout(), shape, tokens) for tokens in (127, 1024, 1025, 4096)] == [1, 1, 2, 4]
+    shape = nano_shape(vocab_size=2**18)
+    tokens = (127, 1024, 1025, 1026, 3066, 4096)
+    assert [loss_chunks(Layout(), shape, number) for number in tokens] == [1, 1, 2, 2, 3, 4]
     assert loss_chunks(Layout(tp=2), shape, 4096) == loss_chunks(Layout(pp=2), shape, 4096) == 1
-    wide = nano_shape(vocab_size=2**17, dim=4096, num_heads=32)
+    wide = nano_shape(vocab_size=2**18, dim=4096, num_heads=32)
     assert [loss_chunks(Layout(), wide, tokens) for tokens in (8191, 8192)] == [1, 8]
 
 
 EOS = 256
 
 
-def masked(**config: int) -> Decoder:
+def masked(in_blocks: bool = False, **config: int) -> Decoder:
     model = nano(**config)
     model.eos_id = EOS
+    if in_blocks:
+        model.attend_in_blocks()
     return model
 
 
-@pytest.mark.parametrize("config", [{}, {"num_heads": 4, "num_kv_heads": 2}])
+@pytest.mark.parametrize("config", [{}, {"num_heads": 4, "num_kv_heads": 2}, {"in_blocks": True}])
 @pytest.mark.parametrize("lengths", [(6, 10), (1, 15), (5, 1, 1, 9), (16,)])
+@torch.no_grad()  # block attention has no backward pass on a CPU
 def test_packed_documents_have_the_logits_of_each_alone(
     config: dict[str, int], lengths: tuple[int, ...]
 ) -> None:
@@ -296,7 +300,7 @@ def test_packed_documents_have_the_logits_of_each_alone(
     ends = torch.tensor(lengths).cumsum(0)
     packed[0, ends[:-1] - 1] = EOS  # the other sample is one document
     found = masked(**config)(packed, sample_keys())
-    plain = nano(**config)
+    plain = nano(**{key: value for key, value in config.items() if key != "in_blocks"})
     start = 0
     for end in ends.tolist():
         alone = plain(packed[:1, start:end], sample_keys(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,14 @@ class FakeCuda:
         self.uuids = ["aaaa"]
         self.name = "NVIDIA H100 80GB HBM3"
         self.selected: list[torch.device] = []
+        self.capability = (9, 0)
+        self.archs = ["sm_75", "sm_80", "sm_90a", "compute_120"]
+        self.has_virtual_memory = True
+
+    def empty(self, size: int, *, device: torch.device) -> None:
+        assert (size, device) == (1, self.selected[-1])
+        if not self.has_virtual_memory:
+            raise RuntimeError("CUDA driver error: operation not supported")
 
     def get_device_properties(self, device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(name=self.name, uuid=self.uuids[device.index])
@@ -53,6 +62,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: fake.count)
     monkeypatch.setattr(torch.cuda, "set_device", fake.selected.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", fake.get_device_properties)
+    monkeypatch.setattr(torch, "empty", fake.empty)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: fake.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: fake.capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: fake.archs)
     return fake
 
 
@@ -111,6 +124,98 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
     assert suspect_host(failure) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "message", "hint"),
+    [
+        (
+            "Tesla V100-SXM2-16GB",
+            (7, 0),
+            "fp16",
+            "has no kernels for the GPU Tesla V100",
+            "/cu126`",
+        ),
+        (
+            "Tesla T4",
+            (7, 5),
+            "bf16",
+            "dtype is bf16, in which the tensor cores of Tesla T4",
+            "fp16",
+        ),
+        ("Tesla T4", (7, 5), "fp16", "", ""),
+        ("NVIDIA A100", (8, 0), "bf16", "", ""),
+    ],
+)
+def test_a_gpu_that_torch_or_its_tensor_cores_do_not_support(
+    cuda: FakeCuda, name: str, capability: tuple[int, int], dtype: str, message: str, hint: str
+) -> None:
+    cuda.name, cuda.capability = name, capability
+    if not message:
+        assert select_device("cuda", 0, dtype=dtype) == torch.device("cuda", 0)
+        return
+    with pytest.raises(TrainkitError, match=message) as caught:
+        select_device("cuda", 0, dtype=dtype)
+    assert hint in caught.value.hint
+    failure = RankFailure(host="h1", type="TrainkitError", message=str(caught.value), exit_code=78)
+    assert (caught.value.exit_code, suspect_host(failure)) == (EXIT_NO_RESTART, None)
+
+
+def test_a_driver_that_is_too_old_for_torch(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(nvmlInit=lambda: None, nvmlShutdown=lambda: None, NVMLError=OSError)
+    library.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    with pytest.raises(TrainkitError, match=r"needs a driver for CUDA 13, and has one for 12.4$") as caught:
+        select_device("cuda", 0)
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert "/cu129` installs a build for CUDA 12.9" in caught.value.hint
+    assert not cuda.selected
+
+
+def test_a_virtual_gpu_without_expandable_segments(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.has_virtual_memory = False
+    monkeypatch.setattr(distributed, "fix_segments", lambda: vars(cuda).update(has_virtual_memory=True))
+    assert select_device("cuda", 0) == torch.device("cuda", 0)
+    cuda.has_virtual_memory = False
+    monkeypatch.setattr(distributed, "fix_segments", lambda: None)  # it refuses for another reason
+    with pytest.raises(RuntimeError, match="operation not supported"):
+        select_device("cuda", 0)
+
+
+def test_every_group_exchanges_a_number_when_the_world_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(distributed.dist, "new_group", lambda **options: "checkpoints")
+    monkeypatch.setattr(
+        distributed, "build_mesh", lambda *args: SimpleNamespace(get_all_groups=lambda: ["dp", "tp"])
+    )
+    monkeypatch.setattr(distributed, "context_group", lambda layout: "cp")
+    monkeypatch.setattr(distributed, "set_timeout", lambda *args: None)
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda one, group: sent.append((one.numel(), group)))
+    distributed.make_world(0, torch.device("cpu"), Layout())
+    assert sent == [(1, "checkpoints"), (1, "dp"), (1, "tp"), (1, "cp")]
+
+
+def test_groups_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for its peers, and one of them may be gone."""
+    codes: list[int] = []
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", threading.Event().wait)
+    monkeypatch.setattr(distributed, "GROUPS_END_S", 0.1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    distributed.exit_process(0)
+    assert codes == [0]
+
+
+def test_the_thread_that_builds_a_task_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[Any] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: threads.append((threading.get_ident(), device))
+    )
+    device = torch.device("cuda", 3)
+    own = worker.run_unless_stopped(StopRequest(), threading.get_ident, device)
+    assert threads == [(own, device)]
+    assert own != threading.get_ident()
+    assert worker.run_unless_stopped(StopRequest(), lambda: 7, torch.device("cpu")) == 7
+
+
 def test_a_torch_for_rocm_has_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
@@ -128,7 +233,7 @@ def test_only_a_rank_that_is_a_task_takes_the_single_gpu(
     monkeypatch.setattr(worker, "join_world", lambda *args, **options: None)
     if works:
         assert worker.run_worker(attempt, plan, StopRequest(), Progress()) == EXIT_STOPPED
-        assert cuda.selected == [torch.device("cuda", 0)]
+        assert set(cuda.selected) == {torch.device("cuda", 0)}
         return
     with pytest.raises(TrainkitError, match="local rank 1 has no GPU: torch sees 1"):
         worker.run_worker(attempt, plan, StopRequest(), Progress())
@@ -143,11 +248,18 @@ def join(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> list[A
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda *args, **options: options["store"])
     monkeypatch.setattr(distributed, "make_world", lambda number, *args: number)
     monkeypatch.setattr(distributed, "_raise_open_file_limit", lambda count: None)
+    arrived = threading.Semaphore(0)
     stores = []  # that of rank 0 has to outlive the other
 
     def meet(number: int) -> None:
         try:
-            found[number] = join_world(rank(number, port), devices[number], Layout(dp_shard=2), StopRequest())
+            found[number] = join_world(
+                rank(number, port),
+                devices[number],
+                Layout(dp_shard=2),
+                StopRequest(),
+                on_arrival=arrived.release,
+            )
         except TrainkitError as error:
             found[number] = error
 
@@ -163,6 +275,7 @@ def join(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> list[A
         thread.start()
     for thread in threads:
         thread.join(60)
+    assert all(arrived.acquire(blocking=False) for _ in found)
     return found
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.models import nano, sample_keys, tokens
 from tests.support.runs import run_ranks
+from trainkit.config.running import ParallelConfig
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import local_tensor
@@ -81,7 +82,7 @@ def check_against_the_wrapper(world: World) -> None:
     on_host, wrapped = nano(), nano()
     apply_data_parallel(wrapped, mesh, Layout(world.size, 1), torch.float32)
     copies = replace(world, mesh=mesh, layout=Layout(world.size, 1))
-    switches = [gradient_switch(model, copies) for model in (on_host, wrapped)]
+    switches = [gradient_switch(model, copies, ParallelConfig()) for model in (on_host, wrapped)]
     for number in range(4):
         last = number % 2 == 1
         for model, switch in zip((on_host, wrapped), switches, strict=True):

@@ -67,11 +67,6 @@ class Summary:
     num_not_started: int
     """Runs of a bench on this machine that has not come to them, or was interrupted."""
 
-    @property
-    def has_measurements(self) -> bool:
-        """Whether any step was measured."""
-        return any(row["steps"] for row in self.rows)
-
 
 def end_line(bench: Bench, item: BenchRun) -> str:
     """One line about a run on this machine that has just ended."""

@@ -28,8 +28,8 @@ from trainkit.bench.summary import (
     write_summary,
 )
 from trainkit.cli.control import cancel_bench
-from trainkit.cli.following import print_copied
 from trainkit.cli.help import Group, examples, warn
+from trainkit.cli.logs import print_copied
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
@@ -393,4 +393,4 @@ def summarize(bench: Bench, as_json: bool) -> int:
     if summary.num_open:
         warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
-    return EXIT_OK if summary.has_measurements else EXIT_FAILED
+    return EXIT_OK if any(row["steps"] for row in summary.rows) else EXIT_FAILED

@@ -111,7 +111,7 @@ def requeue(run_name: str, as_json: bool) -> int:
 
     A running job saves, stops and is then restarted.
     """
-    from trainkit.cli.following import print_started
+    from trainkit.cli.logs import print_started
     from trainkit.control.resume import requeue_run
     from trainkit.run.record import read_job
     from trainkit.run.registry import find_run

@@ -16,7 +16,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 MAX_SHOWN = 20
 """Problems of a task that are listed."""
-CONTRIB = {"show": "trainkit.contrib.replay.show"}
+CONTRIB = {"show": "trainkit.contrib.replay.command"}
 """Commands that no module of the core imports, as in `trainkit.cli.main`."""
 
 _tokenizer_option = click.option(
@@ -39,7 +39,7 @@ class DataCommands(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in CONTRIB:
             return super().get_command(ctx, cmd_name)
-        command = import_module(CONTRIB[cmd_name]).command
+        command = getattr(import_module(CONTRIB[cmd_name]), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -98,7 +98,7 @@ def run_on_hosts(
     others take part in the attempt that it announces if their own config and plan are the same. All hosts
     return the same code.
     """
-    from trainkit.cli.following import kept_terminal, print_end, print_started, show_rank_0
+    from trainkit.cli.logs import kept_terminal, print_end, print_started, show_rank_0
     from trainkit.job.node.host_rendezvous import refuse_wrong_master
     from trainkit.job.step_run import announce, await_end, exit_code_of, run_first_task, run_host, withdraw
     from trainkit.run.rundir import become_sole_supervisor, claim_place

@@ -1,27 +1,40 @@
-"""``trainkit logs``: the output of a run."""
+"""``trainkit logs``: the output of a run; and what commands print of a run that they start and follow."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
+from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import run_argument
-from trainkit.errors import EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trainkit.run.rundir import AttemptDir
-
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from trainkit.formats import plural
+from trainkit.job.failed_starts import batch_log
+from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
+from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.events import events_of
+from trainkit.run.files import JsonlTail
+from trainkit.run.record import AttemptRecord, CodeCopy, read_job
+from trainkit.run.registry import find_attempt, find_run
+from trainkit.run.rundir import AttemptDir, RunDir
 
 MAX_LINE_BYTES = 2**20
 """A longer line is printed as several."""
+END_S = 3.0
+SHOW_S = 0.1
 
 
 @click.command(
@@ -58,13 +71,6 @@ def command(
 
     Without one, because the job ended before its supervisor began, it is the output of the batch script.
     """
-    from trainkit.backends.jobs import liveness_probe
-    from trainkit.job.failed_starts import batch_log
-    from trainkit.observe.logs import follow, start_of_last
-    from trainkit.run.end import AttemptEnd, read_end
-    from trainkit.run.record import read_job
-    from trainkit.run.registry import find_attempt, find_run
-
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
     run = find_run(run_name)
@@ -119,3 +125,158 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         return [log_of(attempt, read_plan(attempt), rank or 0)]
 
     return logs_of
+
+
+def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
+    """Print rank 0's log and the run's events until it ends, then how it ended; returns the exit code.
+
+    `on_poll` is called several times per second. KeyboardInterrupt passes through.
+    """
+    events = JsonlTail(run.events_file, from_start=True)
+    is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
+
+    def poll() -> bool | None:
+        on_poll()
+        _print_events(events, attempt)
+        return is_alive()
+
+    for _, line in follow(run, attempt, lambda attempt: [attempt.rank_log(0)], poll):
+        click.echo(line, err=to_stderr)
+    entry = read_job(run).newest
+    if entry is not None:
+        # Otherwise the next command, for example `resume`, might find the supervisor still running.
+        backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
+    _print_events(events, attempt)
+    return print_end(run)
+
+
+@contextlib.contextmanager
+def kept_terminal() -> Iterator[int]:
+    """Keep the terminal while the block redirects stdout and stderr; yields a descriptor of its stdout."""
+    streams = (sys.stdout, sys.stderr)
+    for stream in streams:
+        stream.flush()
+    kept = [os.dup(stream.fileno()) for stream in streams]
+    try:
+        yield kept[0]
+    finally:
+        for descriptor, stream in zip(kept, streams, strict=True):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)
+
+
+def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
+    """Print rank 0's log to a terminal as it grows, until `ended` is set."""
+    tail = LogTail(attempt.rank_log(0))
+    while not ended.wait(SHOW_S):
+        _write(tail.read(), terminal)
+    _write(tail.read_rest(), terminal)
+
+
+def _write(lines: list[str], terminal: int) -> None:
+    if lines:
+        with contextlib.suppress(OSError):  # the terminal was closed, and the ranks save
+            os.write(terminal, ("\n".join(lines) + "\n").encode(errors="replace"))
+
+
+def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
+    """`follow_run`, except that Ctrl-C detaches with exit code 130 while the job continues."""
+    try:
+        return follow_run(run, attempt, to_stderr)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\ndetached; the job continues: `trainkit logs {quote(str(run.path))} -f` follows it, "
+            f"`trainkit cancel {quote(str(run.path))}` ends it",
+            err=True,
+        )
+        return EXIT_INTERRUPTED
+
+
+LOGGED_EVENTS = {
+    "rendezvous",
+    "training",
+    "resumed",
+    "first_step",
+    "evaluated",
+    "checkpoint_begin",
+    "checkpoint_commit",
+    "checkpoint_rejected",
+    "checkpoint_failed",
+}
+"""Events of the trainer that rank 0's log also contains."""
+
+
+def _print_events(events: JsonlTail, attempt: int) -> None:
+    for event in events_of(events.read()):
+        if event.name not in LOGGED_EVENTS and (event.attempt or 0) >= attempt:
+            click.echo(event.line, err=True)
+
+
+def _end_soon(run: RunDir) -> AttemptEnd | None:
+    """How the newest attempt ended, None without a record; after `cancel --now` it may appear a bit later."""
+    deadline_s = time.monotonic() + END_S
+    while True:
+        end = read_end(run.attempt(run.attempt_numbers()[-1]))
+        cancelled = (read_job(run).newest or AttemptRecord()).is_cancelled
+        if end is not None or not cancelled or time.monotonic() > deadline_s:
+            return end
+        time.sleep(0.05)
+
+
+def print_end(run: RunDir) -> int:
+    """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
+    end = _end_soon(run)
+    if end is None:
+        if not (read_job(run).newest or AttemptRecord()).has_started:
+            shown = f"`trainkit status {quote(str(run.path))}` shows what Slurm reports"
+            click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
+            return EXIT_FAILED
+        log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
+        last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
+        click.echo(
+            f"died: the supervisor exited without recording an end; {log} ends with: {last_line}", err=True
+        )
+        return EXIT_FAILED
+    click.echo(f"{end.state}: {end.reason}", err=True)
+    if end.verdict:
+        click.echo(end.verdict.line, err=True)
+        if end.verdict.hint:
+            click.echo(f"hint: {end.verdict.hint}", err=True)
+        if end.verdict.rank is not None:
+            command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict.rank}"
+            click.echo(f"`{command}` shows its output", err=True)
+    if end.state == "stopped":
+        click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
+    return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
+
+
+def print_copied(code: CodeCopy | None) -> None:
+    """Print to stderr which code was copied into the run folder, if any."""
+    if code is None:
+        return
+    click.echo(f"  code                {plural(code.num_files, 'file')} of {code.source} copied", err=True)
+    for note in code.notes:
+        click.echo(f"  note: {note}", err=True)
+
+
+def print_started(
+    run: RunDir,
+    name: str,
+    entry: AttemptRecord,
+    backend: str,
+    as_json: bool,
+    warnings: Sequence[str] | None = None,
+) -> None:
+    """Print the run folder and the job id; `entry` is the attempt's entry in job.json.
+
+    JSON includes the `warnings` of the plan, if there is a new one.
+    """
+    if as_json:
+        facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
+        if warnings is not None:
+            facts["warnings"] = list(warnings)
+        click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))
+    else:
+        click.echo(str(run.path))
+        click.echo(entry.job_id)

@@ -77,8 +77,8 @@ ELSEWHERE = {
     "drill": "contrib.drill.command:command",
     "generate": "contrib.generate.command:command",
     "replay": "contrib.replay.command:command",
-    "sync": "contrib.trackers.command:command",
-    "ui": "contrib.trackers.ui:command",
+    "sync": "contrib.trackers.command:sync",
+    "ui": "contrib.trackers.command:ui",
 }
 
 
@@ -239,7 +239,7 @@ OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
         *("-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"),
-        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes"),
+        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--procs"),
     ),
     "--name": ("-J", "--job-name"),
     "--time": ("-t", "--walltime"),

@@ -150,15 +150,10 @@ def config_options_unless(option: str) -> Callable[[Function], Function]:
 
 def one_node_config_options(function: Function) -> Function:
     """Like `config_options`, for a command that runs here: on one node, or on this node of several."""
-    gpus: dict[str, Any] = {
-        "type": click.IntRange(min=1),
-        "metavar": "N",
-        "help": "GPUs to use; number of worker processes on a machine without GPUs.",
-    }
+    gpus = "GPUs to use; number of worker processes on a machine without GPUs."
     return _request_options(
         function,
-        click.option("--gpus-per-node", **gpus),
-        click.option("--procs", hidden=True, **gpus),  # the former name, kept for scripts
+        click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help=gpus),
         click.option(
             "--nodes", type=click.IntRange(min=1), metavar="N", help="Number of hosts, with --node-rank."
         ),
@@ -181,10 +176,8 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         config: str | None,
         profile: str | None,
         overrides: tuple[str, ...],
-        procs: int | None = None,
         **others: Any,
     ) -> Any:
-        others["gpus_per_node"] = others.get("gpus_per_node") or procs
         flags = config_flags(others)
         if config is None and (unless is None or others[unless] is None):
             config = choose_config()

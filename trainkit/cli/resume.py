@@ -67,7 +67,7 @@ def command(
     on several hosts, as `trainkit run` does.
     """
     from trainkit.backends.jobs import require_not_running
-    from trainkit.cli.following import print_copied, print_started
+    from trainkit.cli.logs import print_copied, print_started
     from trainkit.config import read_effective
     from trainkit.control.resume import (
         changes,
@@ -139,6 +139,6 @@ def command(
     if not follow:
         click.echo(f"`trainkit logs {quote(str(run.path))} -f` follows its log", err=True)
         return EXIT_OK
-    from trainkit.cli.following import follow_detachable
+    from trainkit.cli.logs import follow_detachable
 
     return follow_detachable(run, entry.attempt, to_stderr=as_json)

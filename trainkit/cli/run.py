@@ -53,7 +53,7 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. A run also saves and stops when its
     terminal closes.
     """
-    from trainkit.cli.following import follow_run, print_started
+    from trainkit.cli.logs import follow_run, print_started
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
@@ -142,7 +142,7 @@ SRUN_READ_S = 1.0
 
 def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> int:
     """Run CONFIG as this task of the step; returns the exit code of this task."""
-    from trainkit.cli.following import kept_terminal, print_end, show_rank_0
+    from trainkit.cli.logs import kept_terminal, print_end, show_rank_0
     from trainkit.job.step_run import (
         announce,
         await_announcement,
@@ -228,9 +228,9 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
         return task.tasks, Target("srun", reason, node_sizes=task.tasks, per="gpu")
     if set(task.tasks) != {1}:
         raise UsageError(
-            f"--procs {num_procs} starts {num_procs} ranks in each task, but this step has {task.num_tasks} "
-            f"tasks on {task.num_nodes} nodes",
-            hint="use srun --ntasks-per-node=1 … --procs N, or one task per rank without --procs",
+            f"--gpus-per-node {num_procs} starts {num_procs} ranks in each task, but this step has "
+            f"{task.num_tasks} tasks on {task.num_nodes} nodes",
+            hint="use srun --ntasks-per-node=1 … --gpus-per-node N, or one task per rank without it",
         )
     sizes = (num_procs,) * task.num_nodes
     reason = f"srun: one task per node in {step}, each with {num_procs} ranks"

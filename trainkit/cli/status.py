@@ -67,7 +67,9 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     """
     found = None if run_name is None else find_any(run_name)
     if isinstance(found, RunDir):
-        return _show_run(found, as_json)
+        status = look_at(found)[1]
+        click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
+        return EXIT_OK
     return show_runs(found, show_all, as_json)
 
 
@@ -89,12 +91,6 @@ def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     record, history = read_job(run), RunHistory(run)
     job = query_job_status(run, record, warn)
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
-
-
-def _show_run(run: RunDir, as_json: bool) -> int:
-    _, status, _ = look_at(run)
-    click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
-    return EXIT_OK
 
 
 def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:

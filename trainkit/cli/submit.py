@@ -196,7 +196,7 @@ def command(
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only)
-    from trainkit.cli.following import follow_detachable, print_copied  # with what follows a run
+    from trainkit.cli.logs import follow_detachable, print_copied  # with what follows a run
 
     created = submission.create(["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)

@@ -41,7 +41,7 @@ MAX_QUERIED_KINDS = 32
 CONFIG_ARGV = ("scontrol", "show", "config")
 # With --all: a job can name a partition that Slurm does not list.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all")
-_NODE_FIELDS = ("%R", "%D", "%c", "%m", "%T", "%N", "%G", "%f")
+_NODE_FIELDS = ("%R", "%D", "%c", "%m", "%N", "%G", "%f")
 NODES_ARGV = ("sinfo", "--all", "--noheader", "--exact", f"--format={FIELD.join(_NODE_FIELDS)}{RECORD}")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
 _ACCOUNTS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "user", "withassoc", "where")
@@ -50,7 +50,6 @@ _ACCOUNT_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS")
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _ID = re.compile(r"\(\d+\)$")
 _GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:()]+))?(?::no_consume)?:(?P<count>\d+)(?:\([^)]*\))?")
-_OUT_OF_SERVICE = re.compile(r"down|drain|fail|maint|unk|power(?:ed_down|ing_down)|reboot", re.IGNORECASE)
 _GPU_OPTIONS_PLUGIN = "cons_tres"
 """The only SelectType that supports --gpus-per-node; the others require --gres."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
@@ -216,20 +215,18 @@ def _names(text: str) -> tuple[str, ...] | None:
 
 
 def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
-    """Parse the output of sinfo, by partition; nodes that differ only in state are counted together."""
+    """Parse the output of sinfo, by partition; nodes that are alike are counted together."""
     merged: dict[str, dict[tuple[object, ...], NodeKind]] = {}
-    for partition, count, cpus, memory, state, hosts, gres, features in records(text, len(_NODE_FIELDS)):
+    for partition, count, cpus, memory, hosts, gres, features in records(text, len(_NODE_FIELDS)):
         kinds = merged.setdefault(partition, {})
         key = (cpus, memory, gres, features)
         known = kinds.get(key)
-        in_service = 0 if _OUT_OF_SERVICE.search(state) else int(count)
         kinds[key] = NodeKind(
             count=int(count) + (known.count if known else 0),
             cpus=_number(cpus.rstrip("+")) or None,
             mem_mib=_number(memory.rstrip("+")) or None,
             gpus=parse_gpus(gres),
             features=() if features == "(null)" else tuple(features.split(",")),
-            in_service=in_service + (known.in_service or 0 if known else 0),
             hosts=f"{known.hosts},{hosts}" if known else hosts,
         )
     return {partition: tuple(kinds.values()) for partition, kinds in merged.items()}

@@ -14,7 +14,6 @@ from trainkit.cluster.limits import listed, partition_problems
 from trainkit.cluster.model import (
     Account,
     Cluster,
-    NodeKind,
     Partition,
     Qos,
     ResourceRequest,
@@ -25,9 +24,6 @@ from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
 from trainkit.folders import FIRST_RUN, ensure_folder, shipped_templates
 from trainkit.formats import memory_text, time_text, version_text
-
-MAX_KINDS = 20
-"""With more kinds of nodes in a partition, a profile merges nodes that differ only in features."""
 
 
 def describe_cluster(cluster: Cluster) -> str:
@@ -42,7 +38,7 @@ def differences(profile: Cluster, found: Cluster) -> list[str]:
     """The sections of a profile that are out of date; sections that either side lacks are skipped."""
     is_up = {item.name: item.is_up for item in found.partitions}
     written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
-    current = {item.name: _with_merged_features(item) for item in found.partitions}
+    current = {item.name: item for item in found.partitions}
     names = {**written, **current} if written and current else {}
     different = [f"partition {name}" for name in names if written.get(name) != current.get(name)]
     if None not in (profile.accounts, found.accounts) and _names(profile.accounts) != _names(found.accounts):
@@ -54,19 +50,6 @@ def differences(profile: Cluster, found: Cluster) -> list[str]:
 
 def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
     return {item.name for item in items or ()}
-
-
-def _with_merged_features(partition: Partition) -> Partition:
-    """A partition with nodes merged across features if it has more than `MAX_KINDS` kinds."""
-    if len(partition.nodes) <= MAX_KINDS:
-        return partition
-    merged: dict[tuple[object, ...], NodeKind] = {}
-    for kind in partition.nodes:
-        key = (kind.cpus, kind.mem_mib, *kind.gpus.items())
-        known = merged.get(key, replace(kind, count=0, features=()))
-        features = tuple(dict.fromkeys((*known.features, *kind.features)))
-        merged[key] = replace(known, count=known.count + kind.count, features=features)
-    return replace(partition, nodes=tuple(merged.values()))
 
 
 TASK_FILES = ("{}.py", "{}.yaml", "test_{}.py")
@@ -163,7 +146,7 @@ def _profile_lines(cluster: Cluster, today: date) -> Iterator[str]:
     yield "# Times are in Slurm's format. Identical nodes share an entry; nodes out of service are included."
     yield "partitions:"
     for partition in cluster.partitions:
-        yield from _partition_lines(_with_merged_features(partition))
+        yield from _partition_lines(partition)
 
 
 def _default_lines(cluster: Cluster) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,17 @@ class Machine:
     """One sentence: which GPUs there are, or why there are none."""
     memory: int | None = None
     """Bytes of memory and swap; None if unknown."""
+    driver_cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver of its GPUs supports; None if unknown."""
 
 
-def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
+def detect_machine() -> Machine:
     """Detect the hardware of this machine, without torch; queries NVML only if an NVIDIA driver is loaded."""
-    names, reason = _gpus(os.environ if environ is None else environ)
-    return Machine(_num_cpus(), len(names), names, reason, host_memory(MEMINFO))
+    names, reason, cuda = _gpus()
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    cpus = cores if quota is None else max(1, min(cores, math.floor(quota)))
+    return Machine(cpus, len(names), names, reason, host_memory(MEMINFO), cuda)
 
 
 def host_memory(meminfo: Path) -> int | None:
@@ -41,12 +47,6 @@ def host_memory(meminfo: Path) -> int | None:
         return None
     kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     return 1024 * (kib["MemTotal"] + kib.get("SwapTotal", 0)) if "MemTotal" in kib else None
-
-
-def _num_cpus() -> int:
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
@@ -72,6 +72,15 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
     return min(quotas, default=None)
 
 
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty without one."""
+    try:
+        found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
+    except OSError:
+        return ""
+    return found[0] if found else "unknown version"
+
+
 class NoDriver(Exception):
     """Why NVML cannot be used, as the end of a sentence."""
 
@@ -93,51 +102,54 @@ def nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
+    """The names of the GPUs, why there are these, and the newest CUDA of their driver."""
     if not NVIDIA_DRIVER.exists():
-        return (), "there is no NVIDIA driver on this machine"
+        return (), "there is no NVIDIA driver on this machine", None
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with nvml() as driver:
-            devices = [_device(driver, index) for index in range(driver.nvmlDeviceGetCount())]
+            count, cuda = driver.nvmlDeviceGetCount(), driver_cuda(driver)
+            names = visible_names(driver, chosen)
     except NoDriver as error:
-        return (), f"an NVIDIA driver is loaded, but {error}"
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible_names(devices, chosen)
+        return (), f"an NVIDIA driver is loaded, but {error}", None
     if names:
         suffix = f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else ""
-        return names, f"this machine has {describe_gpus(names)}{suffix}"
-    if devices:
-        return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {len(devices)} GPU(s) of this machine"
-    return (), "an NVIDIA driver is loaded, but it reports no GPU"
+        kinds = ", ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
+        return names, f"this machine has {kinds}{suffix}", cuda
+    if count:
+        return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {count} GPU(s) of this machine", cuda
+    return (), "an NVIDIA driver is loaded, but it reports no GPU", cuda
 
 
-def _device(pynvml: Any, index: int) -> tuple[str, str]:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
+def driver_cuda(nvml: Any) -> tuple[int, int] | None:
+    """The newest CUDA that the driver supports; None if it does not say."""
+    try:
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    except nvml.NVMLError:
+        return None
+    return number // 1000, number % 1000 // 10
 
 
-def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[str, ...]:
-    """The names of the devices, given as (UUID, name), that a value of CUDA_VISIBLE_DEVICES exposes.
+def gpu_handle(nvml: Any, name: str) -> Any:
+    """NVML's handle of a GPU or slice by its name in CUDA_VISIBLE_DEVICES. Raises NVMLError.
 
-    CUDA ignores the first invalid entry and all entries after it:
+    A name is an index, a UUID or the beginning of one:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars
     """
-    if chosen is None:
-        return tuple(name for _, name in devices)
+    if name.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    if name.startswith("GPU-"):
+        for gpu in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+            if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
+                return gpu
+    return nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
+    """The models of the GPUs in a value of CUDA_VISIBLE_DEVICES up to the first invalid entry, as in CUDA."""
     names = []
-    for item in map(str.strip, chosen.split(",")):
-        if item.isdigit() and int(item) < len(devices):
-            names.append(devices[int(item)][1])
-        elif item.startswith("GPU-") and (match := [name for uuid, name in devices if uuid.startswith(item)]):
-            names.append(match[0])
-        elif item.startswith("MIG-"):
-            names.append("MIG device")
-        else:
-            break
+    with contextlib.suppress(nvml.NVMLError):
+        for name in range(nvml.nvmlDeviceGetCount()) if chosen is None else chosen.split(","):
+            names.append(str(nvml.nvmlDeviceGetName(gpu_handle(nvml, str(name).strip()))))
     return tuple(names)
-
-
-def describe_gpus(names: tuple[str, ...]) -> str:
-    """Describe GPUs by count and name, for example ``2 x NVIDIA A100-SXM4-80GB``."""
-    kinds = dict.fromkeys(names)
-    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)

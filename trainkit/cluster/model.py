@@ -28,8 +28,6 @@ class NodeKind:
     gpus: dict[str, int] = field(default_factory=dict)
     """GPUs per node, by type; the type is empty if the site does not name it."""
     features: tuple[str, ...] = ()
-    in_service: int | None = field(default=None, compare=False)
-    """Number of nodes that can run jobs now or soon: neither down nor drained."""
     hosts: str = field(default="", compare=False)
     """The nodes as a Slurm host list."""
 

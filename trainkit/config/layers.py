@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import CONFIG_VERSION, sections
 from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
-from trainkit.formats import did_you_mean, near
+from trainkit.formats import did_you_mean
 
 
 def refuse_newer(entry: Entry) -> None:
@@ -53,17 +53,8 @@ class Layers:
         if path.suffix == ".py":
             hint = f"to run your own script: -- python {name}"
             return Problem("", "no such config", name, hint)
-        shipped, parent = shipped_config_names(), Path(name).parent
-        known = {word: item for item in shipped for word in (item, PurePath(item).name)}
-        for file in path.parent.iterdir() if path.parent.is_dir() else ():
-            if file.suffix in (".yaml", ".yml"):
-                known[str(parent / file.stem)] = str(parent / file.name)
-        match = near(str(Path(name).with_suffix("")).removeprefix("configs/"), known)
-        hint = f"shipped configs: {', '.join(shipped)}"
-        if match:
-            hint = f"did you mean {known[match]}?"
-        elif not path.parent.is_dir():
-            hint = f"there is no folder {path.parent}; {hint}"
+        hint = "" if path.parent.is_dir() else f"there is no folder {path.parent}; "
+        hint += f"shipped configs: {', '.join(shipped_config_names())}"
         return Problem("", "no such file or shipped config", name, hint)
 
     def file(self, path: Path) -> Entry:
@@ -109,13 +100,8 @@ class Layers:
         for candidate in (find_shipped_config(name), shipped_configs() / name, relative):
             if candidate is not None and candidate.exists():
                 return candidate
-        known = [str(item.relative_to(shipped_configs())) for item in shipped_configs().glob("*/*.yaml")]
-        if relative.parent.is_dir():
-            known += [str(Path(name).parent / item.name) for item in relative.parent.glob("*.y*ml")]
-        by_stem = {str(PurePath(item).with_suffix("")): item for item in known}
-        match = near(str(PurePath(name).with_suffix("")), by_stem)
         message = f"{name} is neither a file relative to this one nor a shipped config"
-        self.problem("extends", message, origin, f"did you mean {by_stem[match]}?" if match else "")
+        self.problem("extends", message, origin, f"shipped configs: {', '.join(shipped_config_names())}")
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:

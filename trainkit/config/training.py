@@ -143,7 +143,7 @@ class TrainConfig(Section):
         default=5,
         description="Consecutive steps with a non-finite loss or gradient after which the run stops.",
     )
-    deterministic: bool = Field(default=False, description="Use deterministic kernels only.")
+    deterministic: bool = Field(default=False, description="Use only kernels that repeat every bit on GPUs.")
 
 
 class OptimizerConfig(Section):

@@ -88,9 +88,6 @@ class UnitJob:
         """Written once the shards of the unit are published."""
         return self.folder / WORK_FOLDER / f"unit-{self.unit.index:05d}.json"
 
-    def shard_name(self, split: str) -> str:
-        return f"{split}-{self.unit.index:05d}.bin"
-
     def reader(self, number: int) -> SpanReader:
         span = self.unit.spans[number]
         fraction, key = self.spec.split_fraction, self.spec.text_key
@@ -102,7 +99,7 @@ def run_unit(job: UnitJob) -> None:
 
     Raises UsageError for unusable text or a source that has changed, OSError if the shards cannot be written.
     """
-    writers = {split: _ShardWriter(job.folder, job.shard_name(split)) for split in SPLITS}
+    writers = {split: _ShardWriter(job.folder, f"{split}-{job.unit.index:05d}.bin") for split in SPLITS}
     try:
         digests = _tokenize(job, writers)
         shards = {split: asdict(shard) for split in SPLITS if (shard := writers[split].publish())}

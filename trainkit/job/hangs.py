@@ -77,6 +77,12 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     return [host for host in hosts if host is not None]
 
 
+CONNECT_HINT = (
+    "the ranks have met, and cannot exchange tensors: `trainkit doctor --nodes N` measures the links between "
+    "hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
+)
+
+
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """The rank that blocks the others, as a failure of type ``Hang``; `records` must not be empty.
 
@@ -104,6 +110,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         type="Hang",
         message=message,
         exit_code=EXIT_STUCK,
+        hint=CONNECT_HINT if behind.phase == "connect" else None,
         final=any(record.is_final for record in records),
     )
 

@@ -11,17 +11,20 @@ import hashlib
 import math
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.cluster.machine import NoDriver, nvml
+from trainkit.cluster.machine import NoDriver, driver_cuda, gpu_handle, nvml
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
 from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
+from trainkit.plan.gpus import TorchBuild
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
@@ -60,28 +63,19 @@ def _require(subject: str, finding: Finding) -> None:
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
 
-def require_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
-    """Raise PreflightFailed when a GPU of these ranks is missing, lost or needs a reset.
-
-    Passes where NVML is not available: a broken GPU then fails the ranks.
-    """
-    visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
-    with contextlib.suppress(NoDriver), nvml() as driver:
-        _check(driver, local_ranks, visible, is_task=plan.per == "gpu", granted=granted)
-
-
-def _check(
+def require_gpus(
     nvml: Any,
     local_ranks: Sequence[int],
-    visible: str | None,
+    environ: Mapping[str, str],
     *,
     is_task: bool = False,
-    granted: str | None = None,
+    torch: TorchBuild | None = None,
 ) -> None:
-    """Check the GPUs of these ranks; `visible` is CUDA_VISIBLE_DEVICES, `granted` SLURM_GPUS_ON_NODE.
+    """Raise PreflightFailed when a GPU of these ranks is missing, lost, needs a reset, or cannot run `torch`.
 
     `is_task` is that of `gpu_index`.
     """
+    visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
     count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
     names = [str(index) for index in range(count)] if listed is None else listed
     for rank in local_ranks:
@@ -91,7 +85,13 @@ def _check(
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
-        _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, int(name)))
+        _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
+        if torch is not None:
+            gpu = gpu_handle(nvml, name)
+            capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
+            found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
+            if found is not None:  # the node is well, as others of its kind are
+                raise PreflightFailed(*found, is_node=False, exit_code=EXIT_NO_RESTART)
 
 
 def _missing_gpu(
@@ -116,16 +116,16 @@ def _missing_gpu(
     return PreflightFailed(message, hint)
 
 
-def check_gpu(nvml: Any, index: int) -> Finding:
-    """Whether a GPU responds, and has no errors, as its driver says."""
+def check_gpu(nvml: Any, name: str) -> Finding:
+    """Whether a GPU responds, and has no errors, as its driver says; named as in CUDA_VISIBLE_DEVICES."""
     try:
-        problem = next(_gpu_problems(nvml, nvml.nvmlDeviceGetHandleByIndex(index)), None)
+        problem = next(_gpu_problems(nvml, gpu_handle(nvml, name)), None)
     except nvml.NVMLError as error:
         problem = f"does not respond: {error}"
     if problem is None:
-        return Finding(f"GPU {index}", "ok", "no errors")
+        return Finding(f"GPU {name}", "ok", "no errors")
     hint = "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows more; administrators can reset or replace it"
-    return Finding(f"GPU {index}", "failure", problem, hint)
+    return Finding(f"GPU {name}", "failure", problem, hint)
 
 
 def unknown_values(nvml: Any) -> tuple[type[Exception], ...]:
@@ -212,7 +212,14 @@ def require_node(
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
-        require_gpus(plan, local_ranks, environ)
+        torch = None
+        if (
+            not plan.workload.is_command and plan.python is None
+        ):  # else another interpreter may start the ranks
+            spec = find_spec("torch")
+            torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
+        with contextlib.suppress(NoDriver), nvml() as driver:  # without one, a broken GPU fails the ranks
+            require_gpus(driver, local_ranks, environ, is_task=plan.per == "gpu", torch=torch)
 
 
 def plan_digest(attempt: AttemptDir) -> str:

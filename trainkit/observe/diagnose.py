@@ -141,7 +141,9 @@ class _Case:
             if self.alive:
                 return self._nothing("the attempt is still running or pending")
             return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
-        match = self._best(self.files.start_text()) or self._asked_from_outside() or self._explain()
+        # Ranks that fail while they stop are not the cause of a stop that was requested.
+        match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
+        match = match or self._explain()
         if match is not None:
             return self._found(match)
         if self.first is None and self.end.state == "stopped":
@@ -236,10 +238,6 @@ class _Case:
         yield from self.files.logs("log", paths[:MAX_LOGS])
 
     # How the cause is found.
-
-    def _asked_from_outside(self) -> Match | None:
-        """The reason for a stop that was requested: ranks that fail while they stop are not its cause."""
-        return self._best([self.files.end_text()], ("cause",))
 
     def _explain(self) -> Match | None:
         own = None

@@ -79,7 +79,6 @@ class Signature(Section):
     """Sentences; one whose placeholders have no value in a run is left out."""
     doc: Annotated[str, BeforeValidator(lambda text: " ".join(text) if isinstance(text, list) else text)] = ""
     """A paragraph for the docs."""
-    is_shipped: bool = False
 
     @property
     def is_of_a_rank(self) -> bool:
@@ -88,8 +87,7 @@ class Signature(Section):
         return not names.isdisjoint({"subject", "rank"})
 
 
-_OWN = ("name", "is_shipped")
-_KEYS = ", ".join(info.alias or name for name, info in Signature.model_fields.items() if name not in _OWN)
+_KEYS = ", ".join(info.alias or name for name, info in Signature.model_fields.items() if name != "name")
 KEYS_HINT = f"the keys are {_KEYS}"
 
 
@@ -115,7 +113,7 @@ def load_signatures(files: Sequence[tuple[Path, str]] = ()) -> list[Signature]:
             problems += error.problems
             continue
         for name, entry in content.value.items():
-            signature = _parse(name, entry, path == SHIPPED, problems)
+            signature = _parse(name, entry, problems)
             if signature is not None:
                 found.setdefault(name, signature)
     if problems:
@@ -123,12 +121,11 @@ def load_signatures(files: Sequence[tuple[Path, str]] = ()) -> list[Signature]:
     return list(found.values())
 
 
-def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -> Signature | None:
+def _parse(name: str, entry: Entry, problems: list[Problem]) -> Signature | None:
     if not _NAME.fullmatch(name):
         problems.append(Problem(name, "a name consists of a-z, 0-9 and -", entry.origin))
-    for key in _OWN:
-        if entry.is_mapping and key in entry.value:
-            problems.append(Problem(f"{name}.{key}", "unknown key", entry.value[key].origin, KEYS_HINT))
+    if entry.is_mapping and "name" in entry.value:
+        problems.append(Problem(f"{name}.name", "unknown key", entry.value["name"].origin, KEYS_HINT))
     try:
         found = Signature.model_validate(entry.plain())
     except ValidationError as error:
@@ -143,8 +140,7 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
                 message = f"is {item['input']!r}: {message}"
             problems.append(Problem(f"{name}.{key}".rstrip("."), message, place.origin))
         return None
-    own = {"name": name, "is_shipped": is_shipped, "causes": found.causes or (found.title,)}
-    return found.model_copy(update=own)
+    return found.model_copy(update={"name": name, "causes": found.causes or (found.title,)})
 
 
 def placeholders(template: str) -> list[str]:

@@ -8,6 +8,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.data.checks import DataFacts
 from trainkit.errors import KeyProblem
+from trainkit.plan.gpus import TorchBuild
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Environment:
     interpreter: Interpreter
     problems: tuple[KeyProblem, ...] = ()
     """What would fail in the job: the interpreter and its packages, the container, the webhook."""
-    gpu_problem: KeyProblem | None = None
-    """Why its torch cannot use GPUs."""
+    torch: TorchBuild | None = None
+    """The torch of the trainer; None if unknown."""
+    torch_key: str = "device"
+    """The key that chooses it."""
 
 
 @dataclass(frozen=True)

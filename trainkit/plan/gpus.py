@@ -1,9 +1,11 @@
-"""GPU types by the names that drivers and clusters use, those of a run, and the torch they need. Pure."""
+"""GPU types by the names that drivers and clusters use, those of a run, and the torch they need."""
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config.schema import RunConfig
 
+Version = tuple[int, int]
 USABLE = 0.92
 """Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 
@@ -38,6 +41,11 @@ class Gpu:
     """Bandwidth per GPU to other nodes, in bytes per second, one way."""
     peak_flops: float | None
     """Dense FLOP/s with 16-bit inputs; None if unknown."""
+
+    @property
+    def capability(self) -> Version | None:
+        """Its compute capability if that is below 8.0, from which on tensor cores compute in bf16."""
+        return FP16_ONLY.get(self.name.partition(" ")[0])
 
     @property
     def usable(self) -> int:
@@ -102,8 +110,8 @@ _ROWS: tuple[tuple[str, dict[int, int], _Links, float | None], ...] = (
     ("RTX 4090", {24: 24_564}, _PCIE4, 165.2e12),
     ("RTX 3090", {24: 24_576}, _PCIE4, 71e12),
 )
-FP16_ONLY = ("V100", "T4")
-"""GPUs whose tensor cores do not compute in bf16."""
+FP16_ONLY: dict[str, Version] = {"V100": (7, 0), "T4": (7, 5)}
+"""The GPUs whose tensor cores do not compute in bf16, and their compute capabilities."""
 _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
@@ -253,23 +261,84 @@ def unchecked_memory(names: list[str]) -> str:
     )
 
 
+def bf16_problem(gpu: str) -> tuple[str, str]:
+    """Why a run does not train in bf16 on a GPU of `FP16_ONLY`, and a hint."""
+    return f"is bf16, in which the tensor cores of {gpu} do not compute", "set precision.dtype: fp16"
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """The peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
     gpu = find_gpu(device_name)
     if gpu is None or dtype not in ("bf16", "fp16"):
         return None
-    return None if dtype == "bf16" and gpu.name.startswith(FP16_ONLY) else gpu.peak_flops
+    return None if dtype == "bf16" and gpu.capability is not None else gpu.peak_flops
 
 
-CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
+BUILDS: dict[Version, Version] = {(13, 0): (7, 5), (12, 9): (7, 5), (12, 6): (5, 0)}
+"""CUDA of the builds on download.pytorch.org, newest first: the oldest compute capability with kernels."""
+_CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
 
 
-def cuda_torch_hint(python: str) -> str:
-    """How to replace a torch that was built without CUDA, in the environment of an interpreter."""
-    return (
-        f"`{quote(python)} -m pip install --force-reinstall torch --index-url {CUDA_INDEX}` installs a build "
-        "for CUDA 13.0; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
-    )
+def _version(text: str | None) -> Version | None:
+    """The first two numbers of a version; None without them, as of a build from source."""
+    found = re.match(r"(\d+)\.(\d+)", text or "")
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The torch of an interpreter, and what it was built for."""
+
+    python: str
+    version: str = ""
+    """Empty if unknown."""
+    cuda: str | None = ""
+    """The version of CUDA; empty if unknown, None without."""
+    hip: str | None = None
+    """The version of ROCm; None without."""
+    oldest: Version | None = None
+    """The oldest compute capability that it has kernels for; None if only its CUDA tells."""
+
+    @classmethod
+    def read(cls, python: str, file: str | None) -> TorchBuild:
+        """The one that an interpreter imports from a file, by its version.py: importing takes seconds."""
+        text = ""
+        with suppress(OSError, ValueError):
+            text = Path(file or "").with_name("version.py").read_text(encoding="utf-8")
+        found = {name: None if value == "None" else value[1:-1] for name, value in _CONSTANT.findall(text)}
+        return cls(python, found.get("__version__") or "", found.get("cuda", ""), found.get("hip"))
+
+    def problem(
+        self, gpu: str = "", capability: Version | None = None, driver: Version | None = None
+    ) -> tuple[str, str] | None:
+        """Why it cannot use a GPU of this name and compute capability, and a hint; None if it may.
+
+        `driver` is the newest CUDA that its driver supports.
+        """
+        name, cuda = f"torch {self.version or 'of unknown version'} of {self.python}", _version(self.cuda)
+        oldest = self.oldest or ((7, 5) if cuda is not None and cuda >= (13, 0) else (0, 0))
+        if self.cuda is None and self.hip is None:
+            message = f"the run uses GPUs, but {name} was built without CUDA"
+        elif cuda is not None and driver is not None and driver[0] < cuda[0]:
+            message = f"{name} needs a driver for CUDA {cuda[0]}, and has one for {_dotted(driver)}"
+        elif capability is not None and capability < oldest:
+            message = f"{name} has no kernels for the GPU {gpu} (compute capability {_dotted(capability)})"
+        else:
+            return None
+        for build, first in BUILDS.items():
+            if (driver or build)[0] >= build[0] and (capability or first) >= first:
+                hint = (
+                    f"`{quote(self.python)} -m pip install --force-reinstall torch --index-url "
+                    f"https://download.pytorch.org/whl/cu{build[0]}{build[1]}` installs a build for CUDA "
+                    f"{_dotted(build)}"
+                )
+                more = "; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
+                return message, hint + more * (driver is None)
+        return message, "request other GPUs, with resources.gpu_type or resources.exclude"
 
 
 OLDEST = (2, 11)
@@ -281,10 +350,9 @@ def release_problem(version: str) -> tuple[str, str] | None:
 
     Versions that have no release number, as of a build from source, are accepted.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or (int(match[1]), int(match[2])) >= OLDEST:
+    if (_version(version) or OLDEST) >= OLDEST:
         return None
-    oldest = ".".join(map(str, OLDEST))
+    oldest = _dotted(OLDEST)
     return (
         f"has torch {version}, and the trainer requires torch {oldest} or newer",
         f"`pip install 'torch>={oldest}'` there, or set launch.venv, conda, modules or container to an"

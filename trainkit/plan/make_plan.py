@@ -16,7 +16,7 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import Gpu, gpu_names, known_gpu, unchecked_memory
+from trainkit.plan.gpus import Gpu, bf16_problem, gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
@@ -45,14 +45,31 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
         if facts.data is not None:
             plan, found = _with_model(loaded.config, facts, facts.data, plan)
             problems += found
-    if facts.environment is not None:
-        found_there = [*facts.environment.problems]
-        if plan is not None and plan.device == "cuda" and not problems and facts.environment.gpu_problem:
-            found_there.append(facts.environment.gpu_problem)
-        problems += map(_problem, found_there)
+    found_there = [] if facts.environment is None else [*facts.environment.problems]
+    if plan is not None and not problems and not workload.is_command:
+        found_there += _gpu_problems(loaded.config, facts, plan.device)
+    problems += map(_problem, found_there)
     if plan is None or problems:
         raise ConfigError(loaded.located(problems))
     return plan
+
+
+def _gpu_problems(config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
+    """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known."""
+    environment, machine = facts.environment, facts.machine
+    torch = None if environment is None else environment.torch
+    gpu = known_gpu(gpu_names(config, machine, facts.target)) if device == "cuda" else None
+    name, capability = ("", None) if gpu is None else (gpu.name, gpu.capability)
+    if environment is not None and torch is not None:
+        driver = machine.driver_cuda if facts.target.cluster is None else None
+        found = torch.problem(name, capability, driver) if device == "cuda" else None
+        if device == "cpu" and config.device == "auto" and torch.hip is not None:
+            message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"
+            found = message, "AMD GPUs are not supported; `device: cpu` trains without GPUs"
+        if found is not None:
+            yield environment.torch_key, *found
+    if capability is not None and config.precision.dtype == "bf16":
+        yield "precision.dtype", *bf16_problem(name)
 
 
 def _problem(found: KeyProblem) -> Problem:

@@ -75,6 +75,11 @@ class StepWork:
     """Whether attention has a mask, which rules out context and pipeline parallelism."""
 
     @property
+    def has_dense_mask(self) -> bool:
+        """Whether attention reads a mask from memory; compiled for a GPU, it computes the mask."""
+        return self.document_mask and (self.device == "cpu" or self.parallel.compile is False)
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element of the compute type."""
         return 4 if self.dtype == "fp32" else 2
@@ -172,19 +177,21 @@ class StepWork:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
-MAX_CHUNK_LOGITS = 2**27
-"""Half a GiB in float32."""
+MAX_CHUNK_LOGITS = 2**28
+"""A GiB in float32. Each part reads and writes the gradient of the head's weight once."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
     """Into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
 
-    A split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
+    They are of one length where less than twice as many are: the loss is compiled once for each length. A
+    split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
     parallelism and pipelines split the logits themselves.
     """
     if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
         return 1
-    return -(-tokens * shape.vocab_size // MAX_CHUNK_LOGITS)
+    least = -(-tokens * shape.vocab_size // MAX_CHUNK_LOGITS)
+    return next((chunks for chunks in range(least, 2 * least) if tokens % chunks == 0), least)
 
 
 MAX_BLOCK = 256

@@ -181,8 +181,8 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
 def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGroup:
     """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
 
-    Makes the folder of an array task that has not started. Raises UsageError, with the closest name as a
-    hint, when there is none, and when it is `to_change` and several runs elsewhere have that name.
+    Makes the folder of an array task that has not started. Raises UsageError when there is none, and when it
+    is `to_change` and several runs elsewhere have that name.
     """
     run = RunDir(text)
     try:
@@ -249,7 +249,7 @@ def _matching_name(name: str) -> list[KnownRun]:
 
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
-        raise UsageError(f"unknown run {text!r}", hint=_closest_name_hint(text))
+        raise UsageError(f"unknown run {text!r}", hint=LIST_HINT)
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"
@@ -271,17 +271,6 @@ def _has_job(known: KnownRun, job_id: str) -> bool:
         return is_job_id(job_id) and known.group.job_id == base_id(job_id)
     job = read_job(known.run)
     return job_id in [*(entry.job_id for entry in job.attempts), *(job.follow_ups or [])]
-
-
-def _closest_name_hint(text: str) -> str:
-    known = list(iter_known_runs())
-    if not known:
-        return "no runs yet: `trainkit submit` starts one"
-    names = ["last", *(item.name for item in known), *(item.run.name for item in known)]
-    from difflib import get_close_matches
-
-    close = get_close_matches(text, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else LIST_HINT
 
 
 STATE_VARIABLE = "XDG_STATE_HOME"

@@ -322,7 +322,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
         "time": utc_now(),
         "trainkit": __version__,
         "python": platform.python_version(),
-        "torch": own_packages("torch").torch_version or None,
+        "torch": own_packages("torch").torch.version or None,
         "platform": platform.platform(),
         "executable": sys.executable,
         "cwd": str(cwd),

@@ -22,10 +22,9 @@ from trainkit.config.running import LaunchConfig
 from trainkit.errors import KeyProblem
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
-from trainkit.plan.gpus import release_problem
+from trainkit.plan.gpus import TorchBuild, release_problem
 
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")
-_CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
 
 
 def find_interpreter(
@@ -149,29 +148,13 @@ class Packages:
     versions: Mapping[str, str]
 
     @cached_property
-    def torch(self) -> Mapping[str, str]:
-        """The constants of the version.py of its torch as written; importing it would take seconds."""
-        try:
-            text = Path(self.files["torch"]).with_name("version.py").read_text(encoding="utf-8")
-        except (KeyError, OSError, ValueError):
-            return {}
-        return dict(_CONSTANT.findall(text))
+    def torch(self) -> TorchBuild:
+        """Its torch, as far as the version.py of that says."""
+        return TorchBuild.read(self.program, self.files.get("torch"))
 
     def is_below(self, name: str, folder: str) -> bool:
         """Whether a package is installed in a folder or below it."""
         return name in self.files and Path(self.files[name]).is_relative_to(folder)
-
-    @property
-    def torch_version(self) -> str:
-        """Empty if unknown."""
-        return self.torch.get("__version__", "").strip("\"'")
-
-    @property
-    def cpu_only_torch(self) -> str | None:
-        """The version of its torch if that was built without CUDA and ROCm; None if not, or unknown."""
-        if self.torch.get("cuda") != "None" or self.torch.get("hip", "None") != "None":
-            return None
-        return self.torch_version or "of unknown version"
 
 
 def find_packages(
@@ -204,7 +187,7 @@ def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
     if version != __version__:
         message = f"has trainkit {version}, and this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
-    return release_problem(packages.torch_version)
+    return release_problem(packages.torch.version)
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:

@@ -23,7 +23,7 @@ from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.job.notifications import url_problem
 from trainkit.plan.facts import Environment, Facts, Interpreter
-from trainkit.plan.gpus import cuda_torch_hint, release_problem
+from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan, problems
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
@@ -325,7 +325,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         module = None  # the command starts with another Python
     if "PYTHONPATH" in launch.env:
         trackers, module = (), None
-    packages, gpu_problem = None, None
+    packages, torch = None, None
     if is_known and (trackers or module or trains_here or may_use_gpus):
         names = ("torch", "trainkit", *trackers, *filter(None, (module,)))
         try:
@@ -338,7 +338,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     if on_slurm:
         found = [*launch_problems(launch), *found]
     if packages is not None:
-        if trains_here and key is None and (problem := release_problem(packages.torch_version)):
+        if trains_here and key is None and (problem := release_problem(packages.torch.version)):
             found.append(("", f"{program} {problem[0]}", problem[1]))
         elif trains_here and key is not None and (problem := package_problem(packages, program)):
             found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
@@ -347,14 +347,12 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
             hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
             found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
         is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
-        if may_use_gpus and not is_of_host and (version := packages.cpu_only_torch) is not None:
-            message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
-            gpu_problem = named, message, cuda_torch_hint(program)
+        torch = packages.torch if may_use_gpus and not is_of_host else None
     webhook = config.notify.webhook
     if (url := os.environ.get(webhook or "")) and (what := url_problem(url)) is not None:
         hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
         found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
-    return Environment(interpreter, tuple(found), gpu_problem)
+    return Environment(interpreter, tuple(found), torch, named)
 
 
 def _tracker_problems(packages: Packages, program: str, trackers: Sequence[str]) -> Iterator[KeyProblem]:

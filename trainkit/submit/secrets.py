@@ -147,18 +147,13 @@ def _masked_assignment(match: re.Match[str]) -> str:
     return f"{match[0][: start - match.start()]}{MASK}{match[0][end - match.start() :]}"
 
 
-def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The named variables that are set, which the job inherits."""
-    return tuple(name for name in names if environ.get(name))
-
-
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError when a text that will be written contains the value of a named variable.
 
     `where` names the text, for example ``submit.sbatch``. The value is searched for verbatim and as escaped
     in scripts, JSON and URLs; the error contains only the name of the variable.
     """
-    for name in present_secrets(names, environ):
+    for name in filter(environ.get, names):
         # A multi-line key may be indented in the text, so search for its longest line.
         line = max(environ[name].strip().splitlines() or [""], key=len)
         if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):

@@ -33,6 +33,7 @@ from trainkit.trainer.forward_backward import (
     TaskForwardBackward,
 )
 from trainkit.trainer.metrics import LocalGradient
+from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
@@ -250,7 +251,7 @@ def assemble(
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     forward_backward = SequentialForwardBackward(
         model,
-        gradient_switch(model, world, masters, offload=parallel.offload, local_gradient=local_gradient),
+        gradient_switch(model, world, parallel, masters, local_gradient),
         context,
         progress,
         chunks,
@@ -285,9 +286,11 @@ def _build_part(
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
     if world.cp_group is not None:
         apply_context_parallel(model.attentions, world.cp_group, flash)
-    if world.device.type == "cuda" and (not flash or config.data.document_mask):
-        repeat_kv_heads(model.attentions)
     compiled = compiles(parallel, layout, world.device.type)
+    if world.device.type == "cuda" and config.data.document_mask and compiled:
+        cast(Decoder, model).attend_in_blocks()
+    elif world.device.type == "cuda" and (not flash or config.data.document_mask):
+        repeat_kv_heads(model.attentions)
     recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
@@ -380,7 +383,6 @@ def _build_task(
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
-    offload = config.parallel.offload
-    switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
+    switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(module, switch, progress, config, world)
     return BuiltModel([module], weights, passes, None, StateBuffers.of(model), task.read_weight)

@@ -20,9 +20,10 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from logging import getLogger
@@ -38,14 +39,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # all documented,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainkit.cluster.machine import NoDriver, driver_cuda, nvml
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
 from trainkit.job.signals import StopRequest
-from trainkit.plan.gpus import cuda_torch_hint
+from trainkit.plan.gpus import TorchBuild, bf16_problem
 from trainkit.plan.launch import Layout, Place
 from trainkit.run.events import log_event
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.torch_private import set_timeout
+from trainkit.trainer.torch_private import fix_segments, set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
@@ -103,19 +105,19 @@ class World:
         return self.mesh is not None
 
 
-def select_device(kind: str, local_rank: int, *, is_task: bool = False) -> torch.device:
+def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: str = "") -> torch.device:
     """The device of this rank; `kind` is ``cpu`` or ``cuda``, `is_task` as for `gpu_index`.
 
-    Raises TrainkitError when torch sees no GPU for this rank, with exit code 78 if it never would.
+    Raises TrainkitError when torch sees no GPU for this rank, or cannot use it, in `dtype`; with exit code 78
+    if it never would.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    if torch.version.cuda is None and torch.version.hip is None:
-        raise TrainkitError(
-            f"the run uses GPUs, but torch {torch.__version__} of {sys.executable} was built without CUDA",
-            hint=cuda_torch_hint(sys.executable),
-            exit_code=EXIT_NO_RESTART,
-        )
+    driver = None
+    with contextlib.suppress(NoDriver), nvml() as library:
+        driver = driver_cuda(library)
+    build = TorchBuild(sys.executable, torch.__version__, torch.version.cuda, torch.version.hip)
+    _refuse(build.problem(driver=driver))
     count = torch.cuda.device_count()
     index = gpu_index(local_rank, count, is_task=is_task)
     if index is None:
@@ -129,7 +131,24 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False) -> torch
     device = torch.device("cuda", index)
     # Also keeps DeviceMesh from selecting the GPU with the number in LOCAL_RANK.
     torch.cuda.set_device(device)
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError:
+        # Expandable segments need virtual memory, which most virtual GPUs lack.
+        fix_segments()
+        torch.empty(1, device=device)
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if archs := [int(arch.strip("smcopute_af")) for arch in torch.cuda.get_arch_list() if build.cuda]:
+        build = replace(build, oldest=divmod(min(archs), 10))
+    _refuse(build.problem(name, capability, driver))
+    if dtype == "bf16" and build.cuda and capability < (8, 0):
+        _refuse(bf16_problem(name), "precision.dtype ")
     return device
+
+
+def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:
+    if problem is not None:
+        raise TrainkitError(subject + problem[0], problem[1], EXIT_NO_RESTART)
 
 
 def join_world(
@@ -140,11 +159,13 @@ def join_world(
     is_busy: Callable[[int], bool] = lambda rank: False,
     *,
     mesh_of_one: bool = False,
+    on_arrival: Callable[[], None] = lambda: None,
 ) -> World | None:
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
     `is_busy` returns whether a missing rank is still preparing data; `mesh_of_one`, whether a single rank has
-    a mesh too. Raises TrainkitError for ranks that do not arrive, and for two that have the same GPU.
+    a mesh too; `on_arrival` is called when all ranks are there, before they connect. Raises TrainkitError for
+    ranks that do not arrive, and for two that have the same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
@@ -153,6 +174,7 @@ def join_world(
     store = startup_barrier(env, stop, START_TIMEOUT, is_busy, gpu)
     if store is None:
         return None
+    on_arrival()
     if gpu and device.index != env.local_rank:
         # It is the only one that this rank sees, but may not be bound to this task alone.
         refuse_shared_gpu(env, gpu, store)
@@ -189,7 +211,14 @@ def make_world(rank: int, device: torch.device, layout: Layout) -> World:
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
         set_timeout(group, COLLECTIVE_TIMEOUT)
-    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, context_group(layout))
+    cp_group = context_group(layout)
+    # The first collective of a group connects its ranks: what keeps them from it is found now, not in a step.
+    dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
+    for group in (*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])):
+        one = torch.ones(1, device=device)
+        dist.all_reduce(one, group=group)
+        one.item()
+    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -260,7 +289,10 @@ def exit_process(exit_code: int) -> None:
     look like a crash.
     """
     if dist.is_initialized() and exit_code == 0:
-        dist.destroy_process_group()
+        # NCCL waits for the other ranks, and one of them may no longer respond.
+        ends = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ends.start()
+        ends.join(GROUPS_END_S)
         gc.collect()
     with contextlib.suppress(OSError):  # a full disk must not change the exit code
         sys.stdout.flush()
@@ -268,6 +300,7 @@ def exit_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+GROUPS_END_S = 20.0
 log = getLogger(__name__)
 
 

@@ -95,26 +95,38 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, nll_sum: NllSum, chunks: int) -> Tensor:
         has_gradient = any(ctx.needs_input_grad)
         total = torch.zeros((), device=x.device)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if has_gradient else None
-        x_grads = []
-        for part, of_part in zip(x.chunk(chunks), labels.chunk(chunks), strict=True):
-            inputs = [tensor.detach().requires_grad_(has_gradient) for tensor in (part, weight)]
+        x_grad = torch.empty_like(x) if has_gradient else x
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if has_gradient else weight
+        for part, of_part, part_grad in zip(
+            x.chunk(chunks), labels.chunk(chunks), x_grad.chunk(chunks), strict=True
+        ):
+            logits = F.linear(part, weight).requires_grad_(has_gradient)
             with torch.set_grad_enabled(has_gradient):
-                loss = nll_sum(F.linear(*inputs)[None], of_part[None])
+                loss = nll_sum(logits[None], of_part[None])
             total += loss.detach()
-            if weight_grad is not None:
-                x_grad, of_weight = torch.autograd.grad(loss, inputs)
-                x_grads.append(x_grad)
-                weight_grad += of_weight
-        ctx.gradients = x_grads, weight_grad
+            if has_gradient:
+                (gradient,) = torch.autograd.grad(loss, logits)
+                torch.mm(gradient, weight, out=part_grad)
+                _add_product(weight_grad, gradient.t(), part)
+        if has_gradient:
+            ctx.gradients = x_grad, weight_grad
         return total
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # The context lives as long as the loss, which is longer than these may take memory.
-        (x_grads, weight_grad), ctx.gradients = ctx.gradients, None
-        x_grad = torch.cat(x_grads).mul_(scale)
-        return x_grad, weight_grad.mul_(scale).to(x_grad.dtype), None, None, None
+        (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
+        is_float32 = x_grad.dtype == weight_grad.dtype
+        scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
+        return x_grad.mul_(scale), torch.mul(weight_grad, scale, out=scaled), None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to a float32 matrix; a GPU does it within the multiplication, unrounded."""
+    if total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class OneByOne(Generic[M]):

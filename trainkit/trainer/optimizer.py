@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
-from trainkit.trainer.torch_private import copy_each, norm_of_each, scale_next_step
+from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, scale_next_step
 
 NORM_CHUNK = 1 << 16
+COMPILED_DEVICES = ("cuda",)
+"""Whose shards are updated in compiled kernels: those of a host are offloaded, or of a short run."""
+TINY = 1e-30
+"""In place of 0, which has no logarithm."""
 PIECE_ELEMENTS = 1 << 24
 """Elements whose running averages are in float32 at a time, where they are kept in bf16 or 8 bits."""
 
@@ -32,8 +37,14 @@ class ShardedAdamW:
     """AdamW (arXiv 1711.05101) on this rank's shards of a model's parameters."""
 
     def __init__(
-        self, weights: Sequence[Weight], config: OptimizerConfig, layout: Layout = ONE_PROCESS
+        self,
+        weights: Sequence[Weight],
+        config: OptimizerConfig,
+        layout: Layout = ONE_PROCESS,
+        *,
+        compiled: bool = False,
     ) -> None:
+        """With `compiled`, a GPU updates averages that are not in float32 in compiled kernels."""
         weights = [weight for weight in weights if weight.param.requires_grad]
         self._weights = weights
         self._params = [weight.param for weight in weights]
@@ -60,6 +71,8 @@ class ShardedAdamW:
             fused=True,
         )
         self._updates_pieces = config.name == "adamw_8bit" or config.state_dtype != "fp32"
+        is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
+        self._update_whole = _compiled_update() if is_compiled else None
         values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
         for shard, weight in zip(self._locals, weights, strict=True):
             self._adamw.state[shard] = {
@@ -132,16 +145,25 @@ class ShardedAdamW:
         """
         for group in self._adamw.param_groups:
             beta1, beta2 = group["betas"]
+            # On the device, since the compiler would take each number for another constant.
+            rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
             for shard in group["params"]:
                 if shard.grad is None:
                     continue
                 state = self._adamw.state[shard]
                 tensors = (shard, shard.grad, state["exp_avg"], state["exp_avg_sq"])
+                if (
+                    self._update_whole
+                    and shard.numel()
+                    and shard.is_contiguous()
+                    and shard.grad.is_contiguous()
+                ):
+                    numbers = *rates, divisor, skip, beta1, beta2, group["eps"]
+                    self._update_whole(*_flat(*tensors), state["step"], *numbers)
+                    state["step"] += 1 - skip
+                    continue
                 for weight, grad, *averages in _pieces(*tensors):
-                    exp_avg, exp_avg_sq = (
-                        average.dequantize() if isinstance(average, QuantizedAverage) else average.float()
-                        for average in averages
-                    )
+                    exp_avg, exp_avg_sq = map(_in_float32, averages)
                     step = state["step"].clone()
                     adamw(
                         *([weight], [grad], [exp_avg], [exp_avg_sq], [], [step]),
@@ -157,10 +179,7 @@ class ShardedAdamW:
                         maximize=False,
                     )
                     for average, updated in zip(averages, (exp_avg, exp_avg_sq), strict=True):
-                        if isinstance(average, QuantizedAverage):
-                            average.quantize(updated, skip)
-                        else:
-                            average.copy_(updated)
+                        _round(average, updated, skip)
                 state["step"].copy_(step)
 
     def zero_grad(self) -> None:
@@ -192,6 +211,64 @@ def _zero_average(
     return torch.zeros_like(shard, dtype=dtype)
 
 
+def _in_float32(average: Tensor | QuantizedAverage) -> Tensor:
+    return average.dequantize() if isinstance(average, QuantizedAverage) else average.float()
+
+
+def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) -> None:
+    """Set an average to its updated value in float32, which it still has if `skip` is 1."""
+    if isinstance(average, QuantizedAverage):
+        average.quantize(updated, skip)
+    else:
+        average.copy_(updated)
+
+
+def _flat(shard: Tensor, grad: Tensor, *averages: Tensor | QuantizedAverage) -> Iterator[list[Tensor]]:
+    """Views of a shard and others, for which `_update_whole` is compiled once, whatever their shape."""
+    part = next((average.part for average in averages if isinstance(average, QuantizedAverage)), None)
+    for item in (shard.detach(), grad, *averages):
+        if isinstance(item, QuantizedAverage):
+            yield [*map(any_length, item.parts()), item.values]
+        else:
+            yield [any_length(item.view(-1) if part is None else item.view(-1, part))]
+
+
+def _update_whole(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avg_tensors: list[Tensor],
+    exp_avg_sq_tensors: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    weight_decay: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """What the fused kernel computes, in operations that the compiler joins with the rounding.
+
+    A quantized average is given as its tensors: the compiler would take its numbers for variables.
+    """
+    (weight,), (grad,) = weights, grads
+    exp_avg, exp_avg_sq = (
+        tensors[0] if len(tensors) == 1 else QuantizedAverage.of_parts(*tensors)
+        for tensors in (exp_avg_tensors, exp_avg_sq_tensors)
+    )
+    grad, decayed = grad / divisor, weight - lr * weight_decay * weight
+    first, second = _in_float32(exp_avg), _in_float32(exp_avg_sq)
+    first_now = torch.lerp(first, grad, 1 - beta1)
+    second_now = second * beta2 + (1 - beta2) * grad * grad
+    # 1 - beta ** step, as accurate in float32.
+    bias1, bias2 = (-torch.expm1((step + 1) * math.log(beta or TINY)) for beta in (beta1, beta2))
+    updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
+    is_skipped = skip > 0
+    weight.copy_(torch.where(is_skipped, weight, updated))
+    _round(exp_avg, torch.where(is_skipped, first, first_now), skip)
+    _round(exp_avg_sq, torch.where(is_skipped, second, second_now), skip)
+
+
 def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
     """Views of a shard, and of others that are split like it, of at most `PIECE_ELEMENTS` or one row."""
     if shard.numel() <= PIECE_ELEMENTS:
@@ -214,6 +291,11 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
         for tensor in tensors
         for piece in (torch.split(tensor.flatten(), NORM_CHUNK) if tensor.numel() > NORM_CHUNK else (tensor,))
     ]
+
+
+@cache
+def _compiled_update() -> Callable[..., None]:
+    return torch.compile(_update_whole)
 
 
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:

@@ -38,6 +38,7 @@ log = getLogger(__name__)
 Phase = Literal[
     "start",
     "rendezvous",
+    "connect",
     "build",
     "load",
     "begin",
@@ -142,6 +143,8 @@ SLOW_PHASE_LIMIT_S = 30 * 60.0
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
 """Tokenising the data may take hours, and the startup barrier has its own timeout."""
+CONNECT_LIMIT_S = 240.0
+"""All ranks are there and have only to connect, which takes seconds."""
 SUSPENDED_S = 10.0
 """A longer gap between two checks means that the process was suspended; that time does not count."""
 NUM_COLLECTIVES = 200
@@ -190,6 +193,8 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
     """The time limit of a phase in seconds; None for phases without one."""
     if policy.hang_factor is None or phase in UNWATCHED_PHASES:
         return None
+    if phase == "connect":
+        return CONNECT_LIMIT_S
     median_step_s = progress.median_step_s
     if median_step_s is None:
         return max(SLOW_PHASE_LIMIT_S, policy.hang_min_s)

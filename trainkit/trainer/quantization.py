@@ -222,6 +222,14 @@ class QuantizedAverage:
             for codes, scales in pieces
         ]
 
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Views of the codes and scales with a part of a row in each row; see `of_parts`."""
+        return self.codes.view(-1, self.part), self.scales.view(-1, self.num_blocks)
+
+    @classmethod
+    def of_parts(cls, codes: Tensor, scales: Tensor, values: Tensor) -> QuantizedAverage:
+        return cls(codes, scales, values, codes.shape[1], scales.shape[1])
+
     def dequantize(self) -> Tensor:
         """The average in float32, of the shape and strides of the shard."""
         relative = self.values.index_select(0, self.codes.flatten().int())

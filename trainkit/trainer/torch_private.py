@@ -47,10 +47,12 @@ ATTENTION_OPS = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
     }
 )
-"""What `F.scaled_dot_product_attention` calls, which selective checkpointing saves. When one is renamed: take
-the new name from a profile of the function; without it attention is recomputed, which is slow but correct."""
+"""What `F.scaled_dot_product_attention` and `flex_attention` call, which selective checkpointing saves.
+When one is renamed: take the new name from a profile of the function; without it attention is recomputed,
+which is slow but correct."""
 
 REDUCTION_OPS = frozenset(
     {
@@ -150,6 +152,17 @@ def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Ten
     fused = cast(Any, optimizer)
     fused.grad_scale = divisor
     fused.found_inf = skip
+
+
+def any_length(tensor: Tensor) -> Tensor:
+    """The tensor, for which the compiler assumes nothing of its first size, and its second as it is.
+
+    When these go: `torch.compile` compiles twice, for the first size and for others.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    if tensor.dim() > 1:
+        torch._dynamo.mark_static(tensor, 1)
+    return tensor
 
 
 # Communication
@@ -258,7 +271,16 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     return stager
 
 
-# Memory of a GPU over time
+# Memory of a GPU
+
+
+def fix_segments() -> None:
+    """Let CUDA's allocator reserve segments of a fixed size from now on, whatever PYTORCH_ALLOC_CONF says.
+
+    When it goes: set the variable without ``expandable_segments`` in `launch.env`.
+    """
+    found: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (found or cast(Any, torch.cuda.memory)._set_allocator_settings)("expandable_segments:False")
 
 
 def record_memory_history(enabled: bool) -> None:

@@ -6,13 +6,11 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,6 +22,7 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
@@ -36,6 +35,7 @@ from trainkit.trainer.checkpoint.loader import (
 )
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.determinism import computed_on, fix_kernels
 from trainkit.trainer.distributed import (
     World,
     broadcast_from_main,
@@ -84,13 +84,13 @@ def join_and_build(
         )
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
-    if config.train.deterministic:  # kernels without one raise an error
-        torch.use_deterministic_algorithms(True)
-    device = select_device(plan.device, env.local_rank, is_task=plan.per == "gpu")
+    fix_kernels(plan, config.train.deterministic)
+    is_task, dtype = plan.per == "gpu", config.precision.dtype
+    device = select_device(plan.device, env.local_rank, is_task=is_task, dtype=dtype)
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
-    opening = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
-    task = run_unless_stopped(stop, device, opening)
+    build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
+    task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
     world = join_world(
         env,
@@ -99,6 +99,7 @@ def join_and_build(
         stop,
         partial(_is_writing_log, attempt),
         mesh_of_one=config.parallel.wraps_one,
+        on_arrival=partial(progress.enter, "connect"),
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
@@ -118,14 +119,14 @@ def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
         return False
 
 
-def run_unless_stopped(stop: StopRequest, device: torch.device, work: Callable[[], T]) -> T | None:
-    """Run `work` in a thread; returns its result, or None as soon as this process is asked to stop.
+def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
+    """Run `work` in a thread on a device; its result, or None as soon as this process is asked to stop.
 
     Raises what `work` raises. Abandoned work continues in its thread until the process ends.
     """
-    # Every thread has a current GPU of its own, which is the first one until it is set.
-    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    future = ThreadPoolExecutor(1, initializer=begin).submit(work)
+    # A new thread's current GPU is the first one.
+    selects = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    future = ThreadPoolExecutor(1, initializer=selects).submit(work)
     while not future.done():
         if stop.received.wait(POLL_S):
             return None
@@ -159,7 +160,10 @@ def build_trainer(
             refuse_other_run(*chosen, task, config.optimizer.name)
     local_gradient = LocalGradient()
     built = build(task, config, plan, world, progress, local_gradient)
-    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+    # Of a task nothing is compiled unless the config says so.
+    task_compiles = config.parallel.compile is True
+    compiled = task_compiles if config.has_user_task else compiles(config.parallel, plan.layout, plan.device)
+    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
     saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
@@ -178,11 +182,8 @@ def build_trainer(
             samples_seen=state.samples_seen,
             num_samples=num_samples,
             data=task.train_data.fingerprint,
-            # Bits of the results depend on them.
             trainkit=__version__,
-            torch=torch.__version__,
-            processor=processor_name(world.device),
-            threads=torch.get_num_threads(),
+            **computed_on(world.device),
         )
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
@@ -224,15 +225,6 @@ def build_trainer(
         else None,
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
-
-
-def processor_name(device: torch.device) -> str:
-    """The name of a GPU, or of this CPU with the instruction set that torch uses on it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    name = "CPU" if found is None else found[1]
-    return f"{name} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def val_fingerprint(task: AnyTask) -> str:
@@ -341,6 +333,9 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
         f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
+    if world.device.type == "cuda":
+        equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
+        log.info(f"the losses of equal runs are {equal} (train.deterministic)")
     log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"

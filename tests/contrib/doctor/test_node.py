@@ -51,7 +51,7 @@ def test_gpu(changes: dict[str, Any], state: str, hint: str, monkeypatch: pytest
     monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
     nvml = FakeNvml()
     vars(nvml).update(changes)
-    check = node.gpu_finding(nvml, 0)
+    check = node.gpu_finding(nvml, "0")
     assert check.state == state
     assert check.hint.startswith(hint)
     assert check.value.startswith("H100, ")
@@ -64,7 +64,7 @@ def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pyte
     monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
     nvml: Any = FakeNvml()
     nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetComputeRunningProcesses = refuse
-    assert node.gpu_finding(nvml, 0) == Finding(
+    assert node.gpu_finding(nvml, "0") == Finding(
         "GPU 0", "ok", "H100, 79.0 of 80.0 GiB free, unknown temperature"
     )
 
@@ -72,7 +72,7 @@ def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pyte
 def test_gpu_with_a_problem_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Finding("GPU 3", "failure", "does not respond: Unknown Error", "a hint")
     monkeypatch.setattr(node, "check_gpu", lambda *_: failed)
-    assert node.gpu_finding(FakeNvml(), 3) == failed
+    assert node.gpu_finding(FakeNvml(), "3") == failed
 
 
 def test_port_in_use() -> None:

@@ -15,11 +15,12 @@ import pytest
 
 from tests.support import tasks
 from tests.support.two_lines import two_lines
-from trainkit.contrib.drill.inject import find_processes
+from trainkit.contrib.drill.inject import RunProcesses, find_processes
 from trainkit.contrib.drill.scenarios import NAMES
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
+NOTHING = RunProcesses((), {}, {})
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
 name: small
@@ -113,7 +114,7 @@ def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
         assert found[name]["restarted_by"] == ("resume" if name == "damaged-checkpoint" else "restart")
     assert all(result["restart_s"] > 0 for result in passed)
     for run in place.runs():
-        assert find_processes(run).everything == ()
+        assert find_processes(run) == NOTHING
         assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
     # What the user has is as it was.
     assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
@@ -216,7 +217,7 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
     done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
     assert done.returncode == 1
     assert "rank: it made no progress for " in done.stdout
-    assert all(find_processes(run).everything == () for run in place.runs())
+    assert all(find_processes(run) == NOTHING for run in place.runs())
 
 
 def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
@@ -232,7 +233,7 @@ def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
     assert f"cancelled {run.path}" in words
     assert f"the runs are in {run.path.parent}" in words
     assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
-    assert find_processes(run).everything == ()
+    assert find_processes(run) == NOTHING
 
 
 def test_the_list_starts_nothing(place: Place) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.contrib.drill.inject import find_processes, flip_bytes
+from trainkit.contrib.drill.inject import RunProcesses, find_processes, flip_bytes
 from trainkit.errors import UsageError
 from trainkit.run.files import write_json
 from trainkit.run.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
@@ -46,4 +46,4 @@ def test_nothing_to_damage(tmp_path: Path):
 
 
 def test_a_run_without_processes(tmp_path: Path):
-    assert find_processes(RunDir(tmp_path)).everything == ()
+    assert find_processes(RunDir(tmp_path)) == RunProcesses((), {}, {})

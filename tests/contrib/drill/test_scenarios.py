@@ -4,8 +4,8 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.drill.run_drill import MIN_STEPS, save_interval
-from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, select, skip_reason
+from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES
+from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
@@ -41,15 +41,10 @@ def test_what_can_be_tried_where():
     }
 
 
-def test_selected_scenarios_keep_the_order_of_the_table():
-    assert [scenario.name for scenario in select(("requeue", "signal"))] == ["signal", "requeue"]
-    assert [scenario.name for scenario in select(())] == list(NAMES)
-
-
 @pytest.mark.parametrize("num_steps", [MIN_STEPS, 30, 200])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_a_target_leaves_something_to_lose_before_and_something_to_do_after(scenario, num_steps):
-    interval = save_interval(num_steps)
+    interval = num_steps // NUM_SAVES
     steps = set()
     for seed in range(200):
         target = choose_target(scenario, seed, num_steps, interval, 4, 2)

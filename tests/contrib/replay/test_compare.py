@@ -145,10 +145,24 @@ def test_other_versions_round_differently(folders: tuple[RunDir, RunDir]) -> Non
     record(folders[1], 4, loss=6.0 + 1e-6)
     found = replayed(folders)
     assert (found.verdict, found.is_exact) == ("equal", False)
-    assert found.rounding == ("torch 2.9.1 instead of torch 2.8.0", "1 threads instead of 4 threads")
+    assert found.rounding == ("torch 2.9.1 instead of 2.8.0", "threads 1 instead of 4")
     start(folders[1], 1, 0, **{**facts, "data": "another"})
     with pytest.raises(UsageError, match="the training data has changed since attempt 1"):
         replayed(folders)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_kernels_of_gpus_that_are_not_deterministic_round_differently(
+    folders: tuple[RunDir, RunDir], deterministic: bool
+) -> None:
+    attempt = folders[0].attempt(1)
+    attempt.plan_file.write_text(replace(PLAN, device="cuda").to_text())
+    attempt.config_file.write_text(f"name: t\ntrain: {{steps: 20, deterministic: {deterministic}}}\n")
+    record(folders[1], 4, loss=6.0 + 1e-6)
+    found = replayed(folders)
+    assert found.verdict == ("different" if deterministic else "equal")
+    assert found.is_exact == deterministic
+    assert "train.deterministic" in "".join(found.rounding) or deterministic
 
 
 def test_other_settings_round_differently(folders: tuple[RunDir, RunDir]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from trainkit.config import load_config
-from trainkit.contrib.replay.show import one_line
+from trainkit.contrib.replay.command import one_line
 from trainkit.contrib.replay.steps import find_step, step_samples
 from trainkit.data.shards import open_dataset
 from trainkit.errors import UsageError

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import free_port, make_attempt
 from trainkit.cli.main import main
-from trainkit.contrib.trackers import ui
+from trainkit.contrib.trackers import command
 
 
 class Started(Exception):
@@ -25,7 +25,7 @@ def _execv(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started(argv)
 
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(ui, "find_spec", lambda name: name)
+    monkeypatch.setattr(command, "find_spec", lambda name: name)
 
 
 def start(*argv: str) -> list[str]:
@@ -91,7 +91,7 @@ def test_not_installed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_attempt(tmp_path / "run").run
-    monkeypatch.setattr(ui, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["ui", str(run.path), "--tool", "mlflow"]) == 2
     assert "`pip install mlflow` installs it" in capfd.readouterr().err
 

@@ -184,9 +184,30 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast err
         # A process that sees one GPU asks for another: no host can help.
         (f"{NCCL} 'invalid device ordinal'", False),
         ("CUDA error: invalid device ordinal", False),
+        # Those of the program: the node is well.
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: misaligned address", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("CUDA error: out of memory", False),
+        (f"{NCCL} 'out of memory'", False),
         ("index 3 is out of bounds", False),
     ],
 )
 def test_hardware_and_what_only_looks_like_it(message: str, is_suspect: bool) -> None:
     failure = RankFailure(host="h1", type="RuntimeError", message=message, exit_code=1)
     assert suspect_host(failure) == (("h1", "culprit") if is_suspect else None)
+
+
+@pytest.mark.parametrize("error", ["device-side assert triggered", "uncorrectable ECC error encountered"])
+def test_an_error_of_a_kernel_that_the_watchdog_of_nccl_meets_first(attempt, error):
+    """It then ends the process with SIGABRT, before Python can record anything."""
+    what = "[PG ID 0 Rank 0] Process group watchdog thread terminated with exception: CUDA error: "
+    attempt.rank_log(0).write_text(
+        f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}{error}\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    record_silent_death(attempt, 0, 0, 134)
+    failure = first_rank_failure(attempt)
+    assert failure.message == f"killed by SIGABRT: {what}{error}"
+    assert (suspect_host(failure) is None) == ("assert" in error)

@@ -131,9 +131,11 @@ def fake_nvml(**changes: Any) -> SimpleNamespace:
         "nvmlClocksThrottleReasonHwThermalSlowdown": 64,
         "nvmlClocksThrottleReasonSwPowerCap": 4,
         "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetHandleByUUID": lambda name: {"GPU-b": 1}[name],
+        "nvmlDeviceGetHandleByUUID": lambda name: {"MIG-x": 1}[name],
+        "nvmlDeviceGetUUID": lambda gpu: ("GPU-aaaa", "GPU-bbbb")[gpu],
         "nvmlDeviceGetIndex": lambda gpu: gpu,
         "nvmlDeviceGetName": lambda gpu: "H100",
         "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=90 + gpu),
@@ -172,7 +174,9 @@ def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.parametrize(("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("", []), ("0,1", [0, 1])])
+@pytest.mark.parametrize(
+    ("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("MIG-x", [1]), ("", []), ("0,1", [0, 1])]
+)
 def test_only_the_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch, listed: str, indices: list[int]) -> None:
     assert [item["index"] for item in gpus(monkeypatch, listed)[0]] == indices
 

@@ -11,11 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from trainkit import __version__
-from trainkit.cluster.machine import NVIDIA_DRIVER
+from trainkit.cluster.machine import NVIDIA_DRIVER, detect_machine
 from trainkit.config import LoadedConfig
 from trainkit.contrib.doctor import Request
 from trainkit.job.preflight import Finding, warn_if
-from trainkit.plan.gpus import cuda_torch_hint, release_problem
+from trainkit.plan.gpus import TorchBuild, release_problem
 from trainkit.submit.environment import NoAnswer, Packages, ask, find_interpreter, find_packages
 
 PYTHONS = ((3, 10), (3, 13))
@@ -72,6 +72,12 @@ def _torch(request: Request) -> Torch | NoAnswer:
         return error
 
 
+def num_gpus(request: Request) -> int:
+    """The GPUs that the torch of the ranks can use here; 0 in a quick check, which does not start it."""
+    found = None if request.quick else _torch(request)
+    return found.gpus if isinstance(found, Torch) else 0
+
+
 def check_python(request: Request) -> Finding:
     """The interpreter of the ranks, and its version against those that are tested."""
     found = _packages(request)
@@ -106,15 +112,15 @@ def check_torch(request: Request) -> Iterator[Finding]:
         return
     value = f"{found.version}, CUDA {found.cuda}, NCCL {found.nccl}"
     problem = release_problem(found.version)
+    build = TorchBuild(request.python[0], found.version, None if found.cuda == "none" else found.cuda)
     if problem is not None:
         yield Finding("torch", "failure", value, problem[1])
     elif not found.distributed:
         yield Finding(
             "torch", "failure", f"{value}: built without torch.distributed", "install another torch"
         )
-    elif NVIDIA_DRIVER.exists() and found.cuda == "none":
-        hint = cuda_torch_hint(request.python[0])
-        yield Finding("torch", "failure", f"{value}: built without CUDA", hint)
+    elif NVIDIA_DRIVER.exists() and (unusable := build.problem(driver=detect_machine().driver_cuda)):
+        yield Finding("torch", "failure", *unusable)
     elif NVIDIA_DRIVER.exists() and not found.gpus:
         hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import socket
 import sys
@@ -20,10 +19,17 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.cluster.machine import NVIDIA_DRIVER, NoDriver, detect_machine, nvml
+from trainkit.cluster.machine import (
+    NVIDIA_DRIVER,
+    NoDriver,
+    driver_cuda,
+    driver_version,
+    gpu_handle,
+    nvml,
+)
 from trainkit.contrib.doctor import NodeReport, Request, from_json, to_json
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
-from trainkit.contrib.doctor.environment import check_python, check_torch, versions
+from trainkit.contrib.doctor.environment import check_python, check_torch, num_gpus, versions
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.health import host_memory_gib
@@ -72,7 +78,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
         port = choose_port(str(os.getpid()), 0)
     return NodeReport(
         own_host(),
-        detect_machine().num_gpus,
+        num_gpus(request),
         port,
         request.peers,
         {**versions(request), **({"NVIDIA driver": driver} if (driver := driver_version()) else {})},
@@ -154,25 +160,23 @@ def check_gpus() -> Iterator[Finding]:
         return
     try:
         with nvml() as driver:
-            number = _known(driver, driver.nvmlSystemGetCudaDriverVersion)
-            cuda = "unknown" if number is None else f"{number // 1000}.{number % 1000 // 10}"
-            yield Finding("driver", "ok", f"{driver_version()}, CUDA {cuda}")
-            chosen = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0):
-                if chosen is None or str(index) in chosen or not all(map(str.isdigit, chosen)):
-                    yield gpu_finding(driver, index)
+            cuda = driver_cuda(driver)
+            supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
+            yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
+            listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            for name in range(driver.nvmlDeviceGetCount()) if listed is None else listed:
+                yield gpu_finding(driver, str(name))
     except NoDriver as error:
         hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
         yield Finding("GPU", "failure", str(error), hint)
 
 
-def gpu_finding(nvml: Any, index: int) -> Finding:
+def gpu_finding(nvml: Any, gpu: str) -> Finding:
     """Errors, temperature, free memory and other processes of one GPU."""
-    checked = check_gpu(nvml, index)
+    checked = check_gpu(nvml, gpu)
     if checked.state == "failure":
         return checked
-    name = checked.name
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name, handle = checked.name, gpu_handle(nvml, gpu)
     model = _known(nvml, lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown model"
     memory = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     temperature = _known(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
@@ -191,15 +195,6 @@ def gpu_finding(nvml: Any, index: int) -> Finding:
         return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
     is_hot = temperature is not None and temperature >= HOT_C
     return warn_if(is_hot, name, value, "it is hot and will lower its clocks: check its cooling")
-
-
-def driver_version() -> str:
-    """The version of the NVIDIA driver; empty without one."""
-    try:
-        found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
-    except OSError:
-        return ""
-    return found[0] if found else "unknown version"
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:

@@ -1,18 +1,21 @@
-"""``trainkit drill``: a fire drill."""
+"""``trainkit drill``: the uninterrupted run, then one run per scenario, one after another."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
 
-from trainkit.cli.following import print_copied
 from trainkit.cli.help import examples
+from trainkit.cli.logs import print_copied
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
@@ -21,26 +24,47 @@ from trainkit.cli.options import (
     launcher_option,
     trailing_workload,
 )
-from trainkit.config import LoadedConfig
-from trainkit.config.load import Change
-from trainkit.contrib.drill.result import Result, all_passed, result_table, summary
-from trainkit.contrib.drill.run_drill import (
-    DEFAULT_STEPS,
-    MIN_STEPS,
-    REFERENCE,
-    Drill,
-    drill_config,
-    make_folder,
+from trainkit.config import LoadedConfig, RunConfig
+from trainkit.config.load import Change, Values, short_training, with_changes
+from trainkit.contrib.drill.inject import injector_for, kill_job
+from trainkit.contrib.drill.result import (
+    Point,
+    Result,
+    RunOutcome,
+    all_passed,
+    evaluate,
+    largest_difference,
+    num_recomputed,
+    points_of,
+    result_table,
+    summary,
 )
-from trainkit.contrib.drill.scenarios import NAMES, Scenario, select, skip_reason
-from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.contrib.drill.scenarios import (
+    NAMES,
+    SCENARIOS,
+    RunWatch,
+    Scenario,
+    ScenarioRunner,
+    choose_target,
+    skip_reason,
+)
+from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import table
 from trainkit.plan.launch import LaunchPlan, describe_plan
-from trainkit.run.files import write_json
+from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.events import read_events, read_steps
+from trainkit.run.files import parse_time, seconds_between, write_json
+from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, start_run
+from trainkit.submit.create import create_run, defer_sigint, new_folder, start_run
 from trainkit.submit.plan_run import gather, plan_run
+
+DEFAULT_STEPS = 30
+MIN_STEPS = 12
+"""With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
+NUM_SAVES = 6
+REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
 
 @click.command(
@@ -100,7 +124,7 @@ def command(
     if not workload.is_command:
         loaded, changes = drill_config(loaded, steps or DEFAULT_STEPS, plan.device)
         plan = plan_run(loaded, facts, workload)
-    scenarios = select(only)
+    scenarios = [scenario for scenario in SCENARIOS if not only or scenario.name in only]
     reasons = {scenario.name: skip_reason(scenario, loaded.config, plan) for scenario in scenarios}
     if only_list:
         return _list(scenarios, reasons, as_json)
@@ -114,7 +138,6 @@ def command(
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
-
     if as_json:
         value = [
             {
@@ -142,23 +165,14 @@ def _drill(
     seed: int,
     as_json: bool,
 ) -> int:
-
-    def log_line(text: str) -> None:
-        click.echo(text, err=True)
-
-    def start(folder: Path) -> RunDir:
-        created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-        if folder.name == REFERENCE:
-            print_copied(created.code)
-        start_run(created.run, loaded.config, plan, "submit")
-        return created.run
-
+    log_line = partial(click.echo, err=True)
     log_line(describe_plan(plan, loaded.config.name))
     for change in changes:
         log_line(f"  drill               {change.sentence}")
-    folder = make_folder()
+    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (path, _):
+        folder = path.absolute()
     interval = loaded.config.checkpoint.every_steps if plan.workload.knows_run else None
-    drill = Drill(folder, loaded.config, plan, seed, interval, start, log_line)
+    drill = Drill(folder, loaded.config, plan, seed, interval, log_line)
     results: list[Result] = []
     try:
         with isolated_state(folder):
@@ -172,7 +186,8 @@ def _drill(
         "seed": seed,
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
-        "scenarios": [result.to_dict() for result in results],
+        "difference_if_not_deterministic": drill.difference,
+        "scenarios": list(map(asdict, results)),
     }
     write_json(folder / "drill.json", value)
     if as_json:
@@ -180,3 +195,136 @@ def _drill(
     else:
         click.echo(f"{result_table(results)}\n\n{summary(results)}")
     return EXIT_OK if value["passed"] else EXIT_FAILED
+
+
+@dataclass
+class Drill:
+    """A drill of one config, in its own folder."""
+
+    folder: Path
+    config: RunConfig
+    plan: LaunchPlan
+    seed: int
+    interval: int | None
+    """Steps between two saves; None for a COMMAND, whose saves are not known."""
+    log_line: Callable[[str], None]
+    reference: list[Point] = field(default_factory=list)
+    usual_s: float = 0.0
+    """Duration of the uninterrupted run, in seconds."""
+    difference: float | None = None
+    """`largest_difference` of a run without deterministic kernels; None on CPUs, which have no others."""
+    running: RunDir | None = None
+
+    def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
+        """The result of each scenario as soon as it is known; no run outlives this generator.
+
+        Raises TrainkitError when the uninterrupted run does not finish.
+        """
+        try:
+            self.reference, self.usual_s = self._run_uninterrupted(REFERENCE, self.config)
+            if self.plan.device != "cpu" and self.config.train.deterministic:
+                self._compare_kernels()
+            for scenario in scenarios:
+                reason = skip_reason(scenario, self.config, self.plan)
+                yield Result(scenario.name, "skipped", reason) if reason else self._run_scenario(scenario)
+        finally:
+            self._kill_running()
+
+    def _compare_kernels(self) -> None:
+        """Measure how far an equal run without `train.deterministic` is from the uninterrupted one."""
+        train = self.config.train.model_copy(update={"deterministic": False})
+        config = self.config.model_copy(update={"train": train})
+        points, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
+        self.difference = largest_difference(self.reference, points)
+        self.log_line(f"{NOT_DETERMINISTIC}: losses differ by up to {self.difference:.1e} of their value")
+
+    def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[Point], float]:
+        """The steps of a run, and its duration in seconds."""
+        run, watch = self._start(name, config, float("inf"))
+        watch.until(lambda: False)
+        end = watch.end()
+        if end.state != "finished":
+            reason = end.reason or "its supervisor died"
+            failure = f"; {end.verdict.line}" if end.verdict else ""
+            raise TrainkitError(
+                f"the uninterrupted run does not finish: {reason}{failure}",
+                hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
+            )
+        if run.attempt_numbers() != [1]:
+            first = read_end(run.attempt(1)) or AttemptEnd()
+            raise TrainkitError(
+                f"the uninterrupted run was interrupted: {first.reason}",
+                hint="start the drill again: the other runs are compared with this one",
+            )
+        self.running = None
+        points = points_of(read_steps(run))
+        if again := num_recomputed(points):
+            raise TrainkitError(
+                f"{run.metrics_file} records {again} steps twice without any interruption",
+                hint="let the COMMAND record each step once",
+            )
+        started = next(read_events(run, "started"))
+        duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
+        last = f"{points[-1].step} steps" if points else "no steps in metrics.jsonl"
+        self.log_line(f"{name}: {last}, {duration_s:.1f} s")
+        remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
+        return points, duration_s
+
+    def _run_scenario(self, scenario: Scenario) -> Result:
+        # Longer than the run's own watchdog takes to end hanging ranks.
+        patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
+        run, watch = self._start(scenario.name, self.config, patience_s)
+        plan = self.plan
+        num_steps = self.reference[-1].step if self.reference else None
+        target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
+        where = "" if target.step is None else f", from step {target.step} on"
+        self.log_line(f"{scenario.name}: {scenario.description}{where}")
+        injector = injector_for(run, plan.backend)
+        record = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
+        if record.refused:
+            self._kill_running()
+        self.running = None
+        found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
+        damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
+        points, events = points_of(read_steps(run)), list(read_events(run))
+        outcome = RunOutcome(watch.end(), points, events, damages, str(run.path))
+        result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
+        if result.state in ("passed", "skipped"):
+            remove_all(run.checkpoints_dir)
+        return result
+
+    def _start(self, name: str, config: RunConfig, patience_s: float) -> tuple[RunDir, RunWatch]:
+        with defer_sigint():
+            created = create_run(config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
+            if name == REFERENCE:
+                print_copied(created.code)
+            start_run(created.run, config, self.plan, "submit")
+            self.running = run = created.run
+        poll_s = injector_for(run, self.plan.backend).poll_s
+        return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
+
+    def _kill_running(self) -> None:
+        """Kill the current run after an error or Ctrl-C."""
+        if self.running is None:
+            return
+        run, self.running = self.running, None
+        if kill_job(run):
+            self.log_line(f"cancelled {run.path}")
+
+
+def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
+    """The config for a drill of `num_steps` steps; model, data and parallelism stay the same.
+
+    `device` is that of the plan: ``cpu`` or ``cuda``.
+    """
+    config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
+    values: Values = {
+        **short_training(config, num_steps, "drill"),
+        "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
+        "checkpoint.every_minutes": (None, "a drill saves at known steps"),
+        "logging.mlflow": in_no_tracker,
+        "logging.wandb": in_no_tracker,
+    }
+    if device != "cpu":
+        values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"
+    return with_changes(loaded, values, "trainkit drill")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from trainkit.contrib.drill.scenarios import Scenario, ScenarioRecord
 from trainkit.formats import plural, table
@@ -53,6 +53,13 @@ def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
             return f"{seen} at step {point.step} instead of {known.samples_seen}"
     missing = sorted(set(expected) - {point.step for point in points})
     return f"step {missing[0]} is missing" if missing else ""
+
+
+def largest_difference(reference: Sequence[Point], points: Sequence[Point]) -> float:
+    """The largest difference of a loss from that of the same step of another run, relative to it."""
+    losses = {point.step: json.loads(point.loss) for point in reference}
+    pairs = [(json.loads(point.loss), losses.get(point.step)) for point in points]
+    return max((abs(loss - other) / abs(other) for loss, other in pairs if loss and other), default=0.0)
 
 
 def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
@@ -105,9 +112,6 @@ class Result:
         )
         where = "" if self.step is None else f" at step {self.step}"
         return f"{self.action}{where}{restart}: passed"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -236,5 +240,4 @@ def summary(results: Sequence[Result]) -> str:
 
 def all_passed(results: Sequence[Result]) -> bool:
     """Whether at least one scenario was tried and all tried scenarios passed."""
-    tried = [result for result in results if result.state != "skipped"]
-    return bool(tried) and all(result.state == "passed" for result in tried)
+    return {result.state for result in results} - {"skipped"} == {"passed"}

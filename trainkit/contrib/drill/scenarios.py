@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainkit.backends import backend_of
@@ -82,11 +82,6 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last < 2:
         return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
     return ""
-
-
-def select(names: Sequence[str]) -> tuple[Scenario, ...]:
-    """The scenarios with these names, in the order of SCENARIOS; without names, all."""
-    return tuple(scenario for scenario in SCENARIOS if not names or scenario.name in names)
 
 
 @dataclass(frozen=True)
@@ -176,12 +171,6 @@ class RunWatch:
     def attempt(self) -> int:
         """The newest started attempt; 0 before the first."""
         return max(self.started_s, default=0)
-
-    def is_saving(self, step: int) -> bool:
-        """Whether the checkpoint of this step or a later one is being written."""
-        return any(
-            path.name >= self.run.checkpoint_dir(step).name for path in partials(self.run.checkpoints_dir)
-        )
 
     def until(self, reached: Callable[[], bool]) -> bool:
         """Wait for a condition; False when the run ends without it or is stuck."""
@@ -305,7 +294,9 @@ class ScenarioRunner:
         if self.scenario.name == "mid-save":
             assert target.step is not None
             soonest = max(target.step, watch.step + 1) if number > 1 else target.step
-            return watch.until(lambda: watch.is_saving(soonest))
+            first = self.run_dir.checkpoint_dir(soonest).name
+            folder = self.run_dir.checkpoints_dir
+            return watch.until(lambda: any(path.name >= first for path in partials(folder)))
         if self.scenario.needs_checkpoints:
             saved = self.run_dir.checkpoints_dir
             return watch.until(lambda: watch.step >= (target.step or 0) and len(published(saved)) > 1)
@@ -348,7 +339,8 @@ class ScenarioRunner:
             return False
         times = watch.first_step_s if has_steps else watch.started_s
         self.record.restart_s = times[min(attempt for attempt in times if attempt > before)] - began_s
-        self.record.restarted_by = self.record.restarted_by or self._restart_action(before)
+        action = (read_end(self.run_dir.attempt(before)) or AttemptEnd()).action
+        self.record.restarted_by = self.record.restarted_by or action or "requeue by Slurm"
         return True
 
     def _interrupt(self) -> bool:
@@ -379,11 +371,6 @@ class ScenarioRunner:
             start_again(self.run_dir, "resume")
         self.watch.expect_life()
         self.record.restarted_by = "resume"
-
-    def _restart_action(self, attempt: int) -> str:
-        """How the run restarted after an attempt: the action of its end.json."""
-        end = read_end(self.run_dir.attempt(attempt)) or AttemptEnd()
-        return end.action or "requeue by Slurm"
 
     def _save_was_cut_off(self) -> bool:
         """Whether the interruption prevented the save in progress from being published."""

@@ -1,4 +1,4 @@
-"""`trainkit replay`: compute steps of a run again, and compare."""
+"""`trainkit replay`: compute steps of a run again, and compare; `trainkit data show`: their samples."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +23,7 @@ from trainkit.cli.options import (
     json_option,
     named_folder,
     refuse_other_options,
+    run_argument,
     shape_options,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -29,10 +31,14 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.contrib.replay.compare import ComparedStep, Comparison, JudgedSample
     from trainkit.contrib.replay.plan_replay import Flags, ReplayPlan
+    from trainkit.contrib.replay.steps import StepSample
     from trainkit.run.rundir import RunDir
 
 MAX_SAMPLES = 10
 """Samples that are listed."""
+MAX_TEXT = 60
+"""Characters of a text that are shown in its line."""
+MAX_DOCUMENTS = 3
 SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 
 
@@ -90,9 +96,14 @@ def command(
     --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
     """
     flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
+    from trainkit.run.registry import find_run
+
     if collect is not None:
+        from trainkit.contrib.replay.run_replay import replay_of
+
         refuse_other_options("collect")
-        return _collect(collect, as_json)
+        copy = find_run(collect)
+        return _report(replay_of(copy), copy, as_json)
     if run_name is None or steps is None:
         raise UsageError(
             f"{'RUN' if run_name is None else '--step'} is missing",
@@ -101,7 +112,6 @@ def command(
     _refuse_misfits(submit, keep, follow, run_dir, flags)
 
     from trainkit.contrib.replay.plan_replay import plan_replay
-    from trainkit.run.registry import find_run
 
     first, last = _range(steps)
     what = plan_replay(find_run(run_name), first, last, layout, flags, submits=submit)
@@ -146,7 +156,7 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
     """Start a job; with --follow, wait for it and compare."""
-    from trainkit.cli.following import follow_detachable, print_started
+    from trainkit.cli.logs import follow_detachable, print_started
     from trainkit.contrib.replay.run_replay import submit_replay
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
@@ -163,16 +173,6 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
     return _report(what, copy, as_json)
 
 
-def _collect(name: str, as_json: bool) -> int:
-    """Compare what a job computed."""
-    from trainkit.contrib.replay.run_replay import replay_of
-    from trainkit.run.registry import find_run
-
-    copy = find_run(name)
-    what = replay_of(copy)
-    return _report(what, copy, as_json)
-
-
 def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
     """Compare and print the result; returns the exit code."""
     from trainkit.contrib.replay.compare import DIFFERENT, compare, worst_samples
@@ -186,20 +186,18 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        from trainkit.contrib.replay.show import sample_fields
-
         judged = [
-            {"step": item.step, "loss": finite(item.loss), **sample_fields(item.sample)} for item in worst
+            {
+                "step": item.step,
+                "loss": item.loss if math.isfinite(item.loss or 0.0) else None,  # as in metrics.jsonl
+                **sample_fields(item.sample),
+            }
+            for item in worst
         ]
         click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
     else:
         click.echo("\n".join(_lines(what, found, worst)))
     return EXIT_FAILED if found.verdict == DIFFERENT else EXIT_OK
-
-
-def finite(loss: float | None) -> float | None:
-    """A loss as in metrics.jsonl: None if it is not finite."""
-    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -213,8 +211,6 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> Iterator[str]:
-    from trainkit.contrib.replay.show import sample_lines
-
     yield from _verdict_lines(found)
     bad = found.first_different
     has_several = len({step.attempt for step in found.steps}) > 1
@@ -275,3 +271,75 @@ def _step_line(step: ComparedStep, has_several: bool) -> str:
 
 def _shown(values: dict[str, float | None]) -> str:
     return " ".join(f"{name}={'not finite' if value is None else value}" for name, value in values.items())
+
+
+@click.command(
+    cls=Command,
+    short_help="Show the samples of a step of a run.",
+    epilog=examples("trainkit data show last --step 3", "trainkit data show last --step 3 --rank 0 --json"),
+)
+@run_argument
+@click.option("--step", type=click.IntRange(min=1), required=True, metavar="N", help="Step of the run.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="R", help="Only the samples that this rank reads."
+)
+@json_option
+def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
+    """Show the samples of a step of RUN, in the order of the global batch, without computing it.
+
+    Each with its index in the dataset, the rank and microbatch that read it, the source file and position of
+    its documents, and the beginning of its text. Any step can be shown, also one that is still to come.
+    """
+    from trainkit.contrib.replay.steps import find_step, step_samples
+    from trainkit.run.registry import find_run
+
+    at = find_step(find_run(run_name), step)
+    num_ranks = at.plan.world_size
+    if rank is not None and rank >= num_ranks:
+        raise UsageError(
+            f"attempt {at.attempt.number} has no rank {rank}", hint=f"its ranks are 0 to {num_ranks - 1}"
+        )
+    samples = [sample for sample in step_samples(at) if rank is None or rank in sample.ranks]
+    if as_json:
+        value = {
+            "step": step,
+            "attempt": at.attempt.number,
+            "samples": [sample_fields(sample) for sample in samples],
+        }
+        click.echo(json.dumps(value, ensure_ascii=False))
+        return EXIT_OK
+    click.echo(
+        f"step {step} of attempt {at.attempt.number}: samples {at.start:,} to {at.stop - 1:,} of the run",
+        err=True,
+    )
+    for sample in samples:
+        click.echo("\n".join(sample_lines(sample)))
+    return EXIT_OK
+
+
+def sample_fields(sample: StepSample) -> dict[str, Any]:
+    """A sample as JSON, with texts of bounded length."""
+    fields = asdict(sample)
+    for document in fields["documents"]:
+        document["text"] = document["text"][:1000]
+    return fields
+
+
+def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
+    """A sample as text: one line for it, and one for each of its first documents."""
+    ranks = (
+        f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
+    )
+    text = f"  {one_line(sample.text)}" if sample.text else ""
+    yield f"sample {sample.index}  {ranks} microbatch {sample.microbatch}{note}{text}"
+    for document in sample.documents[:MAX_DOCUMENTS]:
+        inside = f" (token {document.skipped_tokens:,})" if document.skipped_tokens else ""
+        yield f"  {document.where}{inside}: {document.num_tokens:,} tokens  {one_line(document.text)}"
+    if len(sample.documents) > MAX_DOCUMENTS:
+        yield f"  and {len(sample.documents) - MAX_DOCUMENTS:,} more documents"
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text on one line, with control characters escaped."""
+    cut = repr(text[:MAX_TEXT])[1:-1]
+    return f"{cut}…" if len(text) > MAX_TEXT else cut

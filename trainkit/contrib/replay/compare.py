@@ -25,13 +25,8 @@ JUMP = 30.0
 MAX_UNSEEN = 10
 """Steps in which rounding does not grow to the tolerance."""
 VALUES = ("loss", "grad_norm")
-FACTS = {
-    "trainkit": "trainkit {}",
-    "torch": "torch {}",
-    "processor": "{}",
-    "threads": "{} threads",
-}
-"""What the bits of a result depend on, as attempts record it, and how it is shown."""
+FACTS = ("trainkit", "torch", "processor", "threads", "cudnn", "nccl", "triton", "driver")
+"""What the bits of a result depend on, as attempts record it."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +163,12 @@ def _rounding(what: ReplayPlan, attempt: int, before: Start, start: Start) -> It
         was = getattr(config.parallel, key)
         if key not in (*DEGREES, "pp_microbatches") and was != value:
             yield f"parallel.{key} {value} instead of {was}"
-    for name, text in FACTS.items():
+    if plan.device == "cuda" and not config.train.deterministic:
+        yield "without train.deterministic, sums on GPUs have no fixed order"
+    for name in FACTS:
         was, is_now = getattr(before, name), getattr(start, name)
         if was is not None and is_now is not None and was != is_now:
-            yield f"{text.format(is_now)} instead of {text.format(was)}"
+            yield f"{name} {is_now} instead of {was}"
 
 
 def _difference(recorded: float | None, replayed: float | None) -> float:
@@ -194,7 +191,9 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
         return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
-    now = [_replayed_record(copy, rank, bad.step) for rank in ranks]
+    # By the newest attempt of the replay that has it: a preempted job begins again.
+    newest = [copy.attempt(number) for number in reversed(copy.attempt_numbers())]
+    now = [next(filter(None, (rank_record(one, rank, bad.step) for one in newest)), None) for rank in ranks]
     before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
     last_equal = max([found.start_step, *before])
 
@@ -218,17 +217,10 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
     return Culprit((), all_hosts, "only the sum over the ranks")
 
 
-def _replayed_record(copy: RunDir, rank: int, step: int) -> RankRecord | None:
-    """As `rank_record`, by the newest attempt of a replay that has it: a preempted job begins again."""
-    records = (rank_record(copy.attempt(number), rank, step) for number in reversed(copy.attempt_numbers()))
-    return next((record for record in records if record is not None), None)
-
-
 @dataclass(frozen=True)
 class RankRecord:
     """What a rank recorded of a step; a value that is not finite is a text."""
 
-    step: int | None = None
     host: str | None = None
     loss_sum: float | str | None = None
     local_gradient: float | str | None = None

@@ -114,14 +114,15 @@ def plan_replay(
     _refuse_later(run, at)
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
-    if layout == SAME and not flags and not submits:
-        config, plan = _as_recorded(at)
+    if layout == SAME and not flags and not submits:  # for ranks on this machine, whatever started it
+        values = _flags({**WITHOUT_EXTRAS, "device": at.plan.device})
+        config = load_config(at.attempt.config_file, flags=values, layers=False).config
+        plan = replace(at.plan, slurm=None)
     else:
         config, plan = _planned(at, layout, flags, submits)
     if at.began.threads is not None and plan.layout == at.plan.layout:
-        plan = replace(
-            plan, threads_per_worker=at.began.threads
-        )  # on CPUs, another number rounds differently
+        # On CPUs, another number rounds differently.
+        plan = replace(plan, threads_per_worker=at.began.threads)
     plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), trackers=())
     if plan.slurm is None:
         plan = replace(
@@ -189,13 +190,6 @@ def changed_values(before: AttemptDir, after: AttemptDir) -> list[str]:
     if was.lr != now.lr:
         found.append(f"peak learning rate: {was.lr:g} -> {now.lr:g}")
     return found
-
-
-def _as_recorded(at: RunStep) -> tuple[RunConfig, LaunchPlan]:
-    """The config and plan of the attempt for ranks on this machine, whatever started it."""
-    values = {**WITHOUT_EXTRAS, "device": at.plan.device}
-    loaded = load_config(at.attempt.config_file, flags=_flags(values), layers=False)
-    return loaded.config, replace(at.plan, slurm=None)
 
 
 def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tuple[str, object]]:

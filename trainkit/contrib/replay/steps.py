@@ -47,6 +47,10 @@ class Start:
     torch: str | None = None
     processor: str | None = None
     threads: int | None = None
+    cudnn: int | None = None
+    nccl: str | None = None
+    triton: str | None = None
+    driver: str | None = None
 
 
 @dataclass(frozen=True)

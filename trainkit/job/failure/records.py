@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 """The prefix that torch adds to the lines of a traceback in a multi-rank job."""
+_THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
+"""What C++ prints of an exception that ends a process with SIGABRT, such as one of NCCL's watchdog thread."""
 LAUNCHER_ERROR = "ChildFailedError"
 """The exception that torchrun raises when a rank fails; it does not name the cause."""
 MAX_LINES_AFTER = 20
@@ -140,11 +142,13 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
         if hang is not None:
             return RankFailure(type="Hang", message=hang.summary, step=hang.step)
-    raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
+    lines = _last_lines(attempt.rank_log(rank))
+    raised = last_exception(lines) if exit_code == EXIT_FAILED else None
     if raised is not None:
         return raised
     verb = "killed by" if description.startswith("SIG") else "ended with"
-    return RankFailure(type="exit", message=f"{verb} {description}")
+    thrown = _THROWN.findall("\n".join(lines)) if description == "SIGABRT" else []
+    return RankFailure(type="exit", message=": ".join([f"{verb} {description}", *thrown[-1:]]))
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
@@ -236,8 +240,13 @@ def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = No
 
 
 _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
-_NOT_HARDWARE = re.compile(r"invalid device ordinal", re.IGNORECASE)
-"""The CUDA error of a process that does not see the GPU it asks for, as with one GPU bound to each task."""
+_NOT_HARDWARE = re.compile(
+    r"invalid device ordinal|device-side assert triggered|illegal memory access|misaligned address"
+    r"|no kernel image|out of memory",
+    re.IGNORECASE,
+)
+"""The CUDA errors of a program: it asks for a GPU that it does not see, as with one GPU bound to each task,
+computes with a wrong index, lacks the kernels of this GPU, or needs more memory than the GPU has."""
 
 
 def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
@@ -281,6 +290,8 @@ def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
     if failure.type == "HostLost":
         return failure.host, "died"
     message = str(failure.message)
-    is_hardware = _HARDWARE.search(message) and not _NOT_HARDWARE.search(message)
-    is_culprit = failure.type == "Hang" or (failure.was_signalled and failure.type == "exit") or is_hardware
+    if _NOT_HARDWARE.search(message):
+        return None
+    was_killed = failure.was_signalled and failure.type == "exit"
+    is_culprit = failure.type == "Hang" or was_killed or _HARDWARE.search(message)
     return (failure.host, "culprit") if is_culprit else None

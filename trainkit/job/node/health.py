@@ -11,9 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.machine import NoDriver, gpu_handle, nvml
 from trainkit.folders import ensure_folder
 from trainkit.job.preflight import unknown_values
 from trainkit.job.processes import log_line
@@ -188,30 +190,19 @@ class _Gpus:
     """The GPUs of NVML that the ranks of this node see."""
 
     def __init__(self, listed: str | None) -> None:
-        self._listed = visible_gpus(listed)
+        self._listed, self._stays_open = visible_gpus(listed), ExitStack()
         self._nvml: Any = None
         self._handles: list[tuple[int, Any, str]] = []
 
     def open(self) -> None:
         """Find the GPUs; without a driver there are none."""
-        try:
-            import pynvml
-        except ImportError:
-            return
-        try:
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            names = self._listed
-            if names is None:
-                names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            for name in names:
-                by_index = name.isdigit()
-                get = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
-                handle = get(int(name) if by_index else name)
-                index = int(pynvml.nvmlDeviceGetIndex(handle))
-                self._handles.append((index, handle, str(pynvml.nvmlDeviceGetName(handle))))
-        except pynvml.NVMLError:
-            return  # no driver, or a slice of a GPU that reports nothing
+        with contextlib.suppress(NoDriver):
+            self._nvml = driver = self._stays_open.enter_context(nvml())
+            with contextlib.suppress(driver.NVMLError):  # as for a slice of a GPU that reports nothing
+                names = range(driver.nvmlDeviceGetCount()) if self._listed is None else self._listed
+                for handle in (gpu_handle(driver, str(name)) for name in names):
+                    model = str(driver.nvmlDeviceGetName(handle))
+                    self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
         """The state of each GPU, None for what it does not tell, and a problem; empty without one."""

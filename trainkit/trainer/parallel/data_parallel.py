@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainkit.config.running import ParallelConfig
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import GradientSwitch
@@ -146,16 +147,15 @@ def reduces_on_host(world: World) -> bool:
 def gradient_switch(
     model: nn.Module,
     world: World,
+    parallel: ParallelConfig,
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
-    *,
-    offload: bool = False,
     local_gradient: LocalGradient | None = None,
 ) -> GradientSwitch:
     """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped.
 
     `local_gradient` is shown the gradients of this rank, except those of `replicate`.
 
-    `masters`: the float32 master of every parameter, if the model computes in another type. With `offload`, a
+    `masters`: the float32 master of every parameter, if the model computes in another type. Offloading, a
     single process moves the gradients of every microbatch to the host.
     """
     if world.mesh is None:
@@ -163,12 +163,23 @@ def gradient_switch(
     if not isinstance(model, FSDPModule):
         group = world.mesh["dp_replicate"].get_group()
         return HostReduction(model, group, masters, local_gradient).set_enabled
-    if world.layout.dp_shard * world.layout.cp == 1 and not (offload and world.size == 1):
-        return model.set_requires_gradient_sync
-    if local_gradient is not None and world.layout.dp_shard * world.layout.cp > 1:
-        observe_reduce_scatter(model, local_gradient)
-    # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
-    return model.set_requires_all_reduce
+    layout = world.layout
+    is_sharded = layout.dp_shard * layout.cp > 1
+    reduce: GradientSwitch = model.set_requires_gradient_sync
+    if is_sharded or (parallel.offload and world.size == 1):
+        # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
+        reduce = model.set_requires_all_reduce
+        if local_gradient is not None and is_sharded:
+            observe_reduce_scatter(model, local_gradient)
+    if parallel.zero == 3 and (is_sharded or parallel.offload or layout.dp_replicate == 1):
+        return reduce
+
+    def reduce_and_reshard(enabled: bool) -> None:
+        # What stays gathered until the backward pass can stay for the next microbatch too.
+        reduce(enabled)
+        model.set_reshard_after_backward(enabled)
+
+    return reduce_and_reshard
 
 
 class ObservedReduceScatter:

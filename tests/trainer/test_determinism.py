@@ -1,0 +1,77 @@
+"""Which kernels compute, and what is recorded of what the bits of a result depend on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tests.support.runs import launch_plan
+from trainkit.contrib.replay.compare import FACTS
+from trainkit.contrib.replay.steps import Start
+from trainkit.trainer import determinism
+from trainkit.trainer.determinism import computed_on, fix_kernels
+
+INDUCTOR = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+RING = {"NCCL_ALGO": "Ring"}
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "deterministic", "before", "expected"),
+    [
+        ("cpu", 2, False, {}, {}),
+        ("cuda", 2, False, {}, INDUCTOR),
+        ("cuda", 1, True, {}, {**INDUCTOR, **CUBLAS}),
+        ("cuda", 2, True, {}, {**INDUCTOR, **CUBLAS, **RING}),
+        ("cuda", 2, True, {"NCCL_ALGO": "Tree"}, {**INDUCTOR, **CUBLAS, "NCCL_ALGO": "Tree"}),
+    ],
+)
+def test_kernels_are_chosen_by_what_they_compute(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    num_ranks: int,
+    deterministic: bool,
+    before: dict[str, str],
+    expected: dict[str, str],
+) -> None:
+    monkeypatch.setattr(os, "environ", environ := dict(before))
+    memory = torch.utils.deterministic
+    monkeypatch.setattr(memory, "fill_uninitialized_memory", True)
+    try:
+        fix_kernels(launch_plan(num_nodes=num_ranks, workers_per_node=1, device=device), deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert memory.fill_uninitialized_memory != deterministic, "it would write every gathered buffer"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it
+    assert environ == expected
+
+
+def test_inductor_knows_the_variable_and_is_not_imported_before_it_is_set() -> None:
+    """Of a variable without effect, nobody would notice anything."""
+    import torch._inductor.config as inductor
+
+    code = "import sys, trainkit.trainer.worker as w; assert 'torch._inductor.config' not in sys.modules"
+    code += "; import os; os.environ['TORCHINDUCTOR_DETERMINISTIC'] = '1'"
+    assert inductor.deterministic is False
+    code += "; from torch._inductor import config; assert config.deterministic is True"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_replay_compares_what_an_attempt_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    monkeypatch.setattr(determinism.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(determinism, "driver_version", lambda: "580.159.04")
+    monkeypatch.setattr(determinism, "version", lambda name: "3.6.0")
+    on_gpu = computed_on(torch.device("cuda", 0))
+    versions = {"cudnn": 91501, "nccl": "2.28.9", "triton": "3.6.0", "driver": "580.159.04"}
+    assert versions.items() <= on_gpu.items()
+    assert {"trainkit", *on_gpu} == set(FACTS) <= {field.name for field in fields(Start)}
+    assert on_gpu.keys() - versions == computed_on(torch.device("cpu")).keys()
