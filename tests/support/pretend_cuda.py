@@ -327,7 +327,7 @@ def _like(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-# Kernels that the CPU does not have: in flash attention, the last query sees the last key.
+# Kernels that the CPU does not have. In flash attention, the last query sees the last key.
 
 
 def _flash_inputs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -354,7 +354,12 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, s
     return of_q, *(item.unflatten(1, (k.shape[1], -1)).sum(2) for item in others)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return out.copy_(total + left.to(dtype) @ right.to(dtype))
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.addmm.dtype_out: _add_product,
     torch.ops.aten._scaled_dot_product_flash_attention.default: _flash,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
 }

@@ -416,9 +416,10 @@ def small_parts(rank: int) -> None:
     pretend_cuda.install()
 
     from trainkit.trainer.causal_lm import to_device
+    from trainkit.trainer.forward_backward import _add_product
     from trainkit.trainer.precision import require_float8
     from trainkit.trainer.profiler import summary_of
-    from trainkit.trainer.torch_private import flight_record
+    from trainkit.trainer.torch_private import fix_segments, flight_record
 
     device = torch.device("cuda", 0)
     packed, pair = to_device([pack_sequence([torch.ones(2), torch.ones(1)]), Pair(torch.ones(1), 2)], device)
@@ -437,6 +438,11 @@ def small_parts(rank: int) -> None:
     seconds = {kind: value for kind, value in summary["seconds_per_step"].items() if value}
     assert seconds == {"communication": 2.0, "gemm": 2.0, "idle": 1.0}
     assert flight_record("cuda") is None
+    fix_segments()
+    total, left, right = (torch.rand(3, 3, device=device) for _ in range(3))
+    expected = total + left.bfloat16().float() @ right.bfloat16().float()
+    _add_product(total, left.bfloat16(), right.bfloat16())
+    assert torch.equal(total, expected)
 
 
 class Pair(NamedTuple):
@@ -468,20 +474,31 @@ PROGRAMS: dict[str, Callable[[Runs, Path], list[Record]]] = {
     "bandwidth": measure,
     "parts": lambda runs, folder: in_ranks(folder / "parts", 1, small_parts),
 }
-CHOICE, SHARED = (
+OLD, NO_GPU, VIRTUAL, SHARED = (
+    "test_distributed.py::test_a_driver_that_is_too_old_for_torch",
     "test_distributed.py::test_no_gpu_for_a_rank",
-    "test_distributed.py::test_two_tasks_that_see_the",
+    "test_distributed.py::test_a_virtual_gpu_without_expandable_segments",
+    "test_distributed.py::test_two_tasks_that_see_the_same_gpu",
 )
 ELSEWHERE = {
     ("generate", 'raise UsageError("--device is cuda, but this machine has no GPU that torch can use")'): (
         "test_generate, on a CPU"
     ),
-    ("select_device", "raise TrainkitError("): CHOICE,
-    ("select_device", 'listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))'): CHOICE,
-    ("select_device", "is_bound = listed is not None and len(listed) <= local_rank"): CHOICE,
+    ("select_device", "driver = driver_cuda(library)"): OLD,
+    ("select_device", "raise TrainkitError("): NO_GPU,
+    ("select_device", 'listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))'): NO_GPU,
+    ("select_device", "is_bound = listed is not None and len(listed) <= local_rank"): NO_GPU,
+    ("select_device", "fix_segments()"): VIRTUAL,
+    ("select_device", "torch.empty(1, device=device)"): VIRTUAL,
+    ("select_device", '_refuse(bf16_problem(name), "precision.dtype ")'): (
+        "test_distributed.py::test_a_gpu_that_torch_or_its_tensor_cores_do_not_support"
+    ),
     ("join_world", "refuse_shared_gpu(env, gpu, store)"): SHARED,
     ("refuse_shared_gpu", 'if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):'): SHARED,
     ("refuse_shared_gpu", "raise TrainkitError("): SHARED,
+    ("_build_part", "cast(Decoder, model).attend_in_blocks()"): (
+        "test_decoder.py, without a compiler; compiled kernels need a GPU: `make gpu`"
+    ),
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 
@@ -493,4 +510,7 @@ def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
         for item in cuda_statements()
         if not any((item.file, line) in ran for line in range(item.line, item.last + 1))
     }
-    assert missing == ELSEWHERE.keys()
+    assert sorted(missing - ELSEWHERE.keys()) == []
+    assert sorted(ELSEWHERE.keys() - missing) == [], "these run, or are gone"
+    for file, _, test in (reason.partition("::") for reason in ELSEWHERE.values()):
+        assert not test or f"def {test}(" in (Path(__file__).parent / file).read_text()
