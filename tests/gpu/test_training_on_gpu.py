@@ -107,6 +107,15 @@ def test_compiled_and_eager_agree(tmp_path: Path) -> None:
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=2e-4)
 
 
+def test_tf32_is_another_rounding(tmp_path: Path) -> None:
+    options = [ON_DEVICE, "precision.dtype=fp32", "train.steps=4", "parallel.compile=false"]
+    train(tmp_path / "fp32", options)
+    attempt = train(tmp_path / "tf32", [*options, "precision.tf32=true"])
+    assert losses(tmp_path / "tf32") == pytest.approx(losses(tmp_path / "fp32"), abs=1e-2)
+    assert (losses(tmp_path / "tf32") != losses(tmp_path / "fp32")) == (KIND == "cuda")
+    assert ("TF32" in log_text(attempt)) == (KIND == "cuda")
+
+
 def test_compiled_attention_computes_the_mask_of_documents(tmp_path: Path) -> None:
     """Compiled, the kernels compute the mask that others read from memory."""
     options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
