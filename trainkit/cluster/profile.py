@@ -264,7 +264,6 @@ class ClusterProfile(Section):
     """Run config keys for every run on this cluster; the user's own configs override them."""
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
-        """The profile as a `Cluster`."""
         values = dict(self)
         del values["profile_version"], values["defaults"]
         values["slurm_version"] = self.slurm_version or ()
