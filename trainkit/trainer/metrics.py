@@ -139,7 +139,8 @@ class Metrics:
         self._attempt = attempt
         self._world = world
         self._flops_per_sample = flops_per_sample
-        self._peak_flops = device_peak_flops(world.device, dtype)
+        uses_gpu = world.device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(world.device), dtype) if uses_gpu else None
         self._total_steps = total_steps
         self._tensorboard = tensorboard
         self._unwritten: deque[dict[str, object]] = deque(maxlen=100_000)
@@ -253,13 +254,6 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
-
-def device_peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak dense FLOP/s of this device for `dtype`; None if unknown."""
-    if device.type == "cpu":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 MAX_BYTES = 2**20

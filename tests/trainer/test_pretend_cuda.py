@@ -1,0 +1,516 @@
+"""Every line under a CUDA condition runs, on CPUs that pretend to be GPUs: `support/pretend_cuda.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pack_sequence
+
+from tests.contrib.test_generate import request
+from tests.support import pretend_cuda, tasks
+from tests.support.cuda_lines import cuda_statements
+from tests.support.hf_models import need
+from tests.support.ranks import start_ranks, wait_for_all
+from tests.support.runs import TIMEOUT_S, events, fork_workers, free_port, log_text, make_attempt, wait_for
+from trainkit.contrib.doctor import to_json
+from trainkit.contrib.doctor.bandwidth import LAYOUT_VARIABLE
+from trainkit.contrib.doctor.bandwidth import Layout as Hosts
+from trainkit.contrib.generate.worker import generate
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.run.events import read_metrics
+from trainkit.run.rundir import AttemptDir, RunDir
+
+# All of them look at the same runs, so one process runs them.
+pytestmark = [pytest.mark.slow(seconds=45), pytest.mark.smoke, pytest.mark.xdist_group("pretend_cuda")]
+
+MAIN = "MainThread"
+COMMON = (
+    *("parallel.compile=false", "train.steps=6", "train.eval_every=3", "train.eval_batches=1"),
+    *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
+)
+PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
+BF16, TASK = "precision.dtype=bf16", f"task={Path(tasks.__file__)}:Classify"
+
+
+@dataclass(frozen=True)
+class Layout:
+    num_procs: int
+    overrides: tuple[str, ...]
+    microbatches: int = 4
+    """Of a rank in a step."""
+    tolerance: float = 1e-6
+    """Of each metric, to the run on CPUs; more where GPUs compute attention in another way."""
+
+
+LAYOUTS = {
+    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=1e7")),
+    "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
+    "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
+    "fsdp": Layout(2, (BF16, "parallel.dp_shard=2"), 2),
+    "replicate": Layout(2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=21"), 2),
+    "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false")),
+    "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
+    "zbv": Layout(2, ("parallel.pp=2", "parallel.pp_schedule=zbv")),
+    "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true"), 2),
+    "task": Layout(2, (TASK, "parallel.dp_shard=2", "data.num_workers=1"), 2),
+}
+
+
+def as_gpu() -> None:
+    """Pretend, and note where steps begin and end and on which GPU the code of the task runs."""
+    pretend_cuda.install()
+
+    from trainkit.trainer import worker
+    from trainkit.trainer.progress import Progress
+
+    begin, end, build_task = Progress.begin_step, Progress.end_step, worker.build_task
+
+    def begin_noted(progress: Progress, step: int) -> None:
+        begin(progress, step)
+        pretend_cuda.note("begin step")
+
+    def end_noted(progress: Progress) -> None:
+        pretend_cuda.note("end step")
+        end(progress)
+
+    def build_noted(*args: Any, **kwargs: Any) -> Any:
+        pretend_cuda.note(f"task is built on {pretend_cuda.current_device()}")
+        return build_task(*args, **kwargs)
+
+    Progress.begin_step, Progress.end_step = begin_noted, end_noted  # type: ignore[method-assign]
+    worker.build_task = build_noted
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one process has noted."""
+
+    notes: list[tuple[str, str]]
+    lines: set[tuple[str, int]]
+    used: list[int]
+
+    def of(self, thread: str) -> list[str]:
+        return [what for what, name in self.notes if name == thread]
+
+    def steps(self) -> list[list[str]]:
+        """What the main thread did in each step."""
+        found: list[list[str]] = []
+        inside = False
+        for what in self.of(MAIN):
+            if what == "begin step":
+                found.append([])
+            elif inside and what != "end step":
+                found[-1].append(what)
+            inside = what == "begin step" or (inside and what != "end step")
+        return found
+
+
+def pretend(
+    attempt: AttemptDir, num_procs: int, codes: int = 0, first: Callable[[], None] = as_gpu
+) -> list[Record]:
+    """Run an attempt on GPUs that are none; what each rank has noted."""
+    folder = attempt.path / "pretend"
+    folder.mkdir()
+    env = {pretend_cuda.RECORD_VARIABLE: str(folder)}
+    assert wait_for(fork_workers(attempt, num_procs, env, first)) == [codes] * num_procs, log_text(attempt)
+    return read_records(folder)
+
+
+def read_records(folder: Path) -> list[Record]:
+    values = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return [
+        Record(item["notes"], {(name, line) for name, line in item["lines"]}, item["used"]) for item in values
+    ]
+
+
+def curve(run: Path) -> list[list[float | None]]:
+    keys = ("step", "loss", "grad_norm", "val_loss", "tokens")
+    return [[record.get(key) for key in keys] for record in read_metrics(RunDir(run))]
+
+
+def in_ranks(folder: Path, num_procs: int, function: Callable[..., None], *args: Any) -> list[Record]:
+    """Call a function, which begins with `install`, with ranks and arguments; what each rank has noted."""
+    folder.mkdir()
+    procs = start_ranks(_pretending, num_procs, str(folder), num_procs, free_port(), function, args)
+    assert wait_for_all(procs, TIMEOUT_S) == [0] * num_procs
+    return read_records(folder)
+
+
+def _pretending(
+    rank: int, folder: str, num_procs: int, port: int, function: Callable[..., None], args: Any
+) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_procs, "LOCAL_WORLD_SIZE": num_procs}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ[pretend_cuda.RECORD_VARIABLE] = folder
+    function(rank, *args)
+
+
+class Runs:
+    """What was noted in each run, made when a test first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._records: dict[str, list[Record]] = {}
+
+    def of(self, name: str) -> list[Record]:
+        """The records of the ranks of a run."""
+        if name not in self._records:
+            self._records[name] = self.train(name) if name in LAYOUTS else PROGRAMS[name](self, self.folder)
+        return self._records[name]
+
+    def train(self, name: str) -> list[Record]:
+        """Train a layout on pretended GPUs, and on CPUs at the same time."""
+        layout = LAYOUTS[name]
+        options = [*COMMON, *layout.overrides]
+        on_cpu = make_attempt(self.folder / f"{name}-cpu", options, layout.num_procs)
+        workers = fork_workers(on_cpu, layout.num_procs)
+        attempt = make_attempt(self.folder / name, [*options, "device=cuda"], layout.num_procs)
+        records = pretend(attempt, layout.num_procs)
+        assert wait_for(workers) == [0] * layout.num_procs, log_text(on_cpu)
+        return records
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("pretend"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout(runs: Runs, name: str) -> None:
+    """It computes what it computes on CPUs, on one GPU a rank, and the host waits once a step."""
+    layout, records = LAYOUTS[name], runs.of(name)
+    gpu, cpu = (curve(runs.folder / folder) for folder in (name, f"{name}-cpu"))
+    for mine, other in zip(gpu, cpu, strict=True):
+        assert mine == pytest.approx(other, rel=layout.tolerance, abs=layout.tolerance)
+    skipped = [loss is None for _, loss, *_ in gpu]
+    assert (any(skipped), skipped[-1]) == (name == "fp16", False)
+    for rank, record in enumerate(records):
+        assert record.notes[0][0] == f"set_device {rank}"
+        assert record.used == [rank]
+        assert [what for what, _ in record.notes if what.startswith("task")] == [f"task is built on {rank}"]
+        if name == "offload":
+            continue  # its gradients and the divisor go to the host, which waits for them
+        # In the first step of a pipeline, its stages tell each other their shapes.
+        for number, step in [*enumerate(record.steps(), 1)][name == "zbv" :]:
+            copies = 3 * layout.microbatches + 1 + (layout.num_procs > 1 and number % 10 == 0)
+            expected = {"copy pinned to gpu": copies, "copy gpu to pinned": 1, "Event.synchronize": 1}
+            if skipped[number - 1]:
+                expected["wait for _local_scalar_dense"] = 1  # whether the loss scale can be halved
+            assert Counter(filter(host_notices, step)) == expected, number
+
+
+def host_notices(what: str) -> bool:
+    return what.startswith(("copy", "wait")) or what.endswith("synchronize")
+
+
+def test_saves(runs: Runs) -> None:
+    """A step waits for the stream alone; another thread copies, to pinned memory but for single numbers."""
+    for record in runs.of("fsdp"):
+        steps = record.of(MAIN)
+        first = steps.index("end step", steps.index("Stream.synchronize") - 2)
+        assert [*filter(host_notices, steps[first : steps.index("begin step", first)])] == [
+            "Stream.synchronize"
+        ]
+        [staging] = {name for what, name in record.notes if what == "Stream.synchronize" and name != MAIN}
+        num_params = Counter(record.of(staging))["copy gpu to pageable, waits"]
+        assert Counter(record.of(staging)) == {
+            "copy gpu to pageable, waits": num_params,  # of each the count of its steps, by torch
+            "copy gpu to pinned": 3 * num_params,
+            "Stream.synchronize": 3,
+        }
+
+
+def stop_during_a_save() -> None:
+    """The rank is asked to stop while the state after step 2 is written, which ends only after that."""
+    as_gpu()
+
+    from trainkit.trainer.checkpoint.saver import CheckpointSaver
+    from trainkit.trainer.checkpoint.storage import HashingWriter
+    from trainkit.trainer.loop import Trainer
+
+    stops = threading.Event()
+    save, stop, write = CheckpointSaver.save, Trainer._stop, HashingWriter.write_data
+
+    def save_and_signal(saver: CheckpointSaver, request: Any, blocking: bool) -> None:
+        save(saver, request, blocking)
+        if not blocking:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    def stop_noted(trainer: Trainer, reason: str) -> int:
+        stops.set()
+        return stop(trainer, reason)
+
+    def write_late(*args: Any) -> Any:
+        stops.wait()
+        return write(*args)
+
+    CheckpointSaver.save, Trainer._stop = save_and_signal, stop_noted  # type: ignore[method-assign]
+    HashingWriter.write_data = write_late  # type: ignore[method-assign]
+
+
+def stop_and_resume(runs: Runs, folder: Path) -> list[Record]:
+    options = [*COMMON, *LAYOUTS["fsdp"].overrides, "device=cuda"]
+    attempt = make_attempt(folder / "stopped", options, 2)
+    pretend(attempt, 2, codes=75, first=stop_during_a_save)
+    assert [event["step"] for event in events(attempt.run.path, "checkpoint_commit")] == [2, 3]
+    return pretend(make_attempt(folder / "stopped", options, 2), 2)
+
+
+def test_a_stop_during_a_save(runs: Runs) -> None:
+    """It is finished, and the steps after it are those of a run that nothing happened to."""
+    stopped, whole = runs.folder / "stopped", runs.folder / "fsdp"
+    assert [record.used for record in runs.of("stopped")] == [[0], [1]]
+    assert "resumed from step-00000003" in log_text(RunDir(stopped).attempt(2))
+    runs.of("fsdp")
+    assert [row[:3] for row in curve(stopped)] == [row[:3] for row in curve(whole)]
+
+
+def continue_prompt(rank: int, request: dict[str, Any], out: str) -> None:
+    pretend_cuda.install()
+    from trainkit.contrib.generate.worker import generate
+
+    with Path(out).open("w") as stream, redirect_stdout(stream):
+        generate(request)
+
+
+def continue_prompts(runs: Runs, folder: Path) -> list[Record]:
+    runs.of("fp16")
+    asked = request(folder / "fp16", as_json=True, device="auto", dtype="fp32")
+    return in_ranks(folder / "generate", 1, continue_prompt, asked, str(folder / "text"))
+
+
+def test_generate(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    [record] = runs.of("generate")
+    asked = request(runs.folder / "fp16", as_json=True)
+    generate(asked)
+    assert (runs.folder / "text").read_text() == capsys.readouterr().out
+    assert Counter(record.of(MAIN))["copy gpu to pageable, waits"] == asked["max_tokens"]
+    with pytest.raises(UsageError, match="this machine has no GPU that torch can use"):
+        generate({**asked, "device": "cuda"})
+
+
+def own_loop(rank: int, folder: str) -> None:
+    pretend_cuda.install()
+    os.chdir(folder)
+
+    from trainkit.loop import attach
+
+    run = attach("run")
+    assert (run.device, pretend_cuda.current_device()) == (torch.device("cuda", rank), rank)
+    model = torch.nn.Linear(4, 1).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.steps(3, save_every=2, log_every=1):
+        loss = model(torch.ones(8, 4, device=run.device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log(loss=loss)
+
+
+def loop_in_ranks(runs: Runs, folder: Path) -> list[Record]:
+    (folder / "own").mkdir()
+    return in_ranks(folder / "loop", 2, own_loop, str(folder / "own"))
+
+
+def test_a_loop_of_ones_own(runs: Runs) -> None:
+    assert [record.used for record in runs.of("loop")] == [[0], [1]]
+    losses = [record["loss"] for record in read_metrics(RunDir(runs.folder / "own/run"))]
+    assert losses == sorted(losses, reverse=True)
+
+
+def bandwidth(rank: int, layout: str) -> None:
+    pretend_cuda.install()
+    from trainkit.contrib.doctor import bandwidth_rank
+
+    bandwidth_rank.SIZE_MIB["nccl"] = 1
+    os.environ[LAYOUT_VARIABLE] = layout
+    assert bandwidth_rank.main() == 0
+
+
+def measure(runs: Runs, folder: Path) -> list[Record]:
+    layout = to_json(Hosts(("a",), (2,), "127.0.0.1", free_port()))
+    return in_ranks(folder / "bandwidth", 2, bandwidth, layout)
+
+
+def test_bandwidth(runs: Runs) -> None:
+    for rank, record in enumerate(runs.of("bandwidth")):
+        assert record.used == [rank]
+        count = Counter(record.of(MAIN))
+        assert count["torch.cuda.synchronize"] >= count["nccl allreduce_"] > 1
+
+
+def four_bits(rank: int) -> None:
+    import bitsandbytes  # noqa: F401  # as on a CPU: on a GPU it would load libraries of CUDA
+
+    pretend_cuda.install()
+    from trainkit.trainer.quantization import NF4Linear
+
+    linear = torch.nn.Linear(96, 40).requires_grad_(False)
+    results = []
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        layer = NF4Linear(linear)
+        layer.quantize(linear.weight.to(device))
+        layer.bias = torch.nn.Parameter(linear.bias.to(device))
+        x = torch.linspace(0, 1, 5 * 96).view(5, 96).to(device).requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16):
+            y = layer(x)
+        y.float().sum().backward()
+        assert x.grad is not None
+        assert {item.device for item in (y, x.grad, layer.packed)} == {device}
+        assert y.dtype == torch.bfloat16
+        results.append((y.cpu(), x.grad.cpu()))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_nf4(tmp_path: Path) -> None:
+    need("bitsandbytes")
+    in_ranks(tmp_path / "gpu", 1, four_bits)
+
+
+def what_a_gpu_refuses(rank: int) -> None:
+    pretend_cuda.install()
+    gpu, host = torch.zeros(2, device="cuda:1"), torch.ones(2)
+    assert {(gpu + 1).device, gpu[:1].device, torch.empty_like(host, device=gpu.device).device} == {
+        gpu.device
+    }
+    assert (host * 2).device == torch.tensor([1.0]).device == gpu.cpu().device == torch.device("cpu")
+    assert (gpu * torch.tensor(2.0)).device == gpu.device
+    for refused in (
+        lambda: gpu + host,
+        lambda: torch.stack((gpu, host)),
+        lambda: gpu + gpu.to("cuda:2"),
+        gpu.numpy,
+        gpu.pin_memory,
+        lambda: torch.cuda.set_device(pretend_cuda.NUM_GPUS),
+    ):
+        with pytest.raises((RuntimeError, TypeError, AssertionError)):
+            refused()
+    torch.cuda.set_device(1)
+    assert ThreadPoolExecutor(1).submit(torch.cuda.current_device).result() == 0
+    assert [what for what, _ in pretend_cuda.notes] == ["copy gpu to pageable, waits", "set_device 1"]
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    for backend, wrong in (("nccl", host), ("gloo", gpu)):
+        with pytest.raises(RuntimeError, match="No backend"):
+            dist.all_reduce(wrong, group=dist.new_group(backend=backend))
+
+
+def small_parts(rank: int) -> None:
+    sys.modules |= {name: ModuleType(name) for name in ("torchao", "torchao.float8")}
+    pretend_cuda.install()
+
+    from trainkit.trainer.causal_lm import to_device
+    from trainkit.trainer.forward_backward import _add_product
+    from trainkit.trainer.precision import require_float8
+    from trainkit.trainer.profiler import summary_of
+    from trainkit.trainer.torch_private import fix_segments, flight_record
+
+    device = torch.device("cuda", 0)
+    packed, pair = to_device([pack_sequence([torch.ones(2), torch.ones(1)]), Pair(torch.ones(1), 2)], device)
+    assert packed.data.device == pair.values.device == device
+    assert (packed.batch_sizes.device, pair.rest) == (torch.device("cpu"), 2)
+    require_float8(device)
+    pretend_cuda.CAPABILITY = (8, 0)
+    with pytest.raises(TrainkitError, match="H100 80GB HBM3 does not support float8"):
+        require_float8(device)
+    kernels = [
+        kernel("nccl_all_reduce", 0.0, 2.0),
+        kernel("sm90_gemm", 1.0, 3.0),
+        kernel("gemm", 0, 9, "CPU"),
+    ]
+    summary = summary_of(kernels, num_steps=1, wall_s=4.0, cuda=True)
+    seconds = {kind: value for kind, value in summary["seconds_per_step"].items() if value}
+    assert seconds == {"communication": 2.0, "gemm": 2.0, "idle": 1.0}
+    assert flight_record("cuda") is None
+    fix_segments()
+    total, left, right = (torch.rand(3, 3, device=device) for _ in range(3))
+    expected = total + left.bfloat16().float() @ right.bfloat16().float()
+    _add_product(total, left.bfloat16(), right.bfloat16())
+    assert torch.equal(total, expected)
+
+
+class Pair(NamedTuple):
+    values: Any
+    rest: int
+
+
+def kernel(name: str, start_s: float, end_s: float, device: str = "CUDA") -> Any:
+    span = SimpleNamespace(start=1e6 * start_s, end=1e6 * end_s)
+    kind, own_us = SimpleNamespace(name=device), span.end - span.start
+    values = {"device_type": kind, "self_device_time_total": own_us, "time_range": span}
+    return SimpleNamespace(name=name, is_user_annotation=False, **values)
+
+
+def test_small_parts(runs: Runs) -> None:
+    runs.of("parts")
+
+
+def test_what_a_gpu_refuses_is_refused(tmp_path: Path) -> None:
+    in_ranks(tmp_path / "gpu", 1, what_a_gpu_refuses)
+    assert torch.zeros(2).device == torch.device("cpu")
+    assert not torch.cuda.is_available()
+
+
+PROGRAMS: dict[str, Callable[[Runs, Path], list[Record]]] = {
+    "stopped": stop_and_resume,
+    "generate": continue_prompts,
+    "loop": loop_in_ranks,
+    "bandwidth": measure,
+    "parts": lambda runs, folder: in_ranks(folder / "parts", 1, small_parts),
+}
+OLD, NO_GPU, VIRTUAL, SHARED = (
+    "test_distributed.py::test_a_driver_that_is_too_old_for_torch",
+    "test_distributed.py::test_no_gpu_for_a_rank",
+    "test_distributed.py::test_a_virtual_gpu_without_expandable_segments",
+    "test_distributed.py::test_two_tasks_that_see_the_same_gpu",
+)
+ELSEWHERE = {
+    ("generate", 'raise UsageError("--device is cuda, but this machine has no GPU that torch can use")'): (
+        "test_generate, on a CPU"
+    ),
+    ("select_device", "driver = driver_cuda(library)"): OLD,
+    ("select_device", "raise TrainkitError("): NO_GPU,
+    ("select_device", 'listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))'): NO_GPU,
+    ("select_device", "is_bound = listed is not None and len(listed) <= local_rank"): NO_GPU,
+    ("select_device", "fix_segments()"): VIRTUAL,
+    ("select_device", "torch.empty(1, device=device)"): VIRTUAL,
+    ("select_device", '_refuse(bf16_problem(name), "precision.dtype ")'): (
+        "test_distributed.py::test_a_gpu_that_torch_or_its_tensor_cores_do_not_support"
+    ),
+    ("join_world", "refuse_shared_gpu(env, gpu, store)"): SHARED,
+    ("refuse_shared_gpu", 'if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):'): SHARED,
+    ("refuse_shared_gpu", "raise TrainkitError("): SHARED,
+    ("_build_part", "cast(Decoder, model).attend_in_blocks()"): (
+        "test_decoder.py, without a compiler; compiled kernels need a GPU: `make gpu`"
+    ),
+}
+"""The statements that no run here comes to, by function, and what runs them, or why nothing can."""
+
+
+def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
+    ran = {line for name in (*LAYOUTS, *PROGRAMS) for record in runs.of(name) for line in record.lines}
+    missing = {
+        (item.function, item.text)
+        for item in cuda_statements()
+        if not any((item.file, line) in ran for line in range(item.line, item.last + 1))
+    }
+    assert sorted(missing - ELSEWHERE.keys()) == []
+    assert sorted(ELSEWHERE.keys() - missing) == [], "these run, or are gone"
+    for file, _, test in (reason.partition("::") for reason in ELSEWHERE.values()):
+        assert not test or f"def {test}(" in (Path(__file__).parent / file).read_text()
