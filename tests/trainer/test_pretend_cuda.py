@@ -62,7 +62,9 @@ LAYOUTS = {
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2"), 2),
-    "replicate": Layout(2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=21"), 2),
+    "replicate": Layout(
+        2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=21", "precision.tf32=true"), 2
+    ),
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
     "zbv": Layout(2, ("parallel.pp=2", "parallel.pp_schedule=zbv")),
