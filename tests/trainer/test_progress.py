@@ -71,7 +71,8 @@ def test_limits(clock):
     progress = Progress()
     assert phase_limit_s("start", progress, POLICY) is None
     assert phase_limit_s("rendezvous", progress, POLICY) is None
-    assert phase_limit_s("connect", progress, POLICY) == 240.0, "all ranks are there"
+    policies = (RequeuePolicy(hang_min_s=1.0), RequeuePolicy(hang_min_s=500.0))
+    assert [phase_limit_s("connect", progress, policy) for policy in policies] == [240.0, 500.0]
     assert phase_limit_s("build", progress, POLICY) == SLOW_PHASE_LIMIT_S
     progress.begin_step(1)
     assert phase_limit_s("data", progress, POLICY) == SLOW_PHASE_LIMIT_S, "nothing is usual yet"

@@ -144,7 +144,7 @@ SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
 """Tokenising the data may take hours, and the startup barrier has its own timeout."""
 CONNECT_LIMIT_S = 240.0
-"""All ranks are there and have only to connect, which takes seconds."""
+"""All ranks are there and have only to connect, which takes seconds; `requeue.hang_min_s` can raise it."""
 SUSPENDED_S = 10.0
 """A longer gap between two checks means that the process was suspended; that time does not count."""
 NUM_COLLECTIVES = 200
@@ -194,7 +194,7 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
     if policy.hang_factor is None or phase in UNWATCHED_PHASES:
         return None
     if phase == "connect":
-        return CONNECT_LIMIT_S
+        return max(CONNECT_LIMIT_S, policy.hang_min_s)
     median_step_s = progress.median_step_s
     if median_step_s is None:
         return max(SLOW_PHASE_LIMIT_S, policy.hang_min_s)
