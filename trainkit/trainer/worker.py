@@ -339,6 +339,8 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
     if world.device.type == "cuda":
         equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
         log.info(f"the losses of equal runs are {equal} (train.deterministic)")
+        if config.precision.tf32:
+            log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"
