@@ -72,9 +72,7 @@ def _text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
         # str() of an undefined template variable raises the error that names it.
         raise UsageError(f"{type(value).__name__} {str(value)!r} cannot be written in a script")
-    text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    if not isinstance(text, str):
-        text = os.fsdecode(text)
+    text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)
     if "\0" in text:
         raise UsageError(f"{text!a} cannot be written in a script: it contains a NUL character")
     return text
