@@ -45,6 +45,8 @@ COMMON = (
     *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
 )
 PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
+SCHEDULE = "1f1b" if torch.__version__ < "2.12" else "zbv"
+"""Before its first step, torch 2.11 has each stage send to the next, which gloo cannot on one rank."""
 BF16, TASK = "precision.dtype=bf16", f"task={Path(tasks.__file__)}:Classify"
 
 
@@ -66,7 +68,7 @@ LAYOUTS = {
     "replicate": Layout(2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=11"), 2),
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
-    "zbv": Layout(2, ("parallel.pp=2", "parallel.pp_schedule=zbv")),
+    "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
     "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true"), 2),
     "task": Layout(2, (TASK, "parallel.dp_shard=2", "data.num_workers=1"), 2),
 }
@@ -210,7 +212,7 @@ def test_a_layout(runs: Runs, name: str) -> None:
         if name == "offload":
             continue  # its gradients and the divisor go to the host, which waits for them
         # In the first step of a pipeline, its stages tell each other their shapes.
-        for number, step in [*enumerate(record.steps(), 1)][name == "zbv" :]:
+        for number, step in [*enumerate(record.steps(), 1)][name == "pipeline" :]:
             copies = 3 * layout.microbatches + 1 + (layout.num_procs > 1 and number % 10 == 0)
             expected = {"copy pinned to gpu": copies, "copy gpu to pinned": 1, "Event.synchronize": 1}
             if skipped[number - 1]:
