@@ -1,11 +1,13 @@
-"""Counts what a step costs, without a GPU: bytes and kernels of a block, collectives of each layout.
+"""Counts what a step costs, without a GPU: bytes and kernels of its parts, collectives of each layout.
 
-    python -m benchmarks.step_costs [--only block | collectives]
+    python -m benchmarks.step_costs [--only block | parts | collectives]
 
 The block is one of Llama 3 8B with 4,096 tokens, forward and backward, on tensors that have shapes but no
 values. Every operation that is not a view counts as one kernel, which reads its inputs and writes its outputs
 once, as in a block that is not compiled; RMSNorm counts with the several kernels that a CPU has for it.
 ``autocast`` computes in bf16 from float32 weights, as `torch.autocast` does; ``cast weights`` is trainkit.
+The other parts are counted the same way; a compiled update reads and writes each of its tensors once, and its
+kernels are those that the compiler makes for a CPU.
 
 Collectives are those of one rank in a step of two passes, by torch's fake process group.
 """
@@ -13,23 +15,33 @@ Collectives are those of one rank in a step of two passes, by torch's fake proce
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainkit.config import load_config
-from trainkit.config.training import ModelConfig
+from trainkit.config.training import ModelConfig, OptimizerConfig
+from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.step_work import loss_chunks
 from trainkit.submit.trainer_process import simulate, simulated_plan
+from trainkit.trainer.causal_lm import CausalLM
+from trainkit.trainer.forward_backward import _ChunkedLoss
 from trainkit.trainer.models.decoder import Block, rope_table
+from trainkit.trainer.models.model import Weight
+from trainkit.trainer.optimizer import ShardedAdamW
 
 TOKENS = 4096
 GB = 1e9
@@ -61,12 +73,18 @@ class CountKernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         read = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        written = [item for item in tree_leaves(out) if isinstance(item, Tensor)]
+        changed = [arg for arg, item in zip(args, func._schema.arguments) if _is_written(item)]  # noqa: B905
+        changed += [(kwargs or {}).get(item.name) for item in func._schema.arguments if _is_written(item)]
+        written = [item for item in tree_leaves(changed if out is None else out) if isinstance(item, Tensor)]
         touches_nothing = func.is_view or func.name().startswith(NO_KERNEL)
         if written and not touches_nothing:
             self.kernels += 1
             self.bytes += sum(item.numel() * item.element_size() for item in (*read, *written))
         return out
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def count_block(*, casts: bool) -> CountKernels:
@@ -97,6 +115,76 @@ def show_block() -> None:
         print(f"| {name} | {count.bytes / GB:.2f} | {count.kernels} |", flush=True)
 
 
+PARAM = (4096, 4096)
+"""The matrix whose update is counted, in one piece."""
+
+
+def weight_of() -> Weight:
+    """The matrix with its gradient, cast to bf16."""
+    param = nn.Parameter(torch.zeros(PARAM))
+    param.grad = torch.zeros(PARAM)
+    return Weight("matrix", param, cast=nn.Parameter(param.detach().bfloat16()))
+
+
+def count_update(optimizer: OptimizerConfig) -> tuple[CountKernels, int, float]:
+    """An update that is not compiled, and the kernels and bytes per parameter of one that is."""
+    numbers = torch.ones(()), torch.zeros(())
+    with FakeTensorMode():
+        sharded = ShardedAdamW([weight_of()], optimizer)
+        sharded.collect_gradients()
+        with CountKernels() as count:
+            sharded.step(1e-3, torch.ones(()), torch.zeros(()))
+    if optimizer.name == "adamw" and optimizer.state_dtype == "fp32":
+        return count, 0, 0.0
+    with patch("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",)):
+        sharded = ShardedAdamW([weight_of()], optimizer, compiled=True)
+    sharded.collect_gradients()
+    _, [code] = run_and_get_code(lambda: sharded.step(1e-3, *numbers))
+    state = [item for name, item in sharded.state_tensors() if not name.endswith("step")]
+    tensors = [torch.empty(PARAM), *state]
+    moved = 2 * sum(item.numel() * item.element_size() for item in tensors) + 4 * tensors[0].numel()
+    cast = 4 + 2  # after the update
+    return count, code.count("async_compile.cpp_pybinding("), moved / tensors[0].numel() + cast
+
+
+@torch.library.custom_op("benchmarks::add_product", mutates_args=("total",))
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The multiplication of a GPU that adds to `total`; only its shapes are needed."""
+
+
+@add_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None: ...
+
+
+def count_loss() -> CountKernels:
+    """The loss in parts of 16,384 tokens of 1b, and its gradients."""
+    shape, tokens = resolve_model_shape(ModelConfig(preset="1b"), 1), 4 * TOKENS
+    with FakeTensorMode():
+        x, head = (torch.empty(size, shape.dim, dtype=torch.bfloat16) for size in (tokens, shape.vocab_size))
+        labels = torch.empty(tokens, dtype=torch.int64)
+        chunks = loss_chunks(Layout(), shape, tokens)
+        inputs = x.requires_grad_(), head.requires_grad_(), labels, partial(CausalLM.nll_sum, None), chunks
+        with patch("trainkit.trainer.forward_backward._add_product", add_product), CountKernels() as count:
+            _ChunkedLoss.apply(*inputs).backward()
+    return count
+
+
+def show_parts() -> None:
+    """Print bytes and kernels of the update and of the loss."""
+    print("| part | bytes a parameter | kernels | compiled: bytes | kernels |\n|---|---|---|---|---|")
+    size = PARAM[0] * PARAM[1]
+    for name, optimizer in {
+        "update": OptimizerConfig(),
+        "update, averages in bf16": OptimizerConfig(state_dtype="bf16", betas=[0.9, 0.95]),
+        "update, averages in 8 bits": OptimizerConfig(name="adamw_8bit"),
+    }.items():
+        count, kernels, moved = count_update(optimizer)
+        compiled = f"{moved:.1f} | {kernels + 1}" if kernels else "|"
+        print(f"| {name} | {count.bytes / size:.1f} | {count.kernels} | {compiled} |", flush=True)
+    count = count_loss()
+    print(f"| loss of 1b, 16,384 tokens: {count.bytes / GB:.1f} GB | | {count.kernels} | | |", flush=True)
+
+
 def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
     """(layout, recomputation, collectives of a step) of every layout."""
     for name, degrees in LAYOUTS.items():
@@ -114,11 +202,9 @@ def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
             }
             overrides = [f"{key}={value}" for key, value in values.items()]
             loaded = load_config(None, overrides=overrides, environ={}, cwd=Path.cwd())
-            world_size = 1
-            for degree in degrees.values():
-                world_size *= degree
+            world_size = math.prod(degree for key, degree in degrees.items() if key != "zero")
             found = simulate(loaded, simulated_plan(loaded, world_size), 0)
-            yield name, mode, found["collectives"]
+            yield name, mode, found.collectives
 
 
 def show_collectives() -> None:
@@ -135,12 +221,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["block", "collectives"], help="print one of the tables")
+    parser.add_argument("--only", choices=["block", "parts", "collectives"], help="print one of the tables")
     only = parser.parse_args().only
-    if only != "collectives":
-        show_block()
-    if only != "block":
-        show_collectives()
+    shows = {"block": show_block, "parts": show_parts, "collectives": show_collectives}
+    for show in [shows[only]] if only else shows.values():
+        show()
     return 0
 
 

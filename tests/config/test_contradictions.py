@@ -97,6 +97,11 @@ EIGHT_BIT = "optimizer.name=adamw_8bit"
             "  hint: null uses a fifth of the run",
         ),
         (
+            ["precision.tf32=true"],
+            "precision.tf32",
+            "is true, but precision.dtype is bf16\n  hint: remove it: TF32 is for fp32, and slower",
+        ),
+        (
             ["optimizer.state_dtype=bf16", EIGHT_BIT],
             "optimizer.state_dtype",
             "is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8 bits\n"

@@ -66,11 +66,11 @@ WIDE = (f"model.dim={4 * SIZE}", "model.num_layers=1", f"model.ffn_dim={4 * SIZE
     ids=["alone", "wide", "mesh", "8bit"],
 )
 def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
-    """As on another node, where nothing is compiled yet."""
+    """Wide norms as on another node, where nothing is compiled yet; the others would take a minute each."""
     caches = iter(range(3))
 
     def start(attempt: AttemptDir) -> list[ForkedWorker]:
-        cache = str(tmp_path / f"cache-{next(caches)}")
+        cache = str(tmp_path / f"cache-{next(caches) if own == WIDE else 0}")
         return fork_workers(attempt, env={"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache})
 
     options = [
@@ -105,6 +105,15 @@ def test_compiled_and_eager_agree(tmp_path: Path) -> None:
     train(tmp_path / "eager", [*options, "parallel.compile=false"])
     train(tmp_path / "compiled", [*options, "parallel.compile=true"])
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=2e-4)
+
+
+def test_tf32_is_another_rounding(tmp_path: Path) -> None:
+    options = [ON_DEVICE, "precision.dtype=fp32", "train.steps=4", "parallel.compile=false"]
+    train(tmp_path / "fp32", options)
+    attempt = train(tmp_path / "tf32", [*options, "precision.tf32=true"])
+    assert losses(tmp_path / "tf32") == pytest.approx(losses(tmp_path / "fp32"), abs=1e-2)
+    assert (losses(tmp_path / "tf32") != losses(tmp_path / "fp32")) == (KIND == "cuda")
+    assert ("TF32" in log_text(attempt)) == (KIND == "cuda")
 
 
 def test_compiled_attention_computes_the_mask_of_documents(tmp_path: Path) -> None:

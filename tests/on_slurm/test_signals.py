@@ -231,12 +231,12 @@ def test_a_damaged_record_is_named(login: Login) -> None:
 def test_a_job_whose_id_was_never_learned_is_found(login: Login) -> None:
     run = login.submit("--gpus-per-node", "1", *settings("resources.extra.hold=true"), "--", "true")
     job_id = login.job_id(run)
+    assert login.status(run)["state"] == "pending"
     job = read_json(run.job_file)
     write_json(run.job_file, {**job, "attempts": []})
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, f"is running as {job_id}" in refused.stderr) == (2, True)
     write_json(run.job_file, {**job, "attempts": []})
-    assert login.status(run)["state"] == "pending"
     cancelled = login.trainkit("cancel", str(run.path))
     assert (cancelled.returncode, "from the queue" in cancelled.stderr) == (0, True)
     assert login.status(run)["state"] == "cancelled"

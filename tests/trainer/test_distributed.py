@@ -216,6 +216,37 @@ def test_the_thread_that_builds_a_task_has_the_gpu_of_its_rank(monkeypatch: pyte
     assert worker.run_unless_stopped(StopRequest(), lambda: 7, torch.device("cpu")) == 7
 
 
+@pytest.mark.parametrize(
+    ("cpus", "allowed", "bound"),
+    [
+        ("0-3,8-11", range(16), {0, 1, 2, 3, 8, 9, 10, 11}),  # all tasks of the node may use all of its CPUs
+        ("0-3,8-11", range(2, 6), {2, 3}),
+        ("0-3", range(4), None),  # Slurm has done it
+        ("0-3", range(4, 8), None),  # or has bound the task elsewhere
+        (None, range(8), None),
+    ],
+)
+def test_a_rank_runs_next_to_its_gpu(
+    cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpus: str | None,
+    allowed: range,
+    bound: set[int] | None,
+) -> None:
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)
+    monkeypatch.setattr(distributed, "PCI_DEVICES", tmp_path)
+    calls: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, found: calls.append(found))
+    if cpus is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(f"{cpus}\n")
+    distributed.bind_to_gpu(torch.device("cuda", 0))
+    assert calls == ([] if bound is None else [bound])
+
+
 def test_a_torch_for_rocm_has_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)

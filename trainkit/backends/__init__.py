@@ -142,7 +142,6 @@ class Backend(ABC):
         """Kill a job immediately, without saving, and record its end."""
 
     def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
-        """Whether the job has ended."""
         return not self.alive(run, entry)
 
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:

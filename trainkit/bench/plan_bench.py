@@ -60,7 +60,6 @@ class BenchPoint:
         return point_name(self.values)
 
     def run(self, folder: str, repeat: int) -> BenchRun:
-        """One of its runs."""
         layout, batch = self.plan.layout, self.plan.batch
         return BenchRun(
             run=folder,
@@ -169,7 +168,6 @@ class PlannedBench:
 
     @property
     def name(self) -> str:
-        """The name of its runs."""
         return self.points[0].config.name
 
     @property

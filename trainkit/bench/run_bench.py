@@ -67,12 +67,10 @@ class BenchLength:
 
     @property
     def measured(self) -> range:
-        """The measured steps."""
         return range(self.warmup + 1, self.steps - PROFILED_STEPS + 1)
 
     @property
     def first_profiled(self) -> int:
-        """The first profiled step."""
         return self.measured.stop
 
     @property
@@ -115,7 +113,6 @@ class BenchRun:
 
     @property
     def name(self) -> str:
-        """The name of its point."""
         return point_name(self.values)
 
 
@@ -150,13 +147,11 @@ class Bench:
 
     @property
     def points(self) -> list[tuple[BenchRun, ...]]:
-        """The runs of every point."""
         num_points = len(self.runs) // self.repeats
         return [self.runs[first::num_points] for first in range(num_points)]
 
     @property
     def command(self) -> str:
-        """The command that made it."""
         return f"trainkit bench {self.kind}"
 
     @property

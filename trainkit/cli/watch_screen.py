@@ -141,7 +141,6 @@ class ReadingScreen(Screen[None]):
         self.show()
 
     def show(self) -> None:
-        """Show the newest result."""
         raise NotImplementedError
 
 

@@ -43,21 +43,8 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
         yield from _time_problems(request, cluster, longest)
     found = {item.name: list(partition_problems(request, cluster, item)) for item in request.partitions}
     # Of several partitions, one that can start the job is enough.
-    if not found or not all(found.values()):
-        return
-    refused = next(iter(found))
-    # Other partitions that can run the job unchanged.
-    fitting = [
-        item.name
-        for item in visible
-        if item.is_up
-        and item.name != refused
-        and next(partition_problems(request, cluster, item), None) is None
-    ]
-    other = f"--partition {listed(fitting, 'or')} fits without other changes" if fitting else ""
-    for key, message, hint in found[refused]:
-        yield key, message, "; ".join(filter(None, (hint, other)))
-        other = ""
+    if found and all(found.values()):
+        yield from next(iter(found.values()))
 
 
 def spare_capacity(request: ResourceRequest) -> int | None:

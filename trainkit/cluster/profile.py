@@ -57,8 +57,8 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     """Find the profile that a run uses; None if there is none.
 
     It is the profile that `launch.cluster` names, else the one of the ClusterName in slurm.conf. If
-    slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist,
-    if two profiles are of the same cluster, or if the profile is invalid.
+    slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist
+    or the profile is invalid.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
@@ -73,9 +73,10 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
             return None
         return _found(alone[0], "it is the only profile, and slurm.conf gives no ClusterName")
     for paths in files:
-        own = _own_profile(loaded, paths, name)
-        if own is not None:
-            return _found(own, f"ClusterName is {name} in slurm.conf")
+        # Of several, the one whose file has that name.
+        own = [path for path in sorted(paths, key=lambda path: path.stem != name) if _name_in(path) == name]
+        if own:
+            return _found(own[0], f"ClusterName is {name} in slurm.conf")
     return None
 
 
@@ -88,23 +89,6 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
     hint = f"{did_you_mean(name, known)}profiles: {', '.join(known)}; "
     hint += "`trainkit init` writes the profile of the cluster it runs on"
     raise ConfigError([loaded.problem(KEY, f"is {name}, an unknown cluster profile", hint)])
-
-
-def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path | None:
-    """The profile whose `name` is the cluster's, or None.
-
-    Of several, the one whose file has that name; else raises ConfigError.
-    """
-    own = [path for path in paths if _name_in(path) == name]
-    if len(own) > 1:
-        same = [path for path in own if path.stem == name]
-        if not same:
-            names = " and ".join(path.stem for path in own)
-            message = f"is not set, and {names} are both profiles of {name}"
-            hint = f"choose one, such as --cluster {own[0].stem}"
-            raise ConfigError([loaded.problem(KEY, message, hint)])
-        own = same
-    return own[0] if own else None
 
 
 def _name_in(path: Path) -> str | None:
@@ -264,7 +248,6 @@ class ClusterProfile(Section):
     """Run config keys for every run on this cluster; the user's own configs override them."""
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
-        """The profile as a `Cluster`."""
         values = dict(self)
         del values["profile_version"], values["defaults"]
         values["slurm_version"] = self.slurm_version or ()

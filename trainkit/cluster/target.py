@@ -35,7 +35,6 @@ class Target:
 
     @property
     def submits_job(self) -> bool:
-        """Whether a job is submitted to Slurm."""
         return self.cluster is not None
 
 

@@ -122,11 +122,7 @@ class Layers:
         if config is not None:
             owned = config.parent.glob(f"{config.stem}.*.yaml")
             known.update(item.stem.removeprefix(f"{config.stem}.") for item in owned)
-        hint = did_you_mean(name, known) + (
-            f"profiles: {', '.join(sorted(known))}"
-            if known
-            else "profiles are in profiles/ next to the config"
-        )
+        hint = f"{did_you_mean(name, known)}profiles: {', '.join(sorted(known))}"
         self.problem("", f"unknown profile {name!r}", f"--profile {name}", hint)
         return EMPTY
 

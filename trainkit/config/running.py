@@ -166,6 +166,10 @@ class LaunchConfig(Section):
         min_length=1,
         description="Network preset (auto, ib, socket, debug), or the name of a network interface.",
     )
+    numa: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Whether a rank of the trainer runs on the CPUs next to its GPU, among those it may use.",
+    )
     srun_extra: dict[OptionName, OneLine | int | bool] = Field(
         default={}, description="Other srun options by their long names, as in resources.extra."
     )

@@ -194,6 +194,10 @@ class PrecisionConfig(Section):
         default=2000,
         description="Consecutive steps without overflow before the loss scale doubles (fp16 only).",
     )
+    tf32: bool = Field(
+        default=False,
+        description="Multiply matrices in TF32 on a GPU, several times faster and less exact (fp32 only).",
+    )
     float8: bool = Field(
         default=False,
         description="Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU.",

@@ -120,7 +120,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)
-    yield from _float8(loaded)
+    yield from _precision(loaded)
     yield from _state_dtype(loaded)
     yield from _adamw_8bit(loaded)
     yield from _stages(loaded)
@@ -243,8 +243,11 @@ def _notify(loaded: LoadedConfig) -> Iterator[Problem]:
         yield loaded.problem("notify.mail", message, "add one of them, or remove notify.mail")
 
 
-def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
+def _precision(loaded: LoadedConfig) -> Iterator[Problem]:
     config = loaded.config
+    if config.precision.tf32 and config.precision.dtype != "fp32":
+        message = f"is true, but precision.dtype is {config.precision.dtype}"
+        yield loaded.problem("precision.tf32", message, "remove it: TF32 is for fp32, and slower")
     if not config.precision.float8:
         return
     key, name = config.model_source

@@ -125,7 +125,6 @@ class RunStatus:
     val_loss: float | None
     """The newest validation loss."""
     first_val_loss: float | None
-    """The first validation loss of the run."""
     tokens_per_s: float | None
     metrics_age_s: float | None
     """Seconds since the last record in metrics.jsonl."""

@@ -338,7 +338,7 @@ class TorchBuild:
                 )
                 more = "; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
                 return message, hint + more * (driver is None)
-        return message, "request other GPUs, with resources.gpu_type or resources.exclude"
+        return message, "ask for a newer driver, or request other GPUs with resources.gpu_type"
 
 
 OLDEST = (2, 11)

@@ -155,7 +155,6 @@ class JobRecord:
 
     @property
     def newest(self) -> AttemptRecord | None:
-        """The newest attempt."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -179,7 +178,6 @@ class JobRecord:
         return [entry for entry in self.attempts if entry.job_id == job_id]
 
     def change(self, number: int, **values: Any) -> None:
-        """Change values in the record of an attempt."""
         self.attempts = [
             replace(entry, **values) if entry.attempt == number else entry for entry in self.attempts
         ]

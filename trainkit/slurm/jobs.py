@@ -278,7 +278,6 @@ class JobDetails:
     restarts: int
     """Number of requeues."""
     may_requeue: bool
-    """Whether Slurm may requeue it."""
     end_time: datetime | None
     """When it reaches its time limit."""
     reason: str = ""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from logging import getLogger
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -56,6 +57,7 @@ COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 MAX_FILES = 65_536
 """Open file limit; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 T = TypeVar("T")
 
 
@@ -144,6 +146,20 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
     if dtype == "bf16" and build.cuda and capability < (8, 0):
         _refuse(bf16_problem(name), "precision.dtype ")
     return device
+
+
+def bind_to_gpu(device: torch.device) -> None:
+    """Restrict this process to the CPUs next to its GPU, unless Slurm has bound it to others."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    allowed = os.sched_getaffinity(0)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # as for some virtual GPUs
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        text = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
+        ranges = (part.partition("-") for part in text.split(","))
+        near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)} & allowed
+        if near and near != allowed:
+            os.sched_setaffinity(0, near)
+            log.info(f"bound to {len(near)} of {len(allowed)} CPUs, those next to the GPU (launch.numa)")
 
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:

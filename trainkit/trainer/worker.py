@@ -38,6 +38,7 @@ from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.determinism import computed_on, fix_kernels
 from trainkit.trainer.distributed import (
     World,
+    bind_to_gpu,
     broadcast_from_main,
     gather_from_all,
     join_world,
@@ -87,6 +88,8 @@ def join_and_build(
     fix_kernels(plan, config.train.deterministic)
     is_task, dtype = plan.per == "gpu", config.precision.dtype
     device = select_device(plan.device, env.local_rank, is_task=is_task, dtype=dtype)
+    if device.type == "cuda" and config.launch.numa == "auto":
+        bind_to_gpu(device)
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
@@ -336,6 +339,8 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
     if world.device.type == "cuda":
         equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
         log.info(f"the losses of equal runs are {equal} (train.deterministic)")
+        if config.precision.tf32:
+            log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"

@@ -237,7 +237,7 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     sampler.start()
     wait_until(lambda: len(tries) > 5)
     sampler.end()
-    assert capfd.readouterr().out.count("No space left on device") == 1
+    assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1
 
 
 @pytest.fixture

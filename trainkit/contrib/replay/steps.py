@@ -240,7 +240,6 @@ class SampleSources:
         self._ends = np.cumsum([part.num_samples for part in parts], dtype=np.int64)
 
     def documents(self, index: int) -> list[Document]:
-        """The documents of a sample, in its order."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[number - 1]) if number else 0
         return list(self._sources[number].documents(index - before))
