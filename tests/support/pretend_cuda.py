@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _device
@@ -139,7 +139,7 @@ class PretendMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if any(issubclass(kind, FakeTensor) for kind in types):
+        if any(issubclass(kind, fake_tensor.FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if not all(kind in PLAIN for kind in types):
             return NotImplemented  # it consists of other operations
@@ -438,7 +438,8 @@ def set_device(device: Any) -> None:
     found = gpu_of(device)
     assert found is not None
     assert found.index < NUM_GPUS, f"CUDA error: invalid device ordinal {found.index}"
-    _thread.device, _thread.is_set = found.index, True
+    _thread.device = found.index
+    used.add(found.index)
     note(f"set_device {found.index}")
 
 
@@ -477,7 +478,7 @@ def _cuda() -> dict[str, Any]:
         **{"current_stream": current_stream, "default_stream": current_stream},
         **{"stream": lambda stream: stream or nullcontext(), "device": _Device},
         **{"is_available": lambda: True, "device_count": lambda: NUM_GPUS, "_lazy_init": lambda: None},
-        **{"init": lambda: None, "is_initialized": lambda: getattr(_thread, "is_set", False)},
+        **{"init": lambda: None, "is_initialized": lambda: bool(used)},
         **{"get_device_properties": _properties, "get_device_name": lambda device=None: GPU_NAME},
         **{"get_device_capability": lambda device=None: CAPABILITY, "get_arch_list": lambda: ["sm_90"]},
         **{"is_bf16_supported": lambda *args, **options: True, "is_current_stream_capturing": lambda: False},
@@ -565,6 +566,7 @@ def install() -> None:
         setattr(torch, name, _of_cpu(getattr(torch, name)))
     torch.Stream, torch.Event, torch.autocast = Stream, Event, _Autocast  # type: ignore[misc, assignment]
     torch.version.cuda = "13.0"
+    fake_tensor.init_gpu_context = lambda device: None
     # Without kernels there is nothing to record but operators.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     _originals["profile"] = torch.profiler.profile

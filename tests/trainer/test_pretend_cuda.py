@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -44,6 +45,8 @@ COMMON = (
     *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
 )
 PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
+SCHEDULE = "1f1b" if torch.__version__ < "2.12" else "zbv"
+"""Before its first step, torch 2.11 has each stage send to the next, which gloo cannot on one rank."""
 BF16, TASK = "precision.dtype=bf16", f"task={Path(tasks.__file__)}:Classify"
 
 
@@ -62,12 +65,16 @@ LAYOUTS = {
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2"), 2),
+<<<<<<< HEAD
     "replicate": Layout(
         2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=21", "precision.tf32=true"), 2
     ),
+=======
+    "replicate": Layout(2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=11"), 2),
+>>>>>>> w47-pretend
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
-    "zbv": Layout(2, ("parallel.pp=2", "parallel.pp_schedule=zbv")),
+    "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
     "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true"), 2),
     "task": Layout(2, (TASK, "parallel.dp_shard=2", "data.num_workers=1"), 2),
 }
@@ -140,9 +147,11 @@ def read_records(folder: Path) -> list[Record]:
     ]
 
 
-def curve(run: Path) -> list[list[float | None]]:
+def curve(run: Path) -> list[list[float]]:
+    """Some values of each step; NaN for those that are not there, and for a loss that is not finite."""
     keys = ("step", "loss", "grad_norm", "val_loss", "tokens")
-    return [[record.get(key) for key in keys] for record in read_metrics(RunDir(run))]
+    records = read_metrics(RunDir(run))
+    return [[math.nan if record.get(key) is None else record[key] for key in keys] for record in records]
 
 
 def in_ranks(folder: Path, num_procs: int, function: Callable[..., None], *args: Any) -> list[Record]:
@@ -199,17 +208,17 @@ def test_a_layout(runs: Runs, name: str) -> None:
     layout, records = LAYOUTS[name], runs.of(name)
     gpu, cpu = (curve(runs.folder / folder) for folder in (name, f"{name}-cpu"))
     for mine, other in zip(gpu, cpu, strict=True):
-        assert mine == pytest.approx(other, rel=layout.tolerance, abs=layout.tolerance)
-    skipped = [loss is None for _, loss, *_ in gpu]
+        assert mine == pytest.approx(other, rel=layout.tolerance, abs=layout.tolerance, nan_ok=True)
+    skipped = [math.isnan(loss) for _, loss, *_ in gpu]
     assert (any(skipped), skipped[-1]) == (name == "fp16", False)
     for rank, record in enumerate(records):
-        assert record.notes[0][0] == f"set_device {rank}"
+        assert record.of(MAIN)[0] == f"set_device {rank}"
         assert record.used == [rank]
         assert [what for what, _ in record.notes if what.startswith("task")] == [f"task is built on {rank}"]
         if name == "offload":
             continue  # its gradients and the divisor go to the host, which waits for them
         # In the first step of a pipeline, its stages tell each other their shapes.
-        for number, step in [*enumerate(record.steps(), 1)][name == "zbv" :]:
+        for number, step in [*enumerate(record.steps(), 1)][name == "pipeline" :]:
             copies = 3 * layout.microbatches + 1 + (layout.num_procs > 1 and number % 10 == 0)
             expected = {"copy pinned to gpu": copies, "copy gpu to pinned": 1, "Event.synchronize": 1}
             if skipped[number - 1]:
