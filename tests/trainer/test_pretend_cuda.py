@@ -65,13 +65,9 @@ LAYOUTS = {
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2"), 2),
-<<<<<<< HEAD
     "replicate": Layout(
-        2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=21", "precision.tf32=true"), 2
+        2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=11", "precision.tf32=true"), 2
     ),
-=======
-    "replicate": Layout(2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=11"), 2),
->>>>>>> w47-pretend
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
     "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
