@@ -140,16 +140,22 @@ def gpu_handle(nvml: Any, name: str) -> Any:
     if name.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     if name.startswith("GPU-"):
-        for gpu in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
-            if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
-                return gpu
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(nvml.NVMLError):  # one of the others may be lost
+                gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+                if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
+                    return gpu
     return nvml.nvmlDeviceGetHandleByUUID(name)
 
 
 def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
     """The models of the GPUs in a value of CUDA_VISIBLE_DEVICES up to the first invalid entry, as in CUDA."""
-    names = []
-    with contextlib.suppress(nvml.NVMLError):
-        for name in range(nvml.nvmlDeviceGetCount()) if chosen is None else chosen.split(","):
-            names.append(str(nvml.nvmlDeviceGetName(gpu_handle(nvml, str(name).strip()))))
+    names, count = [], nvml.nvmlDeviceGetCount()
+    for name in map(str, range(count)) if chosen is None else map(str.strip, chosen.split(",")):
+        try:
+            names.append(str(nvml.nvmlDeviceGetName(gpu_handle(nvml, name))))
+        except nvml.NVMLError:
+            if not name.isdigit() or int(name) >= count:
+                break
+            names.append("GPU that does not respond")  # the checks before the ranks start name it
     return tuple(names)

@@ -311,10 +311,15 @@ def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
 def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
     """Whether the previous attempt failed in the same way, if the step is unknown without a save since."""
     last = repeatable_failure(before.verdict)
-    own = (failure.type, failure.message, failure.step)
-    if last is None or own != (last.type, last.message, last.step):
+    if last is None or _what(failure) != _what(last):
         return False
     return failure.step is not None or progress == (before.mark or 0)
+
+
+def _what(failure: RankFailure) -> tuple[object, ...]:
+    # What a process printed as it died may have times and addresses.
+    is_code = failure.type == "exit" and failure.exit_code is not None
+    return failure.type, failure.step, failure.exit_code if is_code else failure.message
 
 
 def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:

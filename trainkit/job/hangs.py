@@ -110,7 +110,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         type="Hang",
         message=message,
         exit_code=EXIT_STUCK,
-        hint=CONNECT_HINT if behind.phase == "connect" else None,
+        hint=CONNECT_HINT if behind.phase == "connect" and not missing else None,
         final=any(record.is_final for record in records),
     )
 

@@ -87,9 +87,11 @@ def require_gpus(
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
-            gpu = gpu_handle(nvml, name)
-            capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
-            found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
+            found = None
+            with contextlib.suppress(nvml.NVMLError):  # it has failed since: its rank will
+                gpu = gpu_handle(nvml, name)
+                capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
+                found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
             if found is not None:  # the node is well, as others of its kind are
                 raise PreflightFailed(*found, is_node=False, exit_code=EXIT_NO_RESTART)
 

@@ -61,7 +61,9 @@ def _gpu_problems(config: RunConfig, facts: Facts, device: str) -> Iterator[KeyP
     gpu = known_gpu(gpu_names(config, machine, facts.target)) if device == "cuda" else None
     name, capability = ("", None) if gpu is None else (gpu.name, gpu.capability)
     if environment is not None and torch is not None:
-        driver = machine.driver_cuda if facts.target.cluster is None else None
+        # Libraries of the job's own may bring a newer CUDA than the driver's.
+        is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
+        driver = machine.driver_cuda if is_known else None
         found = torch.problem(name, capability, driver) if device == "cuda" else None
         if device == "cpu" and config.device == "auto" and torch.hip is not None:
             message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"

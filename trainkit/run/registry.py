@@ -21,6 +21,7 @@ from shlex import quote
 
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, state_folder
+from trainkit.formats import did_you_mean
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
@@ -249,7 +250,9 @@ def _matching_name(name: str) -> list[KnownRun]:
 
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
-        raise UsageError(f"unknown run {text!r}", hint=LIST_HINT)
+        known = ["last", *(item.run.name for item in iter_known_runs())]
+        hint = LIST_HINT if len(known) > 1 else "no runs yet: `trainkit submit` starts one"
+        raise UsageError(f"unknown run {text!r}", hint=f"{did_you_mean(text, known)}{hint}")
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"

@@ -149,7 +149,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Restrict this process to the CPUs next to its GPU, unless Slurm has bound it to others."""
+    """Restrict this process to the CPUs next to its GPU, unless Slurm bound it or left too few of them."""
     gpu: Any = torch.cuda.get_device_properties(device)
     allowed = os.sched_getaffinity(0)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # as for some virtual GPUs
@@ -157,7 +157,7 @@ def bind_to_gpu(device: torch.device) -> None:
         text = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
         ranges = (part.partition("-") for part in text.split(","))
         near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)} & allowed
-        if near and near != allowed:
+        if near != allowed and len(near) >= torch.get_num_threads():
             os.sched_setaffinity(0, near)
             log.info(f"bound to {len(near)} of {len(allowed)} CPUs, those next to the GPU (launch.numa)")
 

@@ -164,8 +164,10 @@ def check_gpus() -> Iterator[Finding]:
             supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
             yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
             listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            for name in range(driver.nvmlDeviceGetCount()) if listed is None else listed:
-                yield gpu_finding(driver, str(name))
+            if listed is None or any(not name.isdigit() for name in listed):  # a slice reports no health
+                listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
+            for name in listed:
+                yield gpu_finding(driver, name)
     except NoDriver as error:
         hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
         yield Finding("GPU", "failure", str(error), hint)
