@@ -31,7 +31,7 @@ class Mutant:
 
 MUTANTS = {
     "supervisor-forgets-cancel": Mutant(
-        "job/supervisor.py", "if is_cancelled(attempt):", "if False:", "tests/job"
+        "job/supervisor.py", "if record_of(attempt).is_cancelled:", "if False:", "tests/job"
     ),
     "supervisor-leaves-jobs": Mutant(
         "job/supervisor.py", "self.allocation.cancel_pending()", "pass", "tests/job tests/control"
@@ -72,8 +72,8 @@ MUTANTS = {
     ),
     "hosts-in-another-order": Mutant(
         "slurm/hosts.py",
-        "for picked in itertools.product(*reversed(numbers[:-1]), numbers[-1]):",
-        "for picked in itertools.product(*reversed(numbers[:-1]), sorted(numbers[-1])[::-1]):",
+        "for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):",
+        "for picked in product(*reversed(numbers[:-1]), *(sorted(last)[::-1] for last in numbers[-1:])):",
         "tests/slurm",
     ),
     "tasks-of-one-node": Mutant(
