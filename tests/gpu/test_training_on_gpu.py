@@ -116,14 +116,6 @@ def test_tf32_is_another_rounding(tmp_path: Path) -> None:
     assert ("TF32" in log_text(attempt)) == (KIND == "cuda")
 
 
-def test_compiled_attention_computes_the_mask_of_documents(tmp_path: Path) -> None:
-    """Compiled, the kernels compute the mask that others read from memory."""
-    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
-    train(tmp_path / "dense", [*options, "parallel.compile=false"])
-    train(tmp_path / "blocks", [*options, "parallel.activation_checkpointing=selective"])
-    assert losses(tmp_path / "blocks") == pytest.approx(losses(tmp_path / "dense"), abs=1e-2)
-
-
 def test_fp16_skips_what_overflows_and_then_learns(tmp_path: Path) -> None:
     options = ["precision.dtype=fp16", "precision.init_loss_scale=1.0e9", "train.steps=60"]
     options.append("train.global_batch_size=4")

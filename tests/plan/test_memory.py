@@ -176,9 +176,7 @@ def test_document_mask() -> None:
     assert memory_of(masked).peak - memory_of(plain).peak == 2 * 4 * 2048**2
     assert memory_of(plain).peak / GIB == pytest.approx(0.88, rel=0.02)
     assert memory_of(masked).peak / GIB == pytest.approx(0.91, rel=0.02)
-    compiled = step_work(shape, **options)
-    assert memory_of(replace(compiled, document_mask=True)) == memory_of(compiled)
-    on_gpu = compiled.with_parallel(compile=False)
+    on_gpu = step_work(shape, **options)
     repeated = block_bytes(replace(on_gpu, document_mask=True)) - block_bytes(on_gpu)
     assert repeated == 2 * 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * 4 * 2048
 
@@ -192,6 +190,8 @@ TRACKED: list[tuple[float, dict[str, Any]]] = [
     (19.420, {"num_layers": 32, "activation_checkpointing": "selective"}),
     (6.959, {"accumulation_steps": 2}),
     (5.241, {"zero": 2, "activation_checkpointing": "full"}),
+    (5.023, {"zero": 2, "activation_checkpointing": "full", "accumulation_steps": 2, "seq_len": 512}),
+    (5.186, {"zero": 2, "activation_checkpointing": "full", "accumulation_steps": 4, "seq_len": 512}),
     (6.926, {"dtype": "fp32", "activation_checkpointing": "selective"}),
     (9.472, {"layout": Layout(dp_shard=64), "device_batch_size": 4, "seq_len": 2048}),
     (

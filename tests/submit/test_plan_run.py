@@ -261,7 +261,7 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
             "bf16",
             "dtype: is bf16, in which the tensor cores of T4 do .*dtype: fp16",
         ),
-        ("NVIDIA H100", (12, 4), "13.0", "bf16", "driver for CUDA 13, and has one for 12.4.*cu129` installs"),
+        ("NVIDIA H100", (12, 4), "13.0", "bf16", "driver for CUDA 13, and has one for 12.4.*cu126` installs"),
         ("NVIDIA H100", (13, 0), "13.0", "bf16", None),
         ("", None, None, "bf16", r"torch 2.13.0\+x of .* is for AMD GPUs, .* use CPUs.*are not supported"),
     ],

@@ -281,17 +281,14 @@ def test_when_a_loss_is_split() -> None:
 EOS = 256
 
 
-def masked(in_blocks: bool = False, **config: int) -> Decoder:
+def masked(**config: int) -> Decoder:
     model = nano(**config)
     model.eos_id = EOS
-    if in_blocks:
-        model.attend_in_blocks()
     return model
 
 
-@pytest.mark.parametrize("config", [{}, {"num_heads": 4, "num_kv_heads": 2}, {"in_blocks": True}])
+@pytest.mark.parametrize("config", [{}, {"num_heads": 4, "num_kv_heads": 2}])
 @pytest.mark.parametrize("lengths", [(6, 10), (1, 15), (5, 1, 1, 9), (16,)])
-@torch.no_grad()  # block attention has no backward pass on a CPU
 def test_packed_documents_have_the_logits_of_each_alone(
     config: dict[str, int], lengths: tuple[int, ...]
 ) -> None:
@@ -300,7 +297,7 @@ def test_packed_documents_have_the_logits_of_each_alone(
     ends = torch.tensor(lengths).cumsum(0)
     packed[0, ends[:-1] - 1] = EOS  # the other sample is one document
     found = masked(**config)(packed, sample_keys())
-    plain = nano(**{key: value for key, value in config.items() if key != "in_blocks"})
+    plain = nano(**config)
     start = 0
     for end in ends.tolist():
         alone = plain(packed[:1, start:end], sample_keys(1))

@@ -166,7 +166,7 @@ def test_a_driver_that_is_too_old_for_torch(cuda: FakeCuda, monkeypatch: pytest.
     with pytest.raises(TrainkitError, match=r"needs a driver for CUDA 13, and has one for 12.4$") as caught:
         select_device("cuda", 0)
     assert caught.value.exit_code == EXIT_NO_RESTART
-    assert "/cu129` installs a build for CUDA 12.9" in caught.value.hint
+    assert "/cu126` installs a build for CUDA 12.6" in caught.value.hint
     assert not cuda.selected
 
 

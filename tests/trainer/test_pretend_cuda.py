@@ -503,9 +503,6 @@ ELSEWHERE = {
     ("join_world", "refuse_shared_gpu(env, gpu, store)"): SHARED,
     ("refuse_shared_gpu", 'if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):'): SHARED,
     ("refuse_shared_gpu", "raise TrainkitError("): SHARED,
-    ("_build_part", "cast(Decoder, model).attend_in_blocks()"): (
-        "test_decoder.py, without a compiler; compiled kernels need a GPU: `make gpu`"
-    ),
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 

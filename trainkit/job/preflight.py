@@ -214,10 +214,8 @@ def require_node(
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
-        torch = None
-        if (
-            not plan.workload.is_command and plan.python is None
-        ):  # else another interpreter may start the ranks
+        torch, starts_ranks = None, not plan.workload.is_command and plan.python is None
+        if starts_ranks:  # else another interpreter may have another torch
             spec = find_spec("torch")
             torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
         with contextlib.suppress(NoDriver), nvml() as driver:  # without one, a broken GPU fails the ranks

@@ -263,7 +263,8 @@ def unchecked_memory(names: list[str]) -> str:
 
 def bf16_problem(gpu: str) -> tuple[str, str]:
     """Why a run does not train in bf16 on a GPU of `FP16_ONLY`, and a hint."""
-    return f"is bf16, in which the tensor cores of {gpu} do not compute", "set precision.dtype: fp16"
+    message = f"is bf16, in which the tensor cores of {gpu} do not compute"
+    return message, "set precision.dtype: fp16, or request others with resources.gpu_type"
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -274,8 +275,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None if dtype == "bf16" and gpu.capability is not None else gpu.peak_flops
 
 
-BUILDS: dict[Version, Version] = {(13, 0): (7, 5), (12, 9): (7, 5), (12, 6): (5, 0)}
-"""CUDA of the builds on download.pytorch.org, newest first: the oldest compute capability with kernels."""
+BUILDS: dict[Version, tuple[Version, Version]] = {(13, 0): ((7, 5), (99, 0)), (12, 6): ((5, 0), (9, 0))}
+"""CUDA of the builds on download.pytorch.org: the first and last compute capability that has kernels.
+Of torch 2.15 there is none for CUDA 12: https://github.com/pytorch/pytorch/issues/190385."""
 _CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
 
 
@@ -320,7 +322,7 @@ class TorchBuild:
         `driver` is the newest CUDA that its driver supports.
         """
         name, cuda = f"torch {self.version or 'of unknown version'} of {self.python}", _version(self.cuda)
-        oldest = self.oldest or ((7, 5) if cuda is not None and cuda >= (13, 0) else (0, 0))
+        oldest = self.oldest or ((7, 5) if cuda is not None and cuda >= (12, 8) else (0, 0))
         if self.cuda is None and self.hip is None:
             message = f"the run uses GPUs, but {name} was built without CUDA"
         elif cuda is not None and driver is not None and driver[0] < cuda[0]:
@@ -329,8 +331,8 @@ class TorchBuild:
             message = f"{name} has no kernels for the GPU {gpu} (compute capability {_dotted(capability)})"
         else:
             return None
-        for build, first in BUILDS.items():
-            if (driver or build)[0] >= build[0] and (capability or first) >= first:
+        for build, (first, last) in BUILDS.items():
+            if (driver or build)[0] >= build[0] and first <= (capability or first) <= last:
                 hint = (
                     f"`{quote(self.python)} -m pip install --force-reinstall torch --index-url "
                     f"https://download.pytorch.org/whl/cu{build[0]}{build[1]}` installs a build for CUDA "

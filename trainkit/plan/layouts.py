@@ -59,16 +59,16 @@ def traffic(work: StepWork) -> list[Flow]:
 def _weights(work: StepWork) -> Iterator[Flow]:
     """All-gathers of parameters and reduce-scatters of gradients over shards, all-reduce over replicas.
 
-    Per pass, in a pipeline once. ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once; the head
-    stays gathered in between.
+    Per pass, in a pipeline once. ZeRO-3 gathers for the forward and the backward pass, the head once.
+    ZeRO-2 gathers once per step.
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
     again, heads = params.whole - params.head, int(params.head > 0)
     units = params.num_units + (params.embedding > 0)
-    times = 1 if work.keeps_gathered else 2
-    sent = work.itemsize * passes * (again * times + params.head) * (shards - 1)
-    yield Flow("gather", sent // shards, passes * (units * times + heads), shards, layout.tp)
+    times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
+    sent = work.itemsize * gathers * (again * times + params.head) * (shards - 1)
+    yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
     whole, calls = FLOAT32 * params.whole, units + heads
     yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
     sent = 2 * (whole // shards) * (copies - 1) // copies

@@ -16,7 +16,7 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import Gpu, bf16_problem, gpu_names, known_gpu, unchecked_memory
+from trainkit.plan.gpus import Gpu, bf16_problem, find_gpu, gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
@@ -58,8 +58,10 @@ def _gpu_problems(config: RunConfig, facts: Facts, device: str) -> Iterator[KeyP
     """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known."""
     environment, machine = facts.environment, facts.machine
     torch = None if environment is None else environment.torch
-    gpu = known_gpu(gpu_names(config, machine, facts.target)) if device == "cuda" else None
-    name, capability = ("", None) if gpu is None else (gpu.name, gpu.capability)
+    gpus = list(map(find_gpu, gpu_names(config, machine, facts.target))) if device == "cuda" else []
+    old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
+    # Where the job may also get others, its ranks decide.
+    capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
     if environment is not None and torch is not None:
         # Libraries of the job's own may bring a newer CUDA than the driver's.
         is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env

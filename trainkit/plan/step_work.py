@@ -75,11 +75,6 @@ class StepWork:
     """Whether attention has a mask, which rules out context and pipeline parallelism."""
 
     @property
-    def has_dense_mask(self) -> bool:
-        """Whether attention reads a mask from memory; compiled for a GPU, it computes the mask."""
-        return self.document_mask and (self.device == "cpu" or self.parallel.compile is False)
-
-    @property
     def itemsize(self) -> int:
         """Bytes per element of the compute type."""
         return 4 if self.dtype == "fp32" else 2

@@ -33,7 +33,6 @@ from trainkit.trainer.forward_backward import (
     TaskForwardBackward,
 )
 from trainkit.trainer.metrics import LocalGradient
-from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
@@ -286,11 +285,9 @@ def _build_part(
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
     if world.cp_group is not None:
         apply_context_parallel(model.attentions, world.cp_group, flash)
-    compiled = compiles(parallel, layout, world.device.type)
-    if world.device.type == "cuda" and config.data.document_mask and compiled:
-        cast(Decoder, model).attend_in_blocks()
-    elif world.device.type == "cuda" and (not flash or config.data.document_mask):
+    if world.device.type == "cuda" and (not flash or config.data.document_mask):
         repeat_kv_heads(model.attentions)
+    compiled = compiles(parallel, layout, world.device.type)
     recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(

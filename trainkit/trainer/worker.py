@@ -90,6 +90,8 @@ def join_and_build(
     device = select_device(plan.device, env.local_rank, is_task=is_task, dtype=dtype)
     if device.type == "cuda" and config.launch.numa == "auto":
         bind_to_gpu(device)
+    if device.type == "cuda" and config.precision.tf32:
+        torch.set_float32_matmul_precision("high")
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)

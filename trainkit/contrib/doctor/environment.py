@@ -120,7 +120,7 @@ def check_torch(request: Request) -> Iterator[Finding]:
             "torch", "failure", f"{value}: built without torch.distributed", "install another torch"
         )
     elif NVIDIA_DRIVER.exists() and (unusable := build.problem(driver=detect_machine().driver_cuda)):
-        yield Finding("torch", "failure", *unusable)
+        yield Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
     elif NVIDIA_DRIVER.exists() and not found.gpus:
         hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":

@@ -13,7 +13,6 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
 from trainkit.safetensors import StoredWeights, WeightsError
@@ -21,7 +20,6 @@ from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, 
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
-Mask = Tensor | BlockMask
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -65,32 +63,11 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
     0 where a position attends and -inf elsewhere: attention kernels would turn a boolean mask into such a one
     in every layer, and keep each for the backward pass.
     """
-    documents = _documents(tokens, eos_id)
+    is_end = tokens == eos_id
+    documents = is_end.cumsum(1) - is_end.long()  # the token that ends a document belongs to it
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()
     mask = torch.zeros(allowed.shape, dtype=dtype, device=tokens.device)
     return mask.masked_fill_(~allowed, -torch.inf)[:, None]
-
-
-def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
-    """The same mask for `block_attention`, whose kernel computes it, and skips blocks without a position."""
-    documents = _documents(tokens, eos_id)
-
-    def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[sample, query] == documents[sample, key])
-
-    size, length = tokens.shape
-    return create_block_mask(allowed, size, None, length, length, device=tokens.device)
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Attention under a mask of `document_blocks`; all scores are in memory unless it is compiled."""
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
-
-
-def _documents(tokens: Tensor, eos_id: int) -> Tensor:
-    """The number of each token's document in its sample, int64 [B, T]; its last token ends it."""
-    is_end = tokens == eos_id
-    return is_end.cumsum(1) - is_end.long()
 
 
 class Attention(nn.Module):
@@ -107,7 +84,7 @@ class Attention(nn.Module):
         self.attend: Callable[..., Tensor] = causal_attention
         """Replaced by context parallelism, and where keys and values have to be repeated."""
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
         # -1, since with tensor parallelism a rank has only some of the heads.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
@@ -150,7 +127,7 @@ class Block(nn.Module):
         positions: Tensor,
         sample_keys: Tensor,
         site_keys: Tensor,
-        mask: Mask | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         probability = self.dropout if self.training else 0.0
         y = self.attention(self.attention_norm(x), rope, mask)
@@ -180,8 +157,6 @@ class Decoder(Model):
     eos_id: int | None = None
     """If set, tokens attend only within their document, which this token ends. Needs the embedding and the
     whole sequence on one rank."""
-    masks_blocks: bool = False
-    """Whether the attentions take a mask of `document_blocks`; see `attend_in_blocks`."""
 
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
         "embedding": "embedding",
@@ -238,12 +213,6 @@ class Decoder(Model):
     def stream_shape(self) -> tuple[int, int]:
         return len(self.positions), self.shape.dim
 
-    def attend_in_blocks(self) -> None:
-        """Have the kernels of attention compute the mask of documents; for blocks that are compiled."""
-        self.masks_blocks = True
-        for attention in self.attentions:
-            cast(Attention, attention).attend = block_attention
-
     def set_positions(self, position_slice: PositionSlice) -> None:
         self.position_slice = position_slice
         self.rope, self.positions = self.make_rope(), position_slice.stream.clone()
@@ -262,12 +231,10 @@ class Decoder(Model):
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
 
     def forward(self, x: Tensor, sample_keys: Tensor, loss: HeadLoss | None = None) -> Tensor:
-        mask: Mask | None = None
+        mask = None
         if self.embedding is not None:
             tokens, x = x, self.embedding(x)
-            if self.eos_id is not None and self.masks_blocks:
-                mask = document_blocks(tokens, self.eos_id)
-            elif self.eos_id is not None:
+            if self.eos_id is not None:
                 mask = document_mask(tokens, self.eos_id, x.dtype)
             if self.training:
                 x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0], self.positions)
