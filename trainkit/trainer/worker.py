@@ -166,8 +166,8 @@ def build_trainer(
     local_gradient = LocalGradient()
     built = build(task, config, plan, world, progress, local_gradient)
     # Of a task nothing is compiled unless the config says so.
-    task_compiles = config.parallel.compile is True
-    compiled = task_compiles if config.has_user_task else compiles(config.parallel, plan.layout, plan.device)
+    by_default = config.has_decoder and compiles(config.parallel, plan.layout, plan.device)
+    compiled = config.parallel.compile is True or by_default
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
