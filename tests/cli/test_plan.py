@@ -33,8 +33,8 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = out.splitlines()
     assert header.split() == list(HEADER[1:])
     assert [" ".join(row.split()[:17]) for row in rows] == [
-        "1 8 1 1 1 2 none 1 x 8 3.1 3.4 6.3 20.3 13.2 45.4 fits",
-        "4 2 1 1 1 3 none 1 x 8 12.6 12.8 25.1 20.3 1.6 70.7 fits",
+        "1 8 1 1 1 2 none 1 x 8 3.1 3.4 6.3 20.3 13.4 45.4 fits",
+        "2 4 1 1 1 2 none 1 x 8 6.3 6.5 12.6 20.3 13.4 57.9 fits",
         "* 1 8 1 1 1 3 full 1 x 8 3.1 3.4 6.3 2.5 1.9 16.0",
     ]
     assert rows[-1].endswith("one replica, sharded over 8 processes; 24% recomputation")

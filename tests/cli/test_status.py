@@ -69,7 +69,7 @@ def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):
     desk.folder = home
     assert (done.returncode, done.stderr) == (
         2,
-        "error: unknown run 'smal'\n\nhint: `trainkit status` lists the runs\n",
+        "error: unknown run 'smal'\n\nhint: did you mean small? `trainkit status` lists the runs\n",
     )
 
 

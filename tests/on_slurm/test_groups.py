@@ -15,9 +15,11 @@ import pytest
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, Login, settings, wait_for
 from tests.support.runs import FAST, losses
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
 
 HELD = settings("resources.extra.hold=true")
 TRAINED = ("train.steps=3", "train.eval_every=3", "train.eval_batches=1", "checkpoint.every_steps=null")
@@ -223,3 +225,15 @@ def test_a_group_whose_job_id_was_never_learned(login: Login) -> None:
     group.update(job_id=None)
     seen = status(login, group)
     assert (seen["job_id"], seen["states"]) == (job_id, {"pending": 2})
+
+
+def test_points_in_a_folder_with_a_hostile_name_without_accounting(login: Login, cluster: Cluster) -> None:
+    folder = login.folder / "a b;'$(touch x)"
+    group = submit(login, "--array", "0-1", "--run-dir", str(folder), "--", "true")
+    assert group.path == folder
+    wait_for_states(login, group, finished=2)
+    assert RunDir(folder / "1").exists()
+    assert not (login.folder / "x").exists()
+    cluster.stop_accounting()
+    assert all(group.run(index).attempt(1).end_file.exists() for index in (0, 1))
+    assert status(login, group)["states"] == {"finished": 2}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from datetime import datetime, timezone
 
 import pytest
@@ -13,6 +15,7 @@ from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jo
 from trainkit.slurm.states import JobState
 
 NOON = 1700000000
+NUM_TASKS = 10_000
 
 
 def queue_line(
@@ -242,3 +245,23 @@ def test_more_ids_than_an_argument_can_hold(fake: FakeSlurm) -> None:
     assert len(jobs) == 30_000
     assert jobs["1000007"].state is JobState.RUNNING
     assert "--me" in fake.calls[0]
+
+
+@pytest.mark.parametrize("kind", ["told apart", "waiting", "finished"])
+def test_ten_thousand_tasks(kind: str) -> None:
+    """`status` has 2 s for all of it; the limit is a tenth of what a slow machine takes."""
+    name = "sweep\nof " + "x" * 50
+    if kind == "finished":
+        text = "".join(accounting_line(f"9_{task}", name=name) for task in range(NUM_TASKS))
+    elif kind == "waiting":
+        text = queue_line(9, 9, f"0-{NUM_TASKS - 1}%4", "PENDING", name=name)
+    else:
+        text = "".join(queue_line(10 + task, 9, str(task), name=name) for task in range(NUM_TASKS))
+    spent_s = float("inf")
+    for _ in range(3):
+        gc.collect()  # what other tests have left is not its own
+        begin = time.process_time()
+        jobs = parse_accounting(text) if kind == "finished" else parse_queue(text)
+        spent_s = min(spent_s, time.process_time() - begin)
+    assert list(jobs) == [f"9_{task}" for task in range(NUM_TASKS)]
+    assert spent_s < 0.5
