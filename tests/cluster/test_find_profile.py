@@ -101,7 +101,10 @@ def test_the_projects_own_goes_before_the_users(place: Place) -> None:
 def test_two_of_one_cluster(place: Place) -> None:
     place.profile("big", "name: west\n")
     place.profile("small", "name: west\n")
-    assert place.taken() == "big"
+    assert place.refused() == (
+        "launch.cluster: is not set, and big and small are both profiles of west\n"
+        "  hint: choose one, such as --cluster big"
+    )
     assert place.taken("launch.cluster=small") == "small"
     place.profile("west", "name: west\n")
     assert place.taken() == "west"

@@ -57,8 +57,8 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     """Find the profile that a run uses; None if there is none.
 
     It is the profile that `launch.cluster` names, else the one of the ClusterName in slurm.conf. If
-    slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist
-    or the profile is invalid.
+    slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist,
+    if two profiles are of the same cluster, or if the profile is invalid.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
@@ -75,6 +75,9 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     for paths in files:
         # Of several, the one whose file has that name.
         own = [path for path in sorted(paths, key=lambda path: path.stem != name) if _name_in(path) == name]
+        if len(own) > 1 and own[0].stem != name:
+            message = f"is not set, and {' and '.join(path.stem for path in own)} are both profiles of {name}"
+            raise ConfigError([loaded.problem(KEY, message, f"choose one, such as --cluster {own[0].stem}")])
         if own:
             return _found(own[0], f"ClusterName is {name} in slurm.conf")
     return None

@@ -196,7 +196,7 @@ class PrecisionConfig(Section):
     )
     tf32: bool = Field(
         default=False,
-        description="Multiply matrices in TF32 on a GPU, several times faster and less exact (fp32 only).",
+        description="Multiply matrices in TF32 on a GPU, faster and less exact (fp32 only).",
     )
     float8: bool = Field(
         default=False,
