@@ -20,9 +20,8 @@ from pathlib import Path
 from trainkit.formats import JsonObject
 from trainkit.run.events import read_events
 from trainkit.run.files import Record, as_utc, read_json, read_object, read_record
-from trainkit.run.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX, RunDir
+from trainkit.run.rundir import CHECKPOINT_PREFIX, MANIFEST_NAME, PARTIAL_SUFFIX, REJECTED_SUFFIX, RunDir
 
-MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
 SEAL = "sha256"
 BEST_LINK = "best"

@@ -24,6 +24,7 @@ from trainkit.locks import (
 STARTS_FOLDER = "starts"
 RUNS_FOLDER = "runs"
 CHECKPOINT_PREFIX = "step-"
+MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
 

@@ -27,8 +27,7 @@ from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan, problems
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
-from trainkit.run.manifest import MANIFEST_NAME
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import MANIFEST_NAME, RunDir
 from trainkit.slurm.environment import RANK_VARIABLES, conf_file
 from trainkit.slurm.quoting import quote
 from trainkit.submit.environment import (

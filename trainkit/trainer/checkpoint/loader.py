@@ -19,7 +19,6 @@ from trainkit.run.files import read_record, refresh_listing
 from trainkit.run.manifest import (
     BASE_FINGERPRINT,
     BEST_LINK,
-    MANIFEST_NAME,
     Checkpoint,
     Manifest,
     best_step,
@@ -35,7 +34,7 @@ from trainkit.run.manifest import (
     set_aside,
     unreadable,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import MANIFEST_NAME, AttemptDir, RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, gather_from_all, record_event
 from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index

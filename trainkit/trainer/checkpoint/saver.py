@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from trainkit.errors import CheckpointError
 from trainkit.run.files import write_json
 from trainkit.run.manifest import (
-    MANIFEST_NAME,
     MANIFEST_VERSION,
     SEAL,
     Checkpoint,
@@ -35,7 +34,7 @@ from trainkit.run.manifest import (
     remove,
     seal,
 )
-from trainkit.run.rundir import PARTIAL_SUFFIX, AttemptDir
+from trainkit.run.rundir import MANIFEST_NAME, PARTIAL_SUFFIX, AttemptDir
 from trainkit.trainer.checkpoint.storage import HashingWriter
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.torch_private import make_stager
