@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -33,6 +34,14 @@ MAX_HOLDER_BYTES = 4096
 HOLDER_START = b'{"host": '
 _held: set[int] = set()
 """The descriptors of the locks of this process, from their opening to `release_lock`."""
+MOUNTS = Path("/proc/self/mounts")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_LOCAL_LOCKS = {
+    "lustre": ("localflock",),
+    "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
+    "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
+}
+"""File system -> mount options with which a flock is seen only by its own host."""
 NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount option flock, NFS with lockd"
 
 
@@ -144,6 +153,33 @@ def unsupported(folder: Path) -> str | None:
         os.close(descriptor)
         os.unlink(name)
     return None
+
+
+def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
+    """Why locks in a folder, which may not exist yet, would be local to each host; None if they are not.
+
+    Says nothing where the mounts cannot be read.
+    """
+    try:
+        lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
+    except OSError:
+        return None
+    place = Path(os.path.realpath(folder))
+    around = [
+        (len(point.parts), number, point, kind, options.split(","))
+        for number, (_, mount, kind, options, *_) in enumerate(lines)
+        if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
+    ]
+    # The last of several mounts at one place is the visible one.
+    _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
+    option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
+    if option is None:
+        return None
+    return (
+        f"{point} is mounted with {option} ({name}): locks in the run folder work only within one host, so "
+        "commands and jobs on different hosts can disturb each other there; do not control this run from two "
+        "hosts at once, or choose another file system with --run-dir"
+    )
 
 
 def _open(path: Path, mode: int) -> int:

@@ -21,9 +21,9 @@ from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
-from trainkit.run.record import add_slurm_attempt, read_job, set_follow_ups, submission_token
+from trainkit.run.record import add_slurm_attempt, read_job, set_follow_ups
 from trainkit.run.registry import find_run, register
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState

@@ -19,8 +19,8 @@ from trainkit.job.requeue import excludable, resubmit
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.files import read_json, read_jsonl, write_json
-from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job, submission_token
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job
+from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=trainkit:old\n"

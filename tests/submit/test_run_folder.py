@@ -11,10 +11,11 @@ import pytest
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
+from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, local_locks
+from trainkit.submit.create import create_run
 from trainkit.submit.plan_run import check_name
 
 MOUNTS = """\

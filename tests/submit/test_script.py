@@ -18,8 +18,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command, workload_of
-from trainkit.run.record import submission_token
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, submission_token
 from trainkit.submit.environment import container_program
 from trainkit.submit.script import script_for
 

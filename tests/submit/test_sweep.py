@@ -25,13 +25,13 @@ from trainkit.run.group import RunGroup, difference
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import submission
 from trainkit.submit.plan_run import Gatherer, plan_run
+from trainkit.submit.start import create_submission, start_group
 from trainkit.submit.submission import (
     ArraySpec,
     LoadedPoint,
     PlannedPoint,
     Submission,
     plan_submission,
-    start_group,
 )
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
@@ -163,7 +163,7 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
 def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
     made = Submission(planned(tmp_path, LRS), ArraySpec((0, 1, 2), None))
     text = made.preview(tmp_path / "group").text
-    run = made.create(["trainkit"], tmp_path / "group").run
+    run = create_submission(made, ["trainkit"], tmp_path / "group").run
     assert made.script(run, None).text == text == run.script_file.read_text()
 
 
@@ -194,7 +194,7 @@ def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
     (point,) = planned(tmp_path, {0: {"seed": 0}})
     many = [PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
     made = Submission(many, ArraySpec(tuple(range(10_000)), None))
-    group = RunGroup(made.create(["trainkit"], tmp_path / "group").run.path)
+    group = RunGroup(create_submission(made, ["trainkit"], tmp_path / "group").run.path)
     assert len(list(group.path.iterdir())) == 4
     assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000
 
@@ -254,7 +254,7 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
         alone = load_config("run.yaml", flags=flags, environ={})
         assert point.config == alone.config
         assert point.plan == plan_run(alone, Gatherer().facts(alone))
-    group_made = RunGroup(made.create(["trainkit"], Path("group").absolute()).run.path)
+    group_made = RunGroup(create_submission(made, ["trainkit"], Path("group").absolute()).run.path)
     base, own = group_made.record.config, points[-1].config.model_dump(mode="json", by_alias=True)
     assert group_made.points[points[-1].index].config == difference(base, own)
 

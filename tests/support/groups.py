@@ -14,6 +14,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import workload_of
 from trainkit.run.group import RunGroup
+from trainkit.submit.start import create_submission
 from trainkit.submit.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 
 SUBMITTED_AT = "2026-01-01T00:00:00.000Z"
@@ -55,6 +56,6 @@ def make_group(
 ) -> RunGroup:
     """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
     submission = Submission(planned(folder, points, command), ArraySpec(tuple(points), None))
-    group = RunGroup(submission.create(["trainkit", "submit"], folder / "group").run.path)
+    group = RunGroup(create_submission(submission, ["trainkit", "submit"], folder / "group").run.path)
     group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)
     return group

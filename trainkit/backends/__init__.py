@@ -15,14 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import AttemptEnd
-from trainkit.run.events import log_event
 from trainkit.run.files import utc_now
-from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import Options
+    from trainkit.run.record import AttemptRecord
     from trainkit.slurm.jobs import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
@@ -156,6 +154,9 @@ class Backend(ABC):
 
 def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
     """Record the end of an attempt whose supervisor cannot do so itself."""
+    from trainkit.run.end import AttemptEnd  # which a dry run does not need
+    from trainkit.run.events import log_event
+
     attempt = run.attempt(entry.attempt)
     AttemptEnd("cancelled", "stopped", exit_code=137, reason=reason, time=utc_now()).write(attempt)
     log_event(run, attempt.number, "stopped", state="cancelled", exit_code=137, reason=reason)

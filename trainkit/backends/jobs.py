@@ -17,14 +17,8 @@ from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import parse_time, read_json
 from trainkit.run.group import RunGroup, is_index
-from trainkit.run.record import (
-    AttemptRecord,
-    JobRecord,
-    add_slurm_attempt,
-    read_job,
-    submission_token,
-)
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
+from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
 from trainkit.slurm.states import JobState

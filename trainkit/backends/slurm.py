@@ -33,10 +33,9 @@ from trainkit.run.record import (
     read_job,
     read_rendezvous,
     set_follow_ups,
-    submission_token,
     submitit_file,
 )
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.environment import cluster_name, other_cluster

@@ -48,7 +48,8 @@ from trainkit.run.group import RunGroup
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
 from trainkit.submit.create import create_run, new_folder, start_run
-from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large, start_group
+from trainkit.submit.start import create_submission, start_group
+from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large
 
 STEPS = 30
 WARMUP = 5
@@ -323,7 +324,7 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
     specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
     refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
-        created = Submission(planned.runs, specs[0]).create(argv, out, OPTION)
+        created = create_submission(Submission(planned.runs, specs[0]), argv, out, OPTION)
         print_copied(created.code)
         return planned.create(created.run.path, [str(index) for index in specs[0].indices])
     places: dict[int, str] = {}
@@ -332,7 +333,7 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
         for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
             points = [replace(run, index=index) for index, run in enumerate(runs)]
             place = folder / f"array-{number}"
-            created = Submission(points, spec).create(argv, place, OPTION, code_from=first)
+            created = create_submission(Submission(points, spec), argv, place, OPTION, code_from=first)
             first = first or RunGroup(created.run.path)
             places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
         print_copied(created.code)

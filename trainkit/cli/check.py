@@ -77,8 +77,7 @@ def command(
     problems, lists all of them and exits with 2.
     """
     from trainkit.config.loaded import origin_lines
-    from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.create import lock_problem
+    from trainkit.run.rundir import RUNS_FOLDER, lock_problem
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
     from trainkit.submit.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
@@ -115,7 +114,7 @@ def command(
     waits = None
     if plan.slurm is not None and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
-    if (problem := lock_problem(Path(RUNS_FOLDER), plan)) is not None:
+    if (problem := lock_problem(Path(RUNS_FOLDER), plan.slurm is not None)) is not None:
         click.echo(f"warning: {problem}", err=True)
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)

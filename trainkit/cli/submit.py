@@ -26,7 +26,7 @@ from trainkit.cli.options import (
 )
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.formats import JsonObject, shown_value
-from trainkit.run.rundir import RUNS_FOLDER
+from trainkit.run.rundir import RUNS_FOLDER, lock_problem
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -197,10 +197,11 @@ def command(
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only)
     from trainkit.cli.logs import follow_detachable, print_copied  # with what follows a run
+    from trainkit.submit.start import create_submission, start_submission
 
-    created = submission.create(["trainkit", *sys.argv[1:]], folder)
+    created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
-    job_id, attempt = submission.start(created)
+    job_id, attempt = start_submission(submission, created)
     run, shown = created.run, quote(str(created.run.path))
     if as_json:
         facts = {
@@ -227,10 +228,9 @@ def command(
 
 def _warnings(plan: LaunchPlan, folder: Path | None, workload: Workload) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder whose files have no locks."""
-    from trainkit.submit.create import lock_problem
     from trainkit.submit.secrets import secret_options
 
-    if (problem := lock_problem(folder or Path(RUNS_FOLDER), plan)) is not None:
+    if (problem := lock_problem(folder or Path(RUNS_FOLDER), plan.slurm is not None)) is not None:
         yield f"warning: {problem}"
     found = secret_options(workload.argv)
     if found:

@@ -173,14 +173,9 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     compressed = any(source.compressed for source in inputs)
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         return _count_bytes(spec, inputs)
-    from trainkit.data.units import InputSpan, SpanReader
-
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
-        if source.form == ROWS and _begins_with_a_long_line(source):
-            continue
-        rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, spec.text_key)
-        for _ in islice(rows, _ROWS_READ):
-            pass  # an unusable row raises
+        if source.form != ROWS or not _begins_with_a_long_line(source):
+            _try_rows(source, spec.text_key)
     if compressed or any(source.form != TEXT for source in inputs):
         return {TRAIN: math.inf, VAL: math.inf}
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
@@ -191,6 +186,15 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
             counts[TRAIN] += source.size + 1
             counts[VAL] += round(source.size * spec.split_fraction) + 1
     return counts
+
+
+def _try_rows(source: Input, text_key: str) -> None:
+    """Read the first rows of a file; raises UsageError for an unusable one."""
+    from trainkit.data.units import InputSpan, SpanReader
+
+    rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, text_key)
+    for _ in islice(rows, _ROWS_READ):
+        pass
 
 
 def _begins_with_a_long_line(source: Input) -> bool:

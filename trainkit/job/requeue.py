@@ -32,10 +32,9 @@ from trainkit.run.record import (
     discard_attempt,
     record_of,
     reopen_attempt,
-    submission_token,
     submitit_file,
 )
-from trainkit.run.rundir import AttemptDir, RunDir, run_lock
+from trainkit.run.rundir import AttemptDir, RunDir, run_lock, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
 from trainkit.slurm.hosts import hosts_of_job, is_down, is_unavailable, node_states

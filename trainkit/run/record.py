@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -23,15 +22,6 @@ AUTO_RESTART = "comeback"
 
 The word is kept for the folders of earlier versions.
 """
-
-
-def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
-    """The unique token in the comment of an attempt's job, by which it is found if sbatch's answer is lost.
-
-    Each follow-up job has its own; they are counted from 1.
-    """
-    key = f"{run.path}/{attempt}" + (f"+{follow_up}" if follow_up else "")
-    return f"trainkit:{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
 def submitit_file(run: RunDir, job_id: str, name: str) -> Path:

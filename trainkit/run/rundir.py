@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from trainkit.locks import (
     acquire_lock,
     file_lock,
     is_locked,
+    local_locks,
+    unsupported,
 )
 
 STARTS_FOLDER = "starts"
@@ -269,3 +273,38 @@ def claim_place(attempt: AttemptDir, node_rank: int) -> None:
 def is_there(attempt: AttemptDir, node_rank: int) -> bool:
     """Whether the host that has claimed a place is still there."""
     return is_locked(attempt.host_lock_file(node_rank))
+
+
+def future_run(name: str, run_dir: Path | None) -> RunDir:
+    """The run that `submit` would create now; writes nothing."""
+    if run_dir is not None:
+        return RunDir(run_dir)
+    return RunDir(next(folder for folder in folders_named(Path(RUNS_FOLDER), name) if not folder.exists()))
+
+
+def folders_named(parent: Path, name: str) -> Iterator[Path]:
+    """`parent/name`, then `name-2`, `name-3` and so on."""
+    yield parent / name
+    for number in itertools.count(2):
+        yield parent / f"{name}-{number}"
+
+
+def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
+    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
+    place = Path(os.path.realpath(folder))
+    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
+    if reason is not None:
+        raise UsageError(
+            f"files in {folder} cannot be locked: {reason}",
+            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
+        )
+    return local_locks(folder) if on_other_hosts else None
+
+
+def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
+    """The unique token in the comment of an attempt's job, by which it is found if sbatch's answer is lost.
+
+    Each follow-up job has its own; they are counted from 1.
+    """
+    key = f"{run.path}/{attempt}" + (f"+{follow_up}" if follow_up else "")
+    return f"trainkit:{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import stat
@@ -26,7 +24,6 @@ from trainkit.backends import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
-from trainkit.locks import NEEDS_FLOCK, unsupported
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
@@ -39,7 +36,7 @@ from trainkit.run.record import (
     read_job,
 )
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, run_lock
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.submit.environment import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.submit.snapshot import copy_code, wants_copy
@@ -48,14 +45,6 @@ GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
-MOUNTS = Path("/proc/self/mounts")
-_OCTAL = re.compile(r"\\([0-7]{3})")
-_LOCAL_LOCKS = {
-    "lustre": ("localflock",),
-    "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
-    "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
-}
-"""File system -> mount options with which a flock is seen only by its own host."""
 
 
 @dataclass(frozen=True)
@@ -202,23 +191,10 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         ) from error
 
 
-def future_run(name: str, run_dir: Path | None) -> RunDir:
-    """The run that `create_run` would create now; writes nothing."""
-    if run_dir is not None:
-        return RunDir(run_dir)
-    return RunDir(next(folder for folder in _folders(Path(RUNS_FOLDER), name) if not folder.exists()))
-
-
-def _folders(parent: Path, name: str) -> Iterator[Path]:
-    yield parent / name
-    for number in itertools.count(2):
-        yield parent / f"{name}-{number}"
-
-
 def _next_free_folder(parent: Path, name: str) -> Path:
     """`parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
     ensure_folder(parent, parents=True)
-    for folder in _folders(parent, name):
+    for folder in folders_named(parent, name):
         try:
             folder.mkdir(mode=0o700)
             return folder
@@ -249,45 +225,6 @@ def _empty_folder(folder: Path, option: str) -> Path:
     ensure_folder(folder.parent, parents=True)
     folder.mkdir(mode=0o700)
     return folder
-
-
-def lock_problem(folder: Path, plan: LaunchPlan) -> str | None:
-    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
-    place = Path(os.path.realpath(folder))
-    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
-    if reason is not None:
-        raise UsageError(
-            f"files in {folder} cannot be locked: {reason}",
-            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
-        )
-    return None if plan.slurm is None else local_locks(folder)
-
-
-def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """Why locks in a folder, which may not exist yet, would be local to each host; None if they are not.
-
-    Says nothing where the mounts cannot be read.
-    """
-    try:
-        lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
-    except OSError:
-        return None
-    place = Path(os.path.realpath(folder))
-    around = [
-        (len(point.parts), number, point, kind, options.split(","))
-        for number, (_, mount, kind, options, *_) in enumerate(lines)
-        if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
-    ]
-    # The last of several mounts at one place is the visible one.
-    _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
-    option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
-    if option is None:
-        return None
-    return (
-        f"{point} is mounted with {option} ({name}): locks in the run folder work only within one host, so "
-        "commands and jobs on different hosts can disturb each other there; do not control this run from two "
-        "hosts at once, or choose another file system with --run-dir"
-    )
 
 
 def refuse_shared(folder: Path, option: str) -> None:

@@ -21,7 +21,6 @@ from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
-from trainkit.job.notifications import url_problem
 from trainkit.plan.facts import Environment, Facts, Interpreter
 from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
@@ -348,7 +347,10 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
         torch = packages.torch if may_use_gpus and not is_of_host else None
     webhook = config.notify.webhook
-    if (url := os.environ.get(webhook or "")) and (what := url_problem(url)) is not None:
+    if url := os.environ.get(webhook or ""):
+        from trainkit.job.notifications import url_problem  # slow to import, and seldom needed
+
+    if url and (what := url_problem(url)) is not None:
         hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
         found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
     return Environment(interpreter, tuple(found), torch, named)

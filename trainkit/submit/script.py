@@ -22,8 +22,8 @@ from trainkit.plan.facts import Interpreter
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.run.group import RunGroup
-from trainkit.run.record import CodeCopy, submission_token
-from trainkit.run.rundir import STARTS_FOLDER, RunDir
+from trainkit.run.record import CodeCopy
+from trainkit.run.rundir import STARTS_FOLDER, RunDir, submission_token
 from trainkit.slurm.environment import RANK_VARIABLES
 from trainkit.slurm.quoting import comment, directive, log_path, quote, words
 from trainkit.submit.environment import absolute_image, find_interpreter

@@ -1,19 +1,18 @@
 """What one command submits: a run, or the points of a sweep or array as one Slurm array.
 
-A run is a group of one. All points are checked before anything is written.
+A run is a group of one. All points are checked before anything is written, which `start.py` does.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
@@ -23,18 +22,13 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
-from trainkit.run.files import utc_now, write_atomic, write_json
-from trainkit.run.group import GroupRecord, Point, RunGroup, difference
-from trainkit.run.record import CodeCopy, submission_token
-from trainkit.run.registry import register
-from trainkit.run.rundir import RunDir
-from trainkit.slurm.environment import cluster_name
+from trainkit.run.rundir import RunDir, future_run
 from trainkit.slurm.states import array_indices
-from trainkit.submit.create import CreatedRun, create_run, future_run, new_folder, start_run, write_origin
 from trainkit.submit.plan_run import Gatherer, plan_run
-from trainkit.submit.script import script_for
 from trainkit.submit.secrets import refuse_leaks
-from trainkit.submit.snapshot import planned_code, wants_copy
+
+if TYPE_CHECKING:
+    from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
 """The maximum number of problems of a group that are listed."""
@@ -129,7 +123,7 @@ class PlannedPoint:
 
 @dataclass(frozen=True)
 class Preview:
-    """What `Submission.create` would write and submit."""
+    """What `create_submission` would write, and `start_submission` submit."""
 
     text: str
     """The batch script; the plan of a run on this machine."""
@@ -170,8 +164,10 @@ class Submission:
         files: dict[Path, str] = {}
         for place, point in self._distinct_runs(run):
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
-        if backend_named(plan.backend).template is None:
+        if plan.slurm is None:
             return Preview(plan.to_text(), False, files)
+        from trainkit.submit.snapshot import planned_code, wants_copy  # only of what has a script
+
         code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
         script = self.script(run, code)
         if self.array is None:
@@ -185,10 +181,12 @@ class Submission:
         for point in self.points:
             if point.plan.launcher_files not in seen:
                 seen.append(point.plan.launcher_files)
-                yield folder if self.array is None else RunGroup(folder.path).run(point.index), point
+                yield folder if self.array is None else _run_of(folder, point), point
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
         """The script of the job in its folder; raises UsageError when it would contain a secret."""
+        from trainkit.submit.script import script_for
+
         config, array = self.points[0].config, None if self.array is None else self.array.directive
         # Variables that differ are set by the agents of each point.
         plan = replace(self.points[0].plan, env=_common(point.plan.env for point in self.points))
@@ -196,46 +194,11 @@ class Submission:
         refuse_leaks(script.text, str(folder.script_file), config.secrets, os.environ)
         return script
 
-    def create(
-        self,
-        argv: Sequence[str],
-        run_dir: Path | None = None,
-        option: str = "--run-dir",
-        code_from: RunGroup | None = None,
-    ) -> CreatedRun:
-        """Create the folder of the run or group, without its job.
 
-        `option` is the command-line option of `run_dir`. `code_from` is a group in the same folder whose code
-        and provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot be written, or
-        a secret would be written.
-        """
-        config, plan = self.points[0].config, self.points[0].plan
-        if self.array is None:
-            return create_run(config, plan, argv, run_dir)
-        with new_folder(config.name, run_dir, option) as (folder, name):
-            group, run = RunGroup(folder), RunDir(folder)
-            group.logs_dir.mkdir(mode=0o700)
-            code = (
-                write_origin(run, config, plan, argv)
-                if code_from is None
-                else _share_origin(code_from, group)
-            )
-            record = _record(name, self.points, self.array.directive, code)
-            refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
-            write_atomic(group.script_file, self.script(run, code).text)
-            write_json(group.sweep_file, record)
-        return CreatedRun(run, name, code)
+def _run_of(group: RunDir, point: PlannedPoint) -> RunDir:
+    from trainkit.run.group import RunGroup  # what reads a group is slow to import
 
-    def start(self, created: CreatedRun) -> tuple[str, int | None]:
-        """Start what `create` has created; returns the job id, and the attempt of a run.
-
-        Raises SlurmRefused after removing the folder, and SlurmUnreachable, which keeps it if the job may
-        exist.
-        """
-        if self.array is not None:
-            return start_group(RunGroup(created.run.path)), None
-        entry = start_run(created.run, self.points[0].config, self.points[0].plan, "submit")
-        return entry.job_id, entry.attempt
+    return RunGroup(group.path).run(point.index)
 
 
 def plan_submission(
@@ -397,61 +360,3 @@ def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """The items that all mappings share, in the order of the first."""
     first, *others = mappings
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-
-
-def _share_origin(source: RunGroup, group: RunGroup) -> CodeCopy | None:
-    shutil.copyfile(source.provenance_file, group.provenance_file)
-    if source.code_dir.is_dir():
-        group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
-    return source.record.code
-
-
-def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
-    first = points[0]
-    plan = first.plan.to_dict()
-    record = GroupRecord(
-        name=name,
-        backend=first.plan.backend,
-        cwd=str(Path.cwd()),
-        cluster=None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
-        array=array,
-        keys=list(dict.fromkeys(key for point in points for key in point.values)),
-        code=code,
-        config=_config_dict(first.config),
-        plan=plan,
-    )
-    return record.to_dict(
-        Point(
-            point.index,
-            point.values,
-            _config_difference(first.config, point.config),
-            {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
-        )
-        for point in points
-    )
-
-
-def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
-    return config.model_dump(mode="json", by_alias=True, include=sections)
-
-
-def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
-    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
-    changed = {name for name, value in base if getattr(other, name) is not value}
-    return difference(_config_dict(base, changed), _config_dict(other, changed))
-
-
-def start_group(group: RunGroup, after: str | None = None) -> str:
-    """Submit the array of a group and return its job id; it waits until the job `after` has ended.
-
-    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
-    """
-    from trainkit.backends.slurm import removed_unless_submitted, submit_file
-
-    token = submission_token(RunDir(group.path), 1)
-    options = [] if after is None else [f"--dependency=afterany:{after}"]
-    with removed_unless_submitted(group.path, token):
-        job_id = submit_file(group.script_file, token, group.path, options)
-    group.update(job_id=job_id, submitted_at=utc_now())
-    register(RunDir(group.path), group.name)
-    return job_id

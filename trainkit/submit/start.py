@@ -1,0 +1,118 @@
+"""Creates the folder of what one command submits, a run or a group, and starts its job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.config import RunConfig
+from trainkit.formats import JsonObject
+from trainkit.run.files import utc_now, write_atomic, write_json
+from trainkit.run.group import GroupRecord, Point, RunGroup, difference
+from trainkit.run.record import CodeCopy
+from trainkit.run.registry import register
+from trainkit.run.rundir import RunDir, submission_token
+from trainkit.slurm.environment import cluster_name
+from trainkit.submit.create import CreatedRun, create_run, new_folder, start_run, write_origin
+from trainkit.submit.secrets import refuse_leaks
+from trainkit.submit.submission import PlannedPoint, Submission
+
+
+def create_submission(
+    submission: Submission,
+    argv: Sequence[str],
+    run_dir: Path | None = None,
+    option: str = "--run-dir",
+    code_from: RunGroup | None = None,
+) -> CreatedRun:
+    """Create the folder of the run or group, without its job.
+
+    `option` is the command-line option of `run_dir`. `code_from` is a group in the same folder whose code
+    and provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot be written, or
+    a secret would be written.
+    """
+    config, plan = submission.points[0].config, submission.points[0].plan
+    if submission.array is None:
+        return create_run(config, plan, argv, run_dir)
+    with new_folder(config.name, run_dir, option) as (folder, name):
+        group, run = RunGroup(folder), RunDir(folder)
+        group.logs_dir.mkdir(mode=0o700)
+        code = write_origin(run, config, plan, argv) if code_from is None else _share_origin(code_from, group)
+        record = _record(name, submission.points, submission.array.directive, code)
+        refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
+        write_atomic(group.script_file, submission.script(run, code).text)
+        write_json(group.sweep_file, record)
+    return CreatedRun(run, name, code)
+
+
+def start_submission(submission: Submission, created: CreatedRun) -> tuple[str, int | None]:
+    """Start what `create_submission` has created; returns the job id, and the attempt of a run.
+
+    Raises SlurmRefused after removing the folder, and SlurmUnreachable, which keeps it if the job may
+    exist.
+    """
+    if submission.array is not None:
+        return start_group(RunGroup(created.run.path)), None
+    entry = start_run(created.run, submission.points[0].config, submission.points[0].plan, "submit")
+    return entry.job_id, entry.attempt
+
+
+def start_group(group: RunGroup, after: str | None = None) -> str:
+    """Submit the array of a group and return its job id; it waits until the job `after` has ended.
+
+    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
+    """
+    from trainkit.backends.slurm import removed_unless_submitted, submit_file
+
+    token = submission_token(RunDir(group.path), 1)
+    options = [] if after is None else [f"--dependency=afterany:{after}"]
+    with removed_unless_submitted(group.path, token):
+        job_id = submit_file(group.script_file, token, group.path, options)
+    group.update(job_id=job_id, submitted_at=utc_now())
+    register(RunDir(group.path), group.name)
+    return job_id
+
+
+def _share_origin(source: RunGroup, group: RunGroup) -> CodeCopy | None:
+    shutil.copyfile(source.provenance_file, group.provenance_file)
+    if source.code_dir.is_dir():
+        group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
+    return source.record.code
+
+
+def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
+    first = points[0]
+    plan = first.plan.to_dict()
+    record = GroupRecord(
+        name=name,
+        backend=first.plan.backend,
+        cwd=str(Path.cwd()),
+        cluster=None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
+        array=array,
+        keys=list(dict.fromkeys(key for point in points for key in point.values)),
+        code=code,
+        config=_config_dict(first.config),
+        plan=plan,
+    )
+    return record.to_dict(
+        Point(
+            point.index,
+            point.values,
+            _config_difference(first.config, point.config),
+            {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
+        )
+        for point in points
+    )
+
+
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
+    return config.model_dump(mode="json", by_alias=True, include=sections)
+
+
+def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
+    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
+    changed = {name for name, value in base if getattr(other, name) is not value}
+    return difference(_config_dict(base, changed), _config_dict(other, changed))
