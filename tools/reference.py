@@ -94,6 +94,7 @@ MORE = {
     "diagnose": ("troubleshooting.md",),
     "replay": ("replay.md",),
     "report": ("run-folder.md",),
+    "compare": ("run-folder.md",),
     "stacks": ("recovery.md#hangs",),
     "ui": ("trackers.md#pages",),
     "sync": ("trackers.md#compute-nodes-without-internet",),

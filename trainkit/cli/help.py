@@ -29,7 +29,7 @@ SECTIONS = {
     ),
     "Output": (
         *("--follow", "--interval", "--once", "--lines", "--limit", "--show-origin", "--compare", "--out"),
-        *("--json", "--help"),
+        *("--json", "--csv", "--help"),
     ),
 }
 """Heading -> its options, in the order in which they are listed."""

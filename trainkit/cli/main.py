@@ -38,6 +38,7 @@ SECTIONS = {
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
         "replay": "Compute steps of a run again and compare: is it the data, or the hardware?",
         "report": "Write one HTML page of what a run did and where its time went.",
+        "compare": "Compare runs: what each reached, and where their configs differ.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "ui": "Show the curves of a run in a browser.",

@@ -1,0 +1,72 @@
+"""`trainkit compare` as it is typed, on folders that are made up."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.sweeps import made_up_sweep
+from trainkit.backends import jobs
+from trainkit.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a sweep of six points, and a Slurm that cannot be queried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "query_known_jobs", lambda ids, warn: None)
+    made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4], "seed": [0, 1, 2]}, failed=2)
+    for index in range(6):
+        config = tmp_path / "mine" / str(index) / "config.yaml"
+        config.write_text(config.read_text().replace("seed: 0\n", f"seed: {index}\n"))
+    return tmp_path
+
+
+def test_two_runs_and_the_keys_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "mine/0", "mine/2"]) == 0
+    figures, differences = capsys.readouterr().out.split("\n\n")
+    heading, first, second = (line.split() for line in figures.splitlines())
+    assert heading[:4] == ["RUN", "STATE", "STEP", "LOSS"]
+    assert first[:3] == ["0", "finished", "20"]
+    assert second[:3] == ["2", "failed", "20"]
+    assert [line.split() for line in differences.splitlines()] == [["0", "2"], ["seed", "0", "2"]]
+
+
+def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """More runs than keys have a row each."""
+    assert main(["compare", "mine"]) == 0
+    differences = capsys.readouterr().out.split("\n\n")[1]
+    assert [line.split() for line in differences.splitlines()] == [
+        ["seed"],
+        *([str(index), str(index)] for index in range(6)),
+    ]
+
+
+def test_json_and_csv_have_the_same_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "mine/1", "mine", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["differ"] == ["seed"]
+    assert [run["run"] for run in value["runs"]] == ["1", "0", "2", "3", "4", "5"]
+    assert main(["compare", "mine/1", "mine", "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    for row, run in zip(rows, value["runs"], strict=True):
+        assert (row["state"], row["run_dir"], row["seed"]) == (
+            run["state"],
+            run["run_dir"],
+            str(run["values"]["seed"]),
+        )
+        assert float(row["allocated_s"]) == run["allocated_s"] > 0
+
+
+def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up_sweep(place / "other", {"optimizer.lr": [1e-4]})
+    assert main(["compare", "mine/0", "other/0"]) == 0
+    out = capsys.readouterr().out
+    assert "mine/0" in out
+    assert out.endswith("their configs are the same\n")
+    assert main(["compare", "mine/0", "mine/0"]) == 2
+    assert "one run cannot be compared" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""``trainkit compare``: what differs between runs, and what they reached, side by side in the terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from shlex import join
+
+import click
+
+from trainkit.cli.help import Command, complete_run, examples
+from trainkit.cli.options import json_option
+from trainkit.cli.status import look_at
+from trainkit.errors import EXIT_OK, UsageError
+from trainkit.formats import cell, duration, number, shown_value, table
+from trainkit.observe.goodput import Point
+from trainkit.observe.report import Report, read_report
+from trainkit.observe.view_text import resampled, sparkline
+from trainkit.run.registry import find_run_or_group
+from trainkit.run.rundir import RunDir
+
+CURVE_WIDTH = 24
+MAX_CELL = 40
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What one run reached; None where a value is unknown."""
+
+    run: str
+    """As short as it tells the runs apart."""
+    state: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    val_loss: float | None
+    best_val_loss: float | None
+    best_step: int | None
+    tokens_per_s: float | None
+    allocated_s: float
+    worker_hours: float | None
+    """GPU-hours of a run on GPUs."""
+    run_dir: str
+
+
+@click.command(
+    cls=Command,
+    epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"),
+)
+@click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
+@click.option("--csv", "as_csv", is_flag=True, help="Print one line of comma-separated values per run.")
+@json_option
+def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
+    """Compare runs: what each reached, and the config keys in which they differ.
+
+    A group of runs stands for all of its runs that have started. `trainkit report RUN --compare RUN2` draws
+    the curves of two.
+    """
+    now = datetime.now(timezone.utc).timestamp()
+    runs = list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())
+    if len(runs) < 2:
+        raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
+    reports = [read_report(*look_at(run)[:2], now) for run in runs]
+    compared = [_compared(name, report) for name, report in zip(_labels(runs), reports, strict=True)]
+    values = [_values(report) for report in reports]
+    texts = [{key: shown_value(value) for key, value in own.items()} for own in values]
+    keys = [key for key in sorted(set().union(*texts)) if len({own.get(key) for own in texts}) > 1]
+    differing = [{key: own.get(key) for key in keys} for own in values]
+    if as_json:
+        found = [{**vars(run), "values": own} for run, own in zip(compared, differing, strict=True)]
+        click.echo(json.dumps({"differ": keys, "runs": found}, ensure_ascii=False))
+    elif as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow([*vars(compared[0]), *keys])
+        for run, own in zip(compared, differing, strict=True):
+            shown = ["" if value is None else shown_value(value) for value in own.values()]
+            writer.writerow([*vars(run).values(), *shown])
+    else:
+        click.echo(_figures(compared, reports))
+        click.echo(f"\n{_differences(compared, keys, differing)}")
+    return EXIT_OK
+
+
+def _runs_of(name: str) -> Iterator[RunDir]:
+    found = find_run_or_group(name)
+    if isinstance(found, RunDir):
+        yield found
+    else:
+        yield from (run for index in sorted(found.points) if (run := found.run(index)).exists())
+
+
+def _labels(runs: Sequence[RunDir]) -> list[str]:
+    """The names of the folders, with those of their parents where these are needed."""
+    for depth in range(1, max(len(run.path.parts) for run in runs)):
+        names = ["/".join(run.path.parts[-depth:]) for run in runs]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _compared(name: str, report: Report) -> ComparedRun:
+    status = report.status
+    best_step, best = min(report.val_loss, key=lambda point: point[1], default=(None, None))
+    return ComparedRun(
+        run=name,
+        state=status.state,
+        step=status.step,
+        total_steps=status.total_steps,
+        loss=status.loss,
+        val_loss=status.val_loss,
+        best_val_loss=best,
+        best_step=None if best_step is None else int(best_step),
+        tokens_per_s=status.tokens_per_s,
+        allocated_s=round(report.allocated_s, 3),
+        worker_hours=report.worker_hours,
+        run_dir=status.run_dir,
+    )
+
+
+def _values(report: Report) -> dict[str, object]:
+    """What was asked for: the config without the name, and the COMMAND."""
+    asked: dict[str, object] = {key: value for key, value in report.config.items() if key != "name"}
+    if report.status.command is not None:
+        asked["COMMAND"] = join(report.status.command)
+    return asked
+
+
+def _figures(runs: Sequence[ComparedRun], reports: Sequence[Report]) -> str:
+    hours = "GPU-HOURS" if all(report.status.device == "cuda" for report in reports) else "WORKER-HOURS"
+    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", "TOKENS/S", "TIME", hours, "CURVE")
+    rows = [
+        (
+            *(run.run, run.state, cell(run.step), cell(run.loss, ".4f"), cell(run.val_loss, ".4f")),
+            "-" if run.best_val_loss is None else f"{run.best_val_loss:.4f} at {run.best_step}",
+            *(cell(run.tokens_per_s, ",.0f"), duration(run.allocated_s), number(run.worker_hours)),
+            sparkline(resampled(_loss_curve(report), CURVE_WIDTH)),
+        )
+        for run, report in zip(runs, reports, strict=True)
+    ]
+    columns = zip(heading, *rows, strict=True)
+    filled = [column for column in columns if set(column[1:]) - {"", "-"}]
+    return table(list(zip(*filled, strict=True)))
+
+
+def _loss_curve(report: Report) -> list[tuple[int, float]]:
+    """The loss by step over all attempts."""
+    points: list[Point] = [point for own in report.curves["loss"].values() for point in own]
+    return sorted({int(step): value for step, value in points}.items())
+
+
+def _differences(
+    runs: Sequence[ComparedRun], keys: Sequence[str], differing: Sequence[dict[str, object]]
+) -> str:
+    """A row per key, or, of more runs than keys, a row per run."""
+    if not keys:
+        return "their configs are the same"
+
+    def text(value: object) -> str:
+        whole = "-" if value is None else shown_value(value)
+        return whole if len(whole) <= MAX_CELL else whole[: MAX_CELL - 1] + "…"
+
+    rows = [["", *(run.run for run in runs)]]
+    rows += [[key, *(text(own[key]) for own in differing)] for key in keys]
+    return table(rows if len(runs) <= max(len(keys), 4) else list(zip(*rows, strict=True)))
