@@ -10,7 +10,8 @@ from click.shell_completion import CompletionItem
 
 SECTIONS = {
     "What": (
-        *("--set", "--profile", "--name", "--sweep", "--array", "--step", "--steps", "--seed", "--only"),
+        *("--set", "--profile", "--name", "--note", "--tag", "--where", "--sort", "--sweep", "--array"),
+        *("--step", "--steps", "--seed", "--only"),
         *("--layout", "--collect", "--rank", "--node", "--attempt", "--all", "--list", "--keep-last"),
         *("--tokenizer", "--text-key", "--val-fraction", "--task", "--simulate-world"),
         *("--format", "--dtype", "--merge", "--tool"),

@@ -191,6 +191,8 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         set_option,
         *shape,
         click.option("--name", metavar="NAME", help="Name of the run."),
+        click.option("--note", metavar="TEXT", help="A remark about the run."),
+        click.option("--tag", "tags", multiple=True, metavar="TAG", help="For `status --tag`; repeatable."),
     )(wrapper)
 
 
@@ -225,7 +227,7 @@ slurm_options = combined(
 FLAGS = {
     **{"nodes": "resources.nodes", "gpus_per_node": "resources.gpus_per_node"},
     **{name: key for name, (key, _, _) in SLURM_FLAGS.items()},
-    **{"per": "launch.per", "name": "name", "backend": "launch.backend"},
+    **{"per": "launch.per", "name": "name", "backend": "launch.backend", "note": "note"},
 }
 """Argument of a command -> its config key."""
 
@@ -238,6 +240,8 @@ def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
         for name, value in given.items()
         if value is not None
     }
+    if tags := arguments.pop("tags", ()):
+        flags["tags"] = (" ".join(f"--tag {tag}" for tag in tags), list(tags))
     if arguments.pop("no_snapshot", False):
         flags["launch.snapshot"] = ("--no-snapshot", False)
     return flags

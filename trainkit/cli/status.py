@@ -45,6 +45,7 @@ from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
     from trainkit.bench.run_bench import Bench
+    from trainkit.cli.choose_runs import Choice
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
@@ -57,14 +58,37 @@ MAX_REASON = 60
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
+@click.option(
+    "--where", multiple=True, metavar="KEY=VALUE", help="Show all runs with this value; repeatable."
+)
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Show all runs with this tag; repeatable.")
+@click.option(
+    "--sort", "sort_key", metavar="KEY", help="Sort all runs by loss, val_loss, tokens_per_s or a config key."
+)
 @json_option
-def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
+def command(
+    run_name: str | None,
+    show_all: bool,
+    where: tuple[str, ...],
+    tags: tuple[str, ...],
+    sort_key: str | None,
+    as_json: bool,
+) -> int:
     """Show active runs and the 15 newest other runs, or RUN in detail.
 
     RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
+    if where or tags or sort_key is not None:
+        from trainkit.cli.choose_runs import (  # what knows the config is slow to import
+            parse_choice,
+        )
+
+        if run_name is not None:
+            text = f"--where, --tag and --sort choose among all runs, but {run_name} is named"
+            raise UsageError(text, hint="leave one of them out")
+        return _show_chosen(parse_choice(where, tags, sort_key), as_json)
     found = None if run_name is None else find_any(run_name)
     if isinstance(found, RunDir):
         status = look_at(found)[1]
@@ -146,10 +170,7 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
     statuses, num_hidden = read_all(max_ended, lambda ids: query_known_jobs(ids, warn), {})
     if as_json:
-        values = [status.to_dict() for status in statuses]
-        for value in values:
-            value.pop("points", None)
-        click.echo(json.dumps(values, ensure_ascii=False))
+        click.echo(_json_of(statuses))
         return EXIT_OK
     if not statuses:
         click.echo("no runs yet: `trainkit submit` starts one", err=True)
@@ -163,6 +184,29 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     if num_hidden:
         click.echo(_not_shown(num_hidden))
     return EXIT_OK
+
+
+def _show_chosen(choice: Choice, as_json: bool) -> int:
+    """Print the runs of a choice, with a column for each key that was asked for."""
+    chosen = choice.apply(read_all(None, lambda ids: query_known_jobs(ids, warn), {})[0])
+    statuses = [run.status for run in chosen]
+    if as_json:
+        click.echo(_json_of(statuses))
+    elif not chosen:
+        click.echo("no run matches: `trainkit status --all` lists all", err=True)
+    else:
+        more = [choice.headings, *(run.texts(choice.columns) for run in chosen)]
+        rows = zip(runs_rows(statuses, Path.cwd()), more, strict=True)
+        click.echo(table([[*row, *own] for row, own in rows]))
+    return EXIT_OK
+
+
+def _json_of(statuses: Sequence[RunStatus | GroupStatus]) -> str:
+    """The runs of a list as JSON, groups without their points."""
+    values = [status.to_dict() for status in statuses]
+    for value in values:
+        value.pop("points", None)
+    return json.dumps(values, ensure_ascii=False)
 
 
 def read_all(

@@ -20,7 +20,7 @@ from trainkit.config.running import (
     RequeueConfig,
     ResourcesConfig,
 )
-from trainkit.config.section import NotNegative, Section, section
+from trainkit.config.section import NotNegative, Section, list_field, section
 from trainkit.config.training import (
     TRANSFORMERS,
     DataConfig,
@@ -56,6 +56,8 @@ class RunConfig(Section):
         description="Name of the run and of its folder.",
         json_schema_extra={"allowed": "a name of at most 100 letters, digits, dots, dashes and underscores"},
     )
+    note: str | None = Field(default=None, description="A remark about the run.")
+    tags: tuple[str, ...] = list_field((), "Words by which `status --tag` finds the run.")
     seed: NotNegative = Field(
         default=0, lt=2**63, description="Random seed for weights, data order and dropout."
     )

@@ -1,0 +1,88 @@
+"""`trainkit status --where … --tag … --sort …`, on folders that are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.sweeps import made_up_sweep
+from trainkit.backends import jobs
+from trainkit.cli.main import main
+from trainkit.config import load_config
+from trainkit.run.rundir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs in ./runs, and a sweep over the learning rate."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "query_known_jobs", lambda ids, warn: None)
+    (tmp_path / "runs").mkdir()
+    made_up_sweep(tmp_path / "runs" / "sweep", {"optimizer.lr": [1e-4, 3e-4]})
+    made_up_sweep(tmp_path / "made", {"seed": [0, 1, 2]})
+    for index, (lr, tags) in enumerate([(0.001, "[ablation]"), (0.01, "[ablation, wide]"), (0.0001, "[]")]):
+        run = RunDir(tmp_path / "made" / str(index))
+        config = run.config_file.read_text().replace("tags: []", f"tags: {tags}")
+        run.config_file.write_text(config.replace("  lr: 0.0003", f"  lr: {lr}"))
+        run.path.rename(tmp_path / "runs" / f"run-{index}")
+
+
+def listed(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
+    assert main(["status", *args, "--json"]) == 0
+    return [Path(run["run_dir"]).name for run in json.loads(capsys.readouterr().out)]
+
+
+def test_by_tag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(listed(capsys, "--tag", "ablation")) == ["run-0", "run-1"]
+    assert listed(capsys, "--tag", "ablation", "--tag", "wide") == ["run-1"]
+    assert listed(capsys, "--tag", "unknown") == []
+
+
+def test_by_value_also_of_a_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert listed(capsys, "--where", "optimizer.lr=1e-3") == ["run-0"]
+    assert sorted(listed(capsys, "--where", "optimizer.lr=1e-4")) == ["run-2", "sweep"]
+    assert listed(capsys, "--where", "optimizer.lr=1e-4", "--where", "seed=7") == []
+
+
+def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    """What has no single value comes last."""
+    assert listed(capsys, "--sort", "optimizer.lr") == ["run-2", "run-0", "run-1", "sweep"]
+    by_loss = listed(capsys, "--sort", "loss")
+    assert by_loss.index("run-1") < by_loss.index("run-0"), "its loss is lower, as that of the middle point"
+    assert main(["status", "--sort", "optimizer.lr", "--tag", "ablation"]) == 0
+    heading, first, second = capsys.readouterr().out.splitlines()
+    assert heading.split()[-2:] == ["TAGS", "LR"]
+    assert (first.split()[-1], second.split()[-1]) == ("0.001", "0.01")
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "hint"),
+    [
+        (["--where", "optimizer.lr"], "must have the form KEY=VALUE", "for example optimizer.lr=1e-3"),
+        (["--where", "optimzer.lr=1"], "unknown key optimzer.lr", "did you mean optimizer.lr?"),
+        (["--where", "optimizer.lr=[1"], "--where optimizer.lr=[1", "for example"),
+        (["--sort", "los"], "--sort los: unknown key los", "did you mean loss?"),
+        (["run-0", "--tag", "ablation"], "but run-0 is named", "leave one of them out"),
+    ],
+)
+def test_what_was_typed_wrong(
+    args: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert hint in error
+
+
+def test_a_note_and_tags_are_options_of_what_loads_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["quickstart", "--note", "with 2 heads", "--tag", "a", "--tag", "b"]
+    assert main(["check", *args, "--show-origin"]) == 0
+    out = capsys.readouterr().out
+    assert "with 2 heads" in out
+    assert "--tag a --tag b" in out
+    loaded = load_config("quickstart", flags={"tags": ("--tag a", ["a"])})
+    assert loaded.config.tags == ("a",)

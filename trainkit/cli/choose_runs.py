@@ -1,0 +1,128 @@
+"""Which runs a list shows and in which order: by their config, their tags and their figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.config.schema import flatten, is_known, meant
+from trainkit.config.yamlfile import parse_value
+from trainkit.errors import UsageError
+from trainkit.formats import cell, did_you_mean, short_keys, shown_value
+from trainkit.observe.group import GroupStatus
+from trainkit.observe.page import FlatConfig, flat_config
+from trainkit.observe.status import RunStatus
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
+
+FIGURES = ("loss", "val_loss", "tokens_per_s", "step", "age_s")
+TAGS = "tags"
+EXAMPLE = "for example optimizer.lr=1e-3"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `trainkit status` was asked for."""
+
+    where: tuple[tuple[str, object], ...]
+    """Config keys and the values that they must have."""
+    tags: tuple[str, ...]
+    sort_key: str | None
+    """One of `FIGURES`, or a config key: the smallest first."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The keys that a list shows in addition, since it was asked for them."""
+        keys = [*(key for key, _ in self.where), *([TAGS] if self.tags else [])]
+        if self.sort_key is not None and (self.sort_key == "val_loss" or self.sort_key not in FIGURES):
+            keys.append(self.sort_key)
+        return list(dict.fromkeys(keys))
+
+    @property
+    def headings(self) -> list[str]:
+        """The headings of the additional columns."""
+        return [key.upper().replace("_", " ") for key in short_keys(self.columns)]
+
+    def apply(self, statuses: Sequence[RunStatus | GroupStatus]) -> list[ChosenRun]:
+        """The runs and groups that match, in order; a group matches if one of its runs may."""
+        found = [ChosenRun(status, _configs(status)) for status in statuses]
+        found = [run for run in found if any(map(self._matches, run.configs))]
+        if self.sort_key is None:
+            return found
+        return sorted(found, key=lambda run: _order(run.value(str(self.sort_key))))
+
+    def _matches(self, config: FlatConfig) -> bool:
+        return set(self.tags) <= set(config.get(TAGS) or ()) and all(
+            key in config and config[key] == value for key, value in self.where
+        )
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """A run or group with the configs of its runs."""
+
+    status: RunStatus | GroupStatus
+    configs: list[FlatConfig]
+
+    def value(self, key: str) -> Any:
+        """A figure, or the value of a config key if all of its runs have the same."""
+        if key not in FIGURES:
+            values = [config.get(key) for config in self.configs]
+            return values[0] if all(value == values[0] for value in values) else None
+        if isinstance(self.status, GroupStatus) and key != "age_s":
+            best = self.status.best and self.status.best.best
+            return best.value if best and best.metric == key else None
+        return getattr(self.status, key)
+
+    def texts(self, columns: Sequence[str]) -> list[str]:
+        """What the additional columns of a list show."""
+        found = [self.value(key) for key in columns]
+        return [
+            cell(value, ".4f") if key in FIGURES else "-" if value is None else shown_value(value)
+            for key, value in zip(columns, found, strict=True)
+        ]
+
+
+def parse_choice(where: Sequence[str], tags: Sequence[str], sort_key: str | None) -> Choice:
+    """The choice of ``--where KEY=VALUE``, ``--tag`` and ``--sort``; UsageError for an unknown key."""
+    return Choice(tuple(map(_condition, where)), tuple(tags), None if sort_key is None else _key(sort_key))
+
+
+def _condition(text: str) -> tuple[str, object]:
+    key, equals, raw = text.partition("=")
+    if not equals:
+        raise UsageError(f"--where {text}: must have the form KEY=VALUE", hint=EXAMPLE)
+    path = tuple(key.strip().split("."))
+    if not is_known(path):
+        raise _unknown(f"--where {text}", path)
+    try:
+        return key.strip(), parse_value(raw, path)
+    except ValueError as error:
+        raise UsageError(f"--where {text}: {error}", hint=EXAMPLE) from None
+
+
+def _key(text: str) -> str:
+    if text not in FIGURES and not is_known(tuple(text.split("."))):
+        raise _unknown(f"--sort {text}", tuple(text.split(".")), FIGURES)
+    return text
+
+
+def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> UsageError:
+    near, key = meant(path), ".".join(path)
+    hint = did_you_mean(key, figures) or (f"did you mean {near}? " if near else "")
+    return UsageError(f"{where}: unknown key {key}", hint=f"{hint}`trainkit schema` lists the keys")
+
+
+def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
+    if isinstance(status, RunStatus):
+        return [flat_config(RunDir(status.run_dir))]
+    common = dict(flatten(RunGroup(status.run_dir).record.config))
+    return [{**common, **point.values} for point in status.points]
+
+
+def _order(value: Any) -> tuple[bool, bool, float, str]:
+    """Numbers, then texts, then what has no value."""
+    is_number = isinstance(value, (int, float)) and not math.isnan(value)
+    return value is None, not is_number, value if is_number else 0.0, cell(value)
