@@ -71,11 +71,26 @@ class Problem:
         """The key and what is wrong, in one line."""
         return f"{self.key} {self.message}".strip()
 
+    @property
+    def statement(self) -> str:
+        """What is wrong and where, without the hint."""
+        return "".join(f"{part}: " for part in (self.origin, self.key) if part) + self.message
+
     def render(self) -> str:
-        place = f"{self.origin}: " if self.origin else ""
-        subject = f"{self.key}: " if self.key else ""
-        text = f"{place}{subject}{self.message}"
-        return f"{text}\n  hint: {self.hint}" if self.hint else text
+        """The problem as one of several: its hint is indented below it."""
+        return f"{self.statement}\n  hint: {self.hint}" if self.hint else self.statement
+
+    def to_dict(self) -> dict[str, str | int | None]:
+        """The problem for ``--json``; `line` is that of a file, which is then the origin."""
+        file, _, line = self.origin.rpartition(":")
+        in_file = line.isdigit() and not file.startswith("--")  # a flag may end in :00 too
+        return {
+            "key": self.key,
+            "origin": file if in_file else self.origin,
+            "line": int(line) if in_file else None,
+            "message": self.message,
+            "hint": self.hint,
+        }
 
 
 KeyProblem = tuple[str, str, str]
@@ -92,6 +107,11 @@ class ConfigError(UsageError):
         if count > 1:
             message = f"{count} problems\n\n{message}"
         super().__init__(message)
+
+    def render(self) -> str:
+        if len(self.problems) != 1:
+            return super().render()
+        return UsageError(self.problems[0].statement, self.problems[0].hint).render()
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)  # by default an exception is pickled with its message only

@@ -119,17 +119,22 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def near(word: str, words: Iterable[str]) -> str | None:
-    """The word closest to the given one, or None if none is similar."""
+def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
+    """The word closest to the given one, or None if none is `similar`, from 0 to 1 for equal words."""
     from difflib import get_close_matches
 
-    return next(iter(get_close_matches(word, list(words), n=1)), None)
+    return next(iter(get_close_matches(word, list(words), n=1, cutoff=similar)), None)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """The start of a hint; empty if no word is similar."""
     match = near(word, words)
     return f"did you mean {match}? " if match else ""
+
+
+def there_are(numbers: Sequence[int]) -> str:
+    """Consecutive numbers in a hint: ``there is only 1``, or ``there are 1 to 4``."""
+    return f"there is only {numbers[0]}" if len(numbers) == 1 else f"there are {numbers[0]} to {numbers[-1]}"
 
 
 MIB = 2**20

@@ -100,7 +100,7 @@ def test_what_is_not_run_is_said(desk: Desk) -> None:
     ("args", "message"),
     [
         (["--layout", "tq=2"], "--layout tq=2: the section parallel has no key tq"),
-        (["--layout", "tp=3"], "parallel.tp 3 does not divide 2 processes"),
+        (["--layout", "tp=3"], "parallel.tp: is 3, which does not divide 2 processes"),
         (["--layout", "tp=zwei"], "--layout tp=zwei: parallel.tp: must be a whole number"),
         (["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], "two --layout are the same: tp=2"),
         (["--steps", "5"], "--steps 5: 5 warm-up steps (--warmup) and 3 profiled steps leave none"),

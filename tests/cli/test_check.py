@@ -86,15 +86,38 @@ def test_every_problem(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         "error: 2 problems\n\n"
         "--set train.stps=1: train.stps: unknown key\n  hint: did you mean train.steps?\n"
         "--set seed=-1: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1\n"
+        "  hint: the default is 0\n"
     )
 
 
 def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--json", "--nodes", "3", "--set", "train.global_batch_size=32"]) == 2
     out, err = capsys.readouterr()
-    assert json.loads(out)["exit_code"] == 2
-    assert "not a multiple of 3 data-parallel processes" in json.loads(out)["error"]
+    value = json.loads(out)
+    assert value["exit_code"] == 2
+    assert "not a multiple of 3 data-parallel processes" in value["error"]
+    [problem] = value["problems"]
+    assert (value["error"], value["hint"]) == (
+        f"--set train.global_batch_size=32: train.global_batch_size: {problem['message']}",
+        problem["hint"],
+    )
     assert err == ""
+
+
+def test_places_of_problems_as_json(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.yaml").write_text("train:\n  stps: 3\n")
+    assert main(["check", "x.yaml", "--json", "--set", "resources.time=x:00"]) == 2
+    value = json.loads(capsys.readouterr().out)
+    assert value["error"].startswith("2 problems\n\n")
+    assert value["hint"] == 'did you mean train.steps?\nthe default is "01:00:00"'
+    assert [(it["key"], it["origin"], it["line"], it["message"], it["hint"]) for it in value["problems"]] == [
+        ("train.stps", "x.yaml", 2, "unknown key", "did you mean train.steps?"),
+        (
+            *("resources.time", "--set resources.time=x:00", None),
+            'must be a time such as "01:00:00" or "2-12:00:00" or null, not "x:00"',
+            'the default is "01:00:00"',
+        ),
+    ]
 
 
 def test_a_test_notification(
@@ -138,7 +161,7 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 
 def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a;b 'd.yaml"]) == 2
-    shown = "error: a;b 'd.yaml: no such file or shipped config\n  hint: shipped configs: quickstart, "
+    shown = "error: a;b 'd.yaml: no such file or shipped config\n\nhint: did you mean a;b 'c.yaml?\n"
     assert capsys.readouterr().err.startswith(shown)
 
 
@@ -242,12 +265,12 @@ def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\npartition: {}\ndefaults: {sed: 3}\n")
     assert main(["check", config, "--cluster", "mine"]) == 2
     assert capsys.readouterr().err == (
-        "error: clusters/mine.yaml:2: partition: unknown key\n  hint: did you mean partitions?\n"
+        "error: clusters/mine.yaml:2: partition: unknown key\n\nhint: did you mean partitions?\n"
     )
     (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\ndefaults: {sed: 3}\n")
     assert main(["check", config, "--cluster", "mine"]) == 2
     assert capsys.readouterr().err == (
-        "error: clusters/mine.yaml:2: sed: unknown key\n  hint: did you mean seed?\n"
+        "error: clusters/mine.yaml:2: sed: unknown key\n\nhint: did you mean seed?\n"
     )
 
 

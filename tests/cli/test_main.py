@@ -90,7 +90,7 @@ def test_every_command_has_help_with_examples(name, capsys):
         (["wach"], "unknown command 'wach'", "did you mean `trainkit watch`?"),
         (
             ["submit", "--nodes", "two"],
-            "invalid value for '--nodes': 'two' is not a valid integer range",
+            "--nodes two: must be a whole number of at least 1",
             "see `trainkit submit --help`",
         ),
         (["qqq"], "unknown command 'qqq'", "`trainkit --help` lists the commands"),
@@ -111,13 +111,13 @@ def test_every_command_has_help_with_examples(name, capsys):
             "got unexpected extra argument (-v)",
             "a program of your own comes after --, as in `trainkit submit -- python train.py`",
         ),
-        (["logs", "-n", "2"], "unknown option -n", "see `trainkit logs --help`"),
+        (["logs", "-n", "2"], "unknown option -n", "did you mean --lines?"),
         (
             ["submit", "tiny", "--launcher", "torchrun", "--", "python3", "x.py", "--lr", "1"],
             "--launcher torchrun starts Python itself, but the COMMAND begins with python3",
             "leave it out: -- x.py --lr 1",
         ),
-        (["logs"], "missing argument 'RUN'", "see `trainkit logs --help`"),
+        (["logs"], "RUN is missing", "for example `trainkit logs last`"),
     ],
 )
 def test_wrong_usage(args, message, hint, capsys):
@@ -201,6 +201,7 @@ def test_error_as_json(capsys):
     [
         (SlurmError("no answer", "try again"), 3, "error: no answer\n\nhint: try again\n"),
         (ConfigError([Problem("a.b", "is bad", "x.yaml:3")]), 2, "error: x.yaml:3: a.b: is bad\n"),
+        (ConfigError([Problem("", "is bad", "x", "mend it")]), 2, "error: x: is bad\n\nhint: mend it\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )

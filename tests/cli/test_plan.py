@@ -100,7 +100,7 @@ def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture
     assert main(["plan", config, "--gpus", "8", "--gpu-type", "h100", "--set", "parallel.tp=3"]) == 0
     out, err = capsys.readouterr()
     assert not any(line.startswith("*") for line in out.splitlines())
-    assert "the config's layout is not possible:\n--set parallel.tp=3: parallel.tp: is 3: " in err
+    assert "the config's layout is not possible:\n--set parallel.tp=3: parallel.tp: is 3, which " in err
 
 
 @pytest.mark.parametrize(

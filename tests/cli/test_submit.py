@@ -127,7 +127,10 @@ def test_closing_the_terminal_does_not_end_the_job(desk):
 
 def test_reserved_name(desk):
     done = desk.trainkit("submit", str(desk.config), "--name", "last")
-    assert (done.returncode, done.stderr.startswith("error: a run cannot be called 'last'")) == (2, True)
+    assert (done.returncode, "name: is last, which commands take for the newest run" in done.stderr) == (
+        2,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,3 +268,57 @@ def test_a_group_is_one_line_of_status_without_slurm_too(desk, tmp_path):
     (row,) = [line for line in done.stdout.splitlines() if "2 unknown" in line]
     assert row.startswith("runs/lr ")
     assert "the state of 2 Slurm jobs is unknown" in done.stderr
+
+
+FINDER = """
+import importlib.util, os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        file = {live!r} + "/lib/" + name.replace(".", "/") + ".py"
+        if name.partition(".")[0] == "first" and os.path.exists(file):
+            return importlib.util.spec_from_file_location(name, file)
+        package = {live!r} + "/lib/first/__init__.py"
+        if name == "first":
+            return importlib.util.spec_from_file_location(
+                name, package, submodule_search_locations=[os.path.dirname(package)]
+            )
+sys.meta_path.insert(0, Finder())
+"""
+"""As meson-python and scikit-build-core install an editable project."""
+
+
+def test_an_editable_install_is_imported_from_the_copy(desk, tmp_path_factory):
+    project = desk.folder
+    files = {
+        "src/flat/__init__.py": "",
+        "src/flat/inner.py": "",
+        "lib/first/__init__.py": "",
+        "lib/first/inner.py": "",
+        "python/deep/other/__init__.py": "",
+        "pyproject.toml": "",
+        "train.py": "import flat.inner, first.inner, other, json, sys\n"
+        "for module in (flat, flat.inner, first, first.inner, other, json):\n    print(module.__file__)\n",
+    }
+    for name, text in files.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    [packages] = environment.glob("lib/python*/site-packages")
+    (packages / "flat.pth").write_text(f"{project}/src\n")
+    (packages / "deep.pth").write_text(f"{project}/python/deep\n")
+    (packages / "finder.py").write_text(FINDER.format(live=str(project)))
+    (packages / "first.pth").write_text("import finder\n")
+    argv = ["submit", str(desk.config), "--follow", "--", str(environment / "bin/python"), "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", *argv],
+        **{"cwd": project, "env": desk.environ, "capture_output": True, "text": True, "timeout": 60},
+    )
+    assert done.returncode == 0, done.stderr
+    code = project / "runs/small/code"
+    assert done.stdout.splitlines()[2:7] == [
+        *(f"{code}/src/flat/__init__.py", f"{code}/src/flat/inner.py"),
+        *(f"{code}/lib/first/__init__.py", f"{code}/lib/first/inner.py"),
+        f"{code}/python/deep/other/__init__.py",
+    ]
+    assert done.stdout.splitlines()[7] == json.__file__

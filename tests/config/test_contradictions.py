@@ -222,3 +222,12 @@ def test_best_metric(tmp_path: Path, others: tuple[str, ...], message: str, hint
     assert hint in found
     load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")
     load(tmp_path, "checkpoint.best_metric=loss")
+
+
+@pytest.mark.parametrize("name", ["last", "local-12", "4711", "4711_3"])
+def test_a_name_that_means_another_run(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, overrides=[f'name="{name}"'], environ={}, cwd=tmp_path)
+    [problem] = error.value.problems
+    assert (problem.key, problem.hint) == ("name", f"choose another, such as run-{name}")
+    assert load_config(None, overrides=[f"name=run-{name}"], environ={}, cwd=tmp_path).config.name

@@ -71,6 +71,7 @@ def test_damaged_file_names_key_and_line(tmp_path: Path) -> None:
     assert error.value.message == (
         "2 problems\n\n"
         f'{file}:3: train.steps: must be a whole number of at least 1 or null, not "x"\n'
+        "  hint: the default is 200\n"
         f"{file}:4: train.stps: unknown key\n  hint: did you mean train.steps?"
     )
 

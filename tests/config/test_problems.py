@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import load_config
-from trainkit.config.schema import all_keys, allowed_values
+from trainkit.config.schema import all_keys, allowed_values, default_values, show_value
 from trainkit.errors import ConfigError
 
 A_NAME = "a name of at most 100 letters, digits, dots, dashes and underscores"
@@ -22,16 +22,25 @@ def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ
     return [problem.render() for problem in error.value.problems]
 
 
+def default_hint(key: str) -> str:
+    """The hint where nothing that was typed comes near an allowed value."""
+    return f"\n  hint: the default is {show_value(default_values()[key])}"
+
+
 def test_all_at_once(tmp_path: Path) -> None:
     text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 090\n"
     assert problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1") == [
         "--set x: must have the form section.key=value\n  hint: for example --set train.steps=100",
         "run.yaml:2: train.stps: unknown key\n  hint: did you mean train.steps?",
-        "TRAINKIT_SEED: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1",
-        "--set model.dropout=1: model.dropout: must be a number of at least 0 and below 1, not 1",
-        "run.yaml:3: train.log_every: must be a whole number of at least 1, not 0",
-        'run.yaml:4: schedule.name: must be one of cosine, linear, wsd, constant, not "cosin"',
-        'run.yaml:6: resources.time: must be a time in quotes, such as "01:00:00" or "2-12:00:00" or null, '
+        "TRAINKIT_SEED: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1"
+        + default_hint("seed"),
+        "--set model.dropout=1: model.dropout: must be a number of at least 0 and below 1, not 1"
+        + default_hint("model.dropout"),
+        "run.yaml:3: train.log_every: must be a whole number of at least 1, not 0"
+        + default_hint("train.log_every"),
+        'run.yaml:4: schedule.name: must be one of cosine, linear, wsd, constant, not "cosin"\n'
+        "  hint: did you mean cosine?",
+        'run.yaml:6: resources.time: must be a time such as "01:00:00" or "2-12:00:00" or null, '
         'not 090\n  hint: put it in quotes: "090"',
     ]
 
@@ -43,7 +52,8 @@ def test_all_at_once(tmp_path: Path) -> None:
         ("train.steps=true", "train.steps: must be a whole number of at least 1 or null, not true"),
         (
             "train.steps=1e4",
-            "train.steps: must be a whole number of at least 1 or null, not 10000.0\n  hint: write 10000",
+            "train.steps: must be a whole number of at least 1 or null, not 10000.0\n"
+            "  hint: did you mean --set train.steps=10000?",
         ),
         ("train.steps={a: 1}", 'train.steps: must be a whole number of at least 1 or null, not {"a": 1}'),
         ("optimizer.lr=0", "optimizer.lr: must be a number above 0, not 0"),
@@ -60,7 +70,11 @@ def test_all_at_once(tmp_path: Path) -> None:
         ),
         ("checkpoint.keep_last=0", "checkpoint.keep_last: must be a whole number of at least 1, not 0"),
         ("checkpoint.async=1", "checkpoint.async: must be true or false, not 1"),
-        ("checkpoint.async=yes", 'checkpoint.async: must be true or false, not "yes"'),
+        (
+            "checkpoint.async=yes",
+            'checkpoint.async: must be true or false, not "yes"\n'
+            "  hint: did you mean --set checkpoint.async=true?",
+        ),
         (
             "resources.gpus_per_node=0",
             "resources.gpus_per_node: must be a whole number of at least 1 or auto, not 0",
@@ -71,7 +85,10 @@ def test_all_at_once(tmp_path: Path) -> None:
             "requeue.on: must be a list, each one of preempted, timeout, node_fail, crash, hang, "
             'not ["crash", "bored"]',
         ),
-        ("device=gpu", 'device: must be one of auto, cpu, cuda, not "gpu"'),
+        (
+            "device=gpu",
+            'device: must be one of auto, cpu, cuda, not "gpu"\n  hint: did you mean --set device=cuda?',
+        ),
         (
             "name=0123",
             "name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not 0123\n"
@@ -82,21 +99,27 @@ def test_all_at_once(tmp_path: Path) -> None:
             "resources.account: must be one line of text or null, not 0123456\n"
             "  hint: put it in quotes: --set 'resources.account=\"0123456\"'",
         ),
-        (
-            "name=../x",
-            f'name: must be {A_NAME}, not "../x"',
-        ),
         *(
             (
                 f"name={json.dumps(name)}",
-                f"name: must be {A_NAME}, not {json.dumps(name, ensure_ascii=False)}",
+                f"name: must be {A_NAME}, not {json.dumps(name, ensure_ascii=False)}"
+                + (f"\n  hint: did you mean --set name={meant}?" if meant else ""),
             )
-            for name in ("", "a b", "-x", "..", "two\nlines", "name\n", "$(touch x)", "* ?", "modell-größe")
+            for name, meant in {
+                **{"": "", "..": "", "* ?": "", "../x": "x", "-x": "x", "a b": "a-b"},
+                **{"two\nlines": "two-lines", "name\n": "name", "$(touch x)": "touch-x"},
+                "modell-größe": "modell-gr-e",
+            }.items()
         ),
-        ("train=3", "train: must be a section with keys such as steps, epochs, stop_at_step, not 3"),
+        (
+            "train=3",
+            "train: must be a section with keys such as steps, epochs, stop_at_step, not 3\n"
+            "  hint: did you mean --set train.steps=3?",
+        ),
         (
             "launch.env={A: [1]}",
-            'launch.env: must be a mapping, each value text, not {"A": ["1"]}',
+            'launch.env: must be a mapping, each value text, not {"A": ["1"]}\n'
+            "  hint: write it as {NAME: VALUE}",
         ),
         ("config_version=2", "config_version: must be 1, not 2"),
         ("seed={a: 1", None),
@@ -108,6 +131,8 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         message = (
             "seed: {a: 1 is not valid YAML: while parsing a flow mapping, did not find expected ',' or '}'"
         )
+    if "\n  hint: " not in message and message.startswith(override.partition("=")[0]):
+        message += default_hint(override.partition("=")[0])
     assert found == [f"--set {override}: {message}"]
 
 
@@ -132,6 +157,7 @@ def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
     if hint is None:
         expected = (
             f'--set {override}: train.steps: must be a whole number of at least 1 or null, not {{"x": 1}}'
+            + default_hint("train.steps")
         )
     else:
         shown = "trian" if key.startswith("trian") else key
@@ -169,9 +195,10 @@ def test_a_newer_version_is_the_only_problem(tmp_path: Path) -> None:
 
 def test_a_long_value_is_cut(tmp_path: Path) -> None:
     [found] = problems(tmp_path, f"seed=[{', '.join(map(str, range(100)))}]")
-    assert found.endswith("…")
-    assert found.partition(" not ")[2].startswith("[0, 1, 2")
-    assert len(found.partition(" not ")[2]) == 80
+    shown = found.removesuffix(default_hint("seed")).partition(" not ")[2]
+    assert shown.startswith("[0, 1, 2")
+    assert shown.endswith("…")
+    assert len(shown) == 80
 
 
 def test_a_tracker_is_true_or_a_mapping(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from trainkit.config import LoadedConfig, load_config
-from trainkit.control.resume import changes, refuse_incompatible
+from tests.golden.__main__ import HERE, unpack_run
+from trainkit.config import LoadedConfig, load_config, read_effective
+from trainkit.control.resume import changes, learning_rate_change, refuse_incompatible
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError
 from trainkit.run.files import write_json
@@ -89,3 +91,24 @@ def test_a_damaged_manifest_is_left_to_the_trainer(run: RunDir, tmp_path: Path) 
 def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:
     before, after = load(tmp_path).config, load(tmp_path, "optimizer.lr=0.1", "seed=7").config
     assert list(changes(before, after)) == ["optimizer.lr: 0.0003 -> 0.1", "seed: 0 -> 7"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr", "said"),
+    [
+        # Six keys, of which two change what follows step 6.
+        (["train.steps=12"], 0.002, "0.0002 at step 6, 0.0011 at step 7: cosine over 12 steps"),
+        (["train.steps=12", "schedule.name=constant"], 0.001, "0.0002 at step 6, 0.001 at step 7: constant"),
+        (["train.steps=12", "schedule.warmup_steps=2", "schedule.min_lr_ratio=0.1"], 0.002, "0.0002 at step"),
+        (["train.log_every=3"], 0.002, None),
+        (["train.steps=null", "train.epochs=2"], 0.002, None),  # the length is known when the data is read
+    ],
+)
+def test_what_the_learning_rate_does_where_a_run_resumes(
+    tmp_path: Path, overrides: list[str], lr: float, said: str | None
+) -> None:
+    old = RunDir(unpack_run(HERE / "folders" / "finished", tmp_path, os.uname().nodename))
+    before = read_effective(old.config_file)
+    after = load_config(old.config_file, overrides=overrides, environ={}, layers=False).config
+    found = learning_rate_change(old, before, after, lr)
+    assert found == said or (found is not None and said is not None and found.startswith(said))

@@ -16,7 +16,6 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 from trainkit.submit.create import create_run
-from trainkit.submit.plan_run import check_name
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw,relatime 0 0
@@ -146,12 +145,6 @@ def test_exact_folder_keeps_the_name_of_the_config(config, tmp_path):
     created = create_run(config, PLAN, ["trainkit"], tmp_path / "deep" / "a b;$(x)\n")
     assert created.name == "mine"
     assert created.run.path.is_dir()
-
-
-@pytest.mark.parametrize("name", ["last", "local-12", "4711", "4711_3"])
-def test_names_that_mean_something_else(name):
-    with pytest.raises(UsageError, match="cannot be called"):
-        check_name(name)
 
 
 def test_plan_text_is_the_plan():

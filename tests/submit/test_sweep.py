@@ -46,8 +46,10 @@ def problems(folder: Path, points: dict[int, dict[str, Any]]) -> list[str]:
 def test_a_bad_value_names_its_point(tmp_path: Path) -> None:
     found = problems(tmp_path, {0: {"optimizer.lr": 0.1}, 1: {"optimizer.lr": -1}, 2: {"optimizer.lr": "x"}})
     assert found == [
-        "point 1 (optimizer.lr=-1): --sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1",
-        'point 2 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be a number above 0, not "x"',
+        "point 1 (optimizer.lr=-1): --sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1\n"
+        "  hint: the default is 0.0003",
+        'point 2 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be a number above 0, not "x"\n'
+        "  hint: the default is 0.0003",
     ]
 
 
@@ -265,7 +267,9 @@ def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config:
     with pytest.raises(ConfigError) as caught:
         plan(points, array)
     lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"
+    lr += "\n  hint: the default is 0.0003"
     seed = "--sweep seed=-2: seed: must be a whole number of at least 0 and below 9.22337e+18, not -2"
+    seed += "\n  hint: the default is 0"
     assert [problem.render() for problem in caught.value.problems] == [
         f"point 1 (optimizer.lr=0.1, seed=-2) and 1 more: {seed}",
         f"point 2 (optimizer.lr=-1, seed=1) and 1 more: {lr}",

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
+from trainkit.plan.batch import learning_rate
 from trainkit.trainer.models.model import Weight
-from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
+from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)

@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+from trainkit.cli.usage import CommandGroup
+
 SECTIONS = {
     "What": (
         *("--set", "--profile", "--name", "--note", "--tag", "--where", "--sort", "--sweep", "--array"),
@@ -60,7 +62,7 @@ class Command(click.Command):
                     formatter.write_dl(shown)
 
 
-class Group(click.Group):
+class Group(CommandGroup):
     """A group of commands whose help lists options under headings."""
 
     command_class = Command
@@ -79,7 +81,7 @@ MAX_RUNS = 200
         "trainkit completion fish > ~/.config/fish/completions/trainkit.fish",
     ),
 )
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion(shell: str) -> None:
     """Print the completion script of SHELL; source it from the shell's start-up file.
 

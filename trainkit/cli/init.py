@@ -97,7 +97,9 @@ def _write_task(name: str, folder: Path, as_json: bool) -> int:
     from trainkit.cluster.init_files import task_texts, write_new
 
     if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
-        hint = "use lower-case letters, digits and underscores: the name becomes NAME.py"
+        meant = re.sub(r"\W+", "_", name.lower()).lstrip("0123456789_")
+        hint = f"did you mean --task {meant}? " if TASK_NAME.fullmatch(meant) else ""
+        hint += "use lower-case letters, digits and underscores: the name becomes NAME.py"
         raise UsageError(f"--task {name}: not a valid name of a Python module", hint=hint)
     if name in sys.stdlib_module_names:
         message = f"--task {name}: Python has a module of that name, which {name}.py would hide"

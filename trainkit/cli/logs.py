@@ -21,7 +21,7 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.formats import plural
+from trainkit.formats import plural, there_are
 from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
 from trainkit.run.end import AttemptEnd, read_end
@@ -120,9 +120,15 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
             if not nodes:
                 return [attempt.node_log(node)]  # without a plan nothing is known of its ranks
             if node >= len(nodes):
-                raise UsageError(f"the run has no node {node}", hint=f"its nodes are 0 to {len(nodes) - 1}")
+                hint = there_are(range(len(nodes)))
+                raise UsageError(f"{attempt.run.path} has no node {node}", hint=hint)
             return [attempt.node_log(node), *map(attempt.rank_log, nodes[node])]
-        return [log_of(attempt, read_plan(attempt), rank or 0)]
+        plan = read_plan(attempt)
+        nodes = ranks_of_nodes(plan)
+        if rank is not None and nodes and rank >= nodes[-1].stop:
+            hint = there_are(range(nodes[-1].stop))
+            raise UsageError(f"{attempt.run.path} has no rank {rank}", hint=hint)
+        return [log_of(attempt, plan, rank or 0)]
 
     return logs_of
 

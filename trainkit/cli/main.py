@@ -11,7 +11,6 @@ import importlib
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit import __version__
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
+from trainkit.cli.usage import CommandGroup, from_click
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -95,7 +95,7 @@ class ReaderGone(Exception):
     """The reader of stdout, as in `| head`, has closed the pipe."""
 
 
-class CommandTable(click.Group):
+class CommandTable(CommandGroup):
     """The top-level group: commands by name, each loaded when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -103,14 +103,6 @@ class CommandTable(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return load_command(cmd_name) if cmd_name in COMMANDS else None
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
-            raise UsageError(f"unknown command {name!r}", hint=_command_hint(name))
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -131,17 +123,6 @@ class CommandTable(click.Group):
             CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
-
-
-SIMILAR = 0.75
-"""`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
-
-
-def _command_hint(name: str) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, COMMANDS, n=1, cutoff=SIMILAR)
-    return f"did you mean `trainkit {close[0]}`?" if close else "`trainkit --help` lists the commands"
 
 
 @click.group(
@@ -194,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrainkitError, click.ClickException) as error:
         if debug:
             raise
-        return _report(error if isinstance(error, TrainkitError) else _from_click(error, args), as_json)
+        if isinstance(error, click.ClickException):
+            error = from_click(error, args)
+        return _report(error, as_json)
     except Exception as error:
         if debug:
             raise
@@ -211,7 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: TrainkitError, as_json: bool) -> int:
     if as_json:
-        value = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        problems = error.problems if isinstance(error, ConfigError) else []
+        message = problems[0].statement if len(problems) == 1 else error.message
+        hint = error.hint or "\n".join(dict.fromkeys(item.hint for item in problems if item.hint))
+        value: dict[str, object] = {"error": message, "hint": hint, "exit_code": error.exit_code}
+        if problems:
+            value["problems"] = [item.to_dict() for item in problems]
         try:
             print(json.dumps(value, ensure_ascii=False), flush=True)
             return error.exit_code
@@ -233,39 +221,3 @@ def _is_from_output(error: OSError) -> bool:
 def _discard_stdout() -> None:
     """Discard what stdout still buffers: Python flushes it at exit, which would raise again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-PROGRAM = re.compile(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)|.*\.py")
-OTHER_NAMES = {
-    "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
-    "--gpus-per-node": (
-        *("-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"),
-        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--procs"),
-    ),
-    "--name": ("-J", "--job-name"),
-    "--time": ("-t", "--walltime"),
-    "--partition": ("-p",),
-    "--account": ("-A",),
-    "--qos": ("-q",),
-    "--constraint": ("-C",),
-}
-"""Option -> those of Slurm's commands and of launchers that mean the same."""
-
-
-def _from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
-    """Convert a click error; most are usage errors and exit with 2."""
-    message = error.format_message().rstrip(".")
-    hint = ""
-    if isinstance(error, click.NoSuchOption):
-        message = f"unknown option {error.option_name}"
-        known = [] if error.ctx is None else [name for item in error.ctx.command.params for name in item.opts]
-        same = [name for name in known if error.option_name in OTHER_NAMES.get(name, ())]
-        names = same or error.possibilities or ()
-        hint = f"did you mean {' or '.join(sorted(names))}?" if names else ""
-    if isinstance(error, click.UsageError) and args[:1] in (["submit"], ["run"]):
-        has_command = args[0] == "submit" and "--" in args
-        if not has_command and any(map(PROGRAM.fullmatch, args)):
-            hint = "a program of your own comes after --, as in `trainkit submit -- python train.py`"
-    if isinstance(error, click.UsageError) and not hint and error.ctx is not None:
-        hint = f"see `{error.ctx.command_path} --help`"
-    return TrainkitError(message[:1].lower() + message[1:], hint, error.exit_code or EXIT_FAILED)

@@ -72,6 +72,7 @@ def command(
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
+        learning_rate_change,
         load_again,
         newest_checkpoint_of,
         note_dead_job,
@@ -116,6 +117,8 @@ def command(
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
+            if workload.knows_run and (found := learning_rate_change(source, before, loaded.config, plan.lr)):
+                click.echo(f"  learning rate       {found}", err=True)
             if fork is None and workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.config.schema import CONFIG_VERSION, sections
+from trainkit.config.schema import CONFIG_VERSION, SIMILAR, is_known, sections
 from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
-from trainkit.formats import did_you_mean
+from trainkit.formats import did_you_mean, near
 
 
 def refuse_newer(entry: Entry) -> None:
@@ -26,6 +27,12 @@ def refuse_newer(entry: Entry) -> None:
         f"but this trainkit supports version {CONFIG_VERSION}"
     )
     raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
+
+
+def _form_hint(typed: str) -> str:
+    key, _, value = typed.partition(":")
+    meant = f"{key.strip()}={value.strip()}" if is_known(tuple(key.strip().split("."))) and value else ""
+    return f"did you mean --set {quote(meant)}?" if meant else "for example --set train.steps=100"
 
 
 ENV_PREFIX = "TRAINKIT_"
@@ -51,10 +58,15 @@ class Layers:
 
     def _missing(self, name: str, path: Path) -> Problem:
         if path.suffix == ".py":
-            hint = f"to run your own script: -- python {name}"
+            hint = f"`trainkit submit -- python {quote(name)}` runs a script of your own"
             return Problem("", "no such config", name, hint)
-        hint = "" if path.parent.is_dir() else f"there is no folder {path.parent}; "
-        hint += f"shipped configs: {', '.join(shipped_config_names())}"
+        if not path.parent.is_dir():
+            hint = f"there is no folder {path.parent}; {_shipped_hint(name)}"
+        else:
+            files = {item.stem: item.name for item in path.parent.glob("*.y*ml")}
+            close = near(path.stem, files, SIMILAR)
+            meant = Path(name).with_name(files[close]) if close else None
+            hint = _shipped_hint(name) if meant is None else f"did you mean {meant}?"
         return Problem("", "no such file or shipped config", name, hint)
 
     def file(self, path: Path) -> Entry:
@@ -78,7 +90,8 @@ class Layers:
             chain = (*parents, path.resolve())
             if parent.resolve() in chain:
                 names = [self.shown(item) for item in chain[chain.index(parent.resolve()) :]]
-                self.problem("extends", f"{' extends '.join([*names, names[0]])}: this is circular", origin)
+                message = f"{' extends '.join([*names, names[0]])}: this is circular"
+                self.problem("extends", message, origin, "remove this one, or that of another of these files")
                 continue
             result = overlay(result, self._file(parent, chain))
         return overlay(result, Entry(own, entry.origin))
@@ -101,7 +114,7 @@ class Layers:
             if candidate is not None and candidate.exists():
                 return candidate
         message = f"{name} is neither a file relative to this one nor a shipped config"
-        self.problem("extends", message, origin, f"shipped configs: {', '.join(shipped_config_names())}")
+        self.problem("extends", message, origin, _shipped_hint(name))
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
@@ -155,9 +168,7 @@ class Layers:
             key, equals, raw = text.partition("=")
             path = tuple(key.strip().split("."))
             if not equals or not all(path):
-                self.problem(
-                    "", "must have the form section.key=value", origin, "for example --set train.steps=100"
-                )
+                self.problem("", "must have the form section.key=value", origin, _form_hint(text))
                 continue
             result = self._with_typed(result, path, raw, origin)
         for key, (origin, value) in named.items():
@@ -178,6 +189,11 @@ class Layers:
 
     def problem(self, key: str, message: str, origin: str, hint: str = "") -> None:
         self.problems.append(Problem(key, message, origin, hint))
+
+
+def _shipped_hint(name: str) -> str:
+    names = shipped_config_names()
+    return f"{did_you_mean(name.lower(), names)}shipped configs: {', '.join(names)}"
 
 
 def without_empty_sections(entry: Entry) -> Entry:

@@ -111,7 +111,7 @@ class ResourcesConfig(Section):
         default="01:00:00",
         pattern=SLURM_TIME,
         description="Time limit of a job, in Slurm's format.",
-        json_schema_extra={"allowed": 'a time in quotes, such as "01:00:00" or "2-12:00:00"'},
+        json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'},
     )
     partition: OneLine | None = Field(default=None, description="Slurm partition.")
     account: OneLine | None = Field(default=None, description="Slurm account.")

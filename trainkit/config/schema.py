@@ -132,9 +132,14 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 
 @cache
+def default_values() -> JsonObject:
+    """Every dotted key, in schema order, with its default."""
+    return dict(flatten(RunConfig().model_dump(mode="json", by_alias=True)))
+
+
 def all_keys() -> tuple[str, ...]:
     """Every dotted key that has a value, in schema order."""
-    return tuple(key for key, _ in flatten(RunConfig().model_dump(mode="json", by_alias=True)))
+    return tuple(default_values())
 
 
 def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
@@ -156,15 +161,36 @@ def is_known(path: tuple[str, ...]) -> bool:
     return len(path) == 1 or path[1] in sections()[path[0]]
 
 
+OTHER_KEYS = {
+    **{"learning_rate": "optimizer.lr", "max_grad_norm": "train.grad_clip", "size": "model.preset"},
+    **dict.fromkeys(("max_steps", "num_steps"), "train.steps"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train.device_batch_size"),
+    "gradient_accumulation_steps": "train.global_batch_size",
+    **{"model_name": "model.hf", "model_name_or_path": "model.hf", "max_seq_length": "data.seq_len"},
+    **dict.fromkeys(("fp16", "bf16", "mixed_precision"), "precision.dtype"),
+    **{"lr_scheduler": "schedule.name", "gradient_checkpointing": "parallel.activation_checkpointing"},
+    **{"save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep_last"},
+    **{"eval_steps": "train.eval_every", "logging_steps": "train.log_every"},
+    **{"num_nodes": "resources.nodes", "walltime": "resources.time", "queue": "resources.partition"},
+    **dict.fromkeys(("gpus", "devices", "num_gpus"), "resources.gpus_per_node"),
+}
+"""A key as other trainers and Slurm call it, and as it is called here."""
+SIMILAR = 0.75
+"""`learningrate` is like no key; `model_name` is not like `model.norm_eps` (0.67)."""
+
+
 def meant(path: tuple[str, ...]) -> str | None:
     """The key or section closest to an unknown path, or None."""
     leaf, dotted = path[-1], ".".join(path)
+    if leaf in OTHER_KEYS:
+        return OTHER_KEYS[leaf]
     if len(path) > 1 and (match := near(leaf, sections().get(path[0], ()))):
         return f"{path[0]}.{match}"
     words = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
-    found = near(leaf, words) or near(dotted, words)
+    found = near(leaf, words, SIMILAR) or near(dotted, words, SIMILAR)
     return words[found] if found else None
 
 
@@ -173,14 +199,19 @@ MAX_SHOWN = 80
 
 def allowed_values(path: tuple[str, ...]) -> str:
     """Describe the values allowed at a path, for example ``a whole number of at least 1 or null``."""
+    if path[0] in sections() and len(path) == 1:
+        return f"a section with keys such as {', '.join(sections()[path[0]][:3])}"
+    return schema_words(field_schema(path))
+
+
+def field_schema(path: tuple[str, ...]) -> JsonObject:
+    """The JSON schema of a key or section."""
     schema = _schema()
-    field = schema["properties"][path[0]]
-    if path[0] in sections():
-        if len(path) == 1:
-            return f"a section with keys such as {', '.join(sections()[path[0]][:3])}"
-        name = field["$ref"].rpartition("/")[2]
-        field = schema["$defs"][name]["properties"][path[1]]
-    return schema_words(field)
+    field: JsonObject = schema["properties"][path[0]]
+    if path[0] not in sections() or len(path) == 1:
+        return field
+    found: JsonObject = schema["$defs"][field["$ref"].rpartition("/")[2]]["properties"][path[1]]
+    return found
 
 
 @cache

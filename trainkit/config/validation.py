@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -13,8 +12,9 @@ from pydantic import ValidationError
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
 from trainkit.config.schema import all_keys, allowed_values, is_known, meant, sections, show_value
+from trainkit.config.suggest import RESERVED_NAME, value_hint
 from trainkit.config.training import DECODER, TRANSFORMERS
-from trainkit.config.yamlfile import WHOLE, Entry
+from trainkit.config.yamlfile import Entry
 from trainkit.errors import Problem
 
 
@@ -66,31 +66,13 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
         if not is_known(path) or found is None:
             problems[path] = unknown_problem(path, found or entry)
             continue
-        value = found.plain()
         origin = next((item.origin for _, item in found.leaves()), found.origin)
-        shown, hint = show_value(value), _hint(item["type"], path, value)
-        if item["type"] == "string_type" and isinstance(value, int | float):
-            shown = found.typed or shown
-            hint = _quotes_hint(path, shown, origin)
-        problems[path] = Problem(".".join(path), f"must be {allowed_values(path)}, not {shown}", origin, hint)
+        value = found.plain()
+        is_number = item["type"] == "string_type" and isinstance(value, int | float)
+        shown = found.typed if is_number and found.typed else show_value(value)
+        message = f"must be {allowed_values(path)}, not {shown}"
+        problems[path] = Problem(".".join(path), message, origin, value_hint(path, found, origin))
     return list(problems.values())
-
-
-def _hint(kind: str, path: tuple[str, ...], value: Any) -> str:
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"write {int(value)}"
-    if path == WHOLE and isinstance(value, dict):
-        return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
-    return ""
-
-
-def _quotes_hint(path: tuple[str, ...], typed: str, origin: str) -> str:
-    """How to write a text that YAML takes for a number, as it was typed."""
-    if path == ("name",):
-        return f"job ids are reserved; add a letter, such as run-{typed}"
-    if origin.startswith("--set"):
-        return f"put it in quotes: --set '{'.'.join(path)}=\"{typed}\"'"
-    return f'put it in quotes: "{typed}"'
 
 
 LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
@@ -117,6 +99,10 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     """Every contradiction between values of a config."""
+    name = loaded.config.name
+    if RESERVED_NAME.fullmatch(name):
+        message = f"is {name}, which commands take for {'the newest run' if name == 'last' else 'a job id'}"
+        yield loaded.problem("name", message, f"choose another, such as run-{name}")
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)
@@ -173,6 +159,30 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
     if model.dropout:
         message = f"is {model.dropout:g}, which models of transformers do not use"
         yield loaded.problem("model.dropout", message, f"set the dropout in config.json of {model.hf}")
+
+
+def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
+    """What is allowed, but seldom meant; `trains` is false for a COMMAND, which has its own schedule."""
+    config, steps = loaded.config, loaded.config.train.steps
+    time, warmup = config.resources.time or "", config.schedule.warmup_steps
+    if re.fullmatch(r"\d+:\d+", time):
+        minutes, seconds = time.split(":")
+        yield (
+            f"resources.time is {time}, which Slurm reads as {int(minutes)} minutes and {int(seconds)} s;"
+            f" {time}:00 is {int(minutes)} hours"
+        )
+    if not trains:
+        return
+    if steps is not None and warmup > steps and loaded.set_by_user("schedule.warmup_steps"):
+        yield (
+            f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate ends at"
+            f" {steps / warmup:.0%} of optimizer.lr"
+        )
+    if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
+        yield (
+            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
+            " run starts again from its first step"
+        )
 
 
 LOSSES = ("val_loss", "loss")

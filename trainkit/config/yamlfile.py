@@ -169,9 +169,11 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = f"{shown}:{mark.line + 1}" if mark else shown
-        hint = (
-            "indent with spaces: YAML does not allow tabs" if re.search(r"^\s*\t", text, re.MULTILINE) else ""
-        )
+        opened = error.context_mark if "flow" in str(error.context) else None
+        hint = f"close the bracket of line {opened.line + 1}; " if opened else ""
+        hint += "text with a colon, a bracket, # or ${…} needs quotes"
+        if re.search(r"^\s*\t", text, re.MULTILINE):
+            hint = "indent with spaces: YAML does not allow tabs"
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown)]) from None
@@ -224,7 +226,7 @@ def _read_text(path: Path, shown: str) -> str:
             return path.read_bytes().decode("utf-8-sig")
         message, problem_hint = "this is no config", f"a config is a file of at most {MAX_FILE_BYTES:,} bytes"
     except FileNotFoundError:
-        message, problem_hint = "file not found", ""
+        message, problem_hint = "file not found", "check the path"
     except IsADirectoryError:
         files = sorted(item.name for item in path.glob("*.yaml"))
         message = "this is a folder, not a file"
@@ -274,7 +276,8 @@ class _Builder:
                 continue
             if key in entries:
                 first = entries[key].origin.rpartition(":")[2]
-                self.problem(key_node, (*path, key), f"duplicate key, first on line {first}")
+                message = f"duplicate key, first on line {first}"
+                self.problem(key_node, (*path, key), message, "remove one of them")
                 continue
             value = self.entry(value_node, (*path, key))
             # The origin is the line of the key: the value of "train:" begins on the next line.

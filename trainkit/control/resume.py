@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
+from math import isclose
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,6 +29,7 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.requeue import excludable
+from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.slurm_request import with_excluded
@@ -159,6 +162,25 @@ def changes(before: RunConfig, after: RunConfig) -> Iterator[str]:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             yield f"{key}: {old.get(key)} -> {new.get(key)}"
+
+
+def learning_rate_change(run: RunDir, before: RunConfig, after: RunConfig, lr: float) -> str | None:
+    """What the learning rate does where a run resumes with the peak `lr`, if a changed config changes it."""
+    found = published(run.checkpoints_dir)
+    if not found or before.train.steps is None or after.train.steps is None:
+        return None
+    step, steps = found[-1].step, after.train.steps
+    old = partial(
+        learning_rate,
+        total_steps=before.train.steps,
+        peak_lr=LaunchPlan.read(run.plan_file).lr,
+        config=before.schedule,
+    )
+    now = learning_rate(step + 1, steps, lr, after.schedule)
+    if isclose(now, old(step + 1), rel_tol=1e-3):
+        return None
+    schedule = f"{after.schedule.name} over {steps} steps"
+    return f"{old(step):.3g} at step {step}, {now:.3g} at step {step + 1}: {schedule}"
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:

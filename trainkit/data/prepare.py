@@ -148,6 +148,8 @@ def prepare(
     Raises UsageError for unusable sources and for a folder with other contents, TrainkitError if the disk is
     full or a worker was killed.
     """
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file", hint="name a new or empty folder for the shards")
     work = _Preparation(folder, spec, unit_bytes, workers, on_progress)
     try:
         if not is_dataset(folder):

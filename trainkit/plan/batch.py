@@ -9,6 +9,7 @@ from typing import Literal
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import ParallelConfig
+from trainkit.config.training import ScheduleConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, microbatch_problems
@@ -150,3 +151,26 @@ def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str
     rule = "linear in" if scale == "linear" else "square root of"
     reason = f"optimizer.lr {lr:g} x {factor:g} = {scaled:g}: {rule} data-parallel size {dp} over {base}"
     return scaled, reason
+
+
+def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
+    """The learning rate of a step; steps are numbered from 1 to `total_steps`.
+
+    Warmup is linear and reaches the peak at step `warmup_steps`; `wsd` (warmup, stable, decay;
+    arXiv 2404.06395) stays there and decays linearly over the last `decay_steps`.
+    """
+    if step <= config.warmup_steps:
+        return peak_lr * step / config.warmup_steps
+    floor = peak_lr * config.min_lr_ratio
+    if config.name == "constant":
+        return peak_lr
+    start = config.warmup_steps
+    if config.name == "wsd":
+        decay_steps = config.decay_steps or max(1, total_steps // 5)
+        start = max(start, total_steps - decay_steps)
+    if step <= start:
+        return peak_lr
+    progress = min(1.0, (step - start) / max(1, total_steps - start))
+    if config.name == "cosine":
+        return floor + (peak_lr - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak_lr + (floor - peak_lr) * progress

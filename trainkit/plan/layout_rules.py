@@ -125,8 +125,10 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
     if world_size % model:
         names = [name for name in ("tp", "pp", "cp") if getattr(parallel, name) > 1]
         product = " x ".join(f"parallel.{name} {getattr(parallel, name)}" for name in names)
-        message = f"is {getattr(parallel, names[0])}: {product} does not divide {_processes(world_size, 1)}"
-        raise _problem(names[0], message, f"together they can be {divisors(world_size)}")
+        subject = f": {product} does" if len(names) > 1 else ", which does"
+        message = f"is {getattr(parallel, names[0])}{subject} not divide {_processes(world_size, 1)}"
+        can = f"{'together they' if len(names) > 1 else 'it'} can be {divisors(world_size)}"
+        raise _problem(names[0], message, f"{can}, or use a multiple of {model} processes: --gpus-per-node")
     note = ""
     if derived:
         given = next(name for name in degrees if name not in derived)

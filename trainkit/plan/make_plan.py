@@ -12,6 +12,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import NotifyConfig, RequeueConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
+from trainkit.config.validation import doubts
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib
@@ -155,6 +156,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
     per = target.per or draft.per(workload.launcher)
     notice = workload.notice if config.requeue.signal == "auto" else config.requeue.signal
     slurm = draft.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
+    draft.warnings += doubts(loaded, trains=not workload.is_command)
     if slurm is None and config.requeue.slow_hosts != "ignore":
         draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
     if batch is None or draft.problems:

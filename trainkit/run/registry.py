@@ -21,7 +21,7 @@ from shlex import quote
 
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, state_folder
-from trainkit.formats import did_you_mean
+from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
@@ -175,7 +175,7 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
         hint = f"`trainkit resume {quote(str(run.path))}` starts it"
         raise UsageError(f"{run.path} was never started", hint=hint)
     if number is not None and number not in numbers:
-        raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
+        raise UsageError(f"{run.path} has no attempt {number}", hint=there_are(numbers))
     return run.attempt(number or numbers[-1])
 
 

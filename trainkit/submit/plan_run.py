@@ -148,7 +148,6 @@ def plan_run(
     `code_dir` is the working directory of the command, by default the current one. Raises ConfigError with
     all problems.
     """
-    check_name(loaded.config.name)
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
     plan = make_plan(loaded, facts, workload)
     reasons, warnings, values = dict(plan.reasons), list(plan.warnings), dict[str, Any]()
@@ -210,18 +209,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
-RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
-
-
-def check_name(name: str) -> None:
-    """Raise UsageError for a name that commands would not take for a run name: `last` or a job id."""
-    if RESERVED_NAME.fullmatch(name):
-        raise UsageError(
-            f"a run cannot be called {name!r}",
-            hint="`last` and job ids are reserved; choose another --name",
-        )
-
-
 def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
     """(key, message, hint) for values that are invalid on any machine."""
     for name in launch.modules:
@@ -267,6 +254,8 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         hint = "give its path, or set launch.venv, conda, modules or container in the config"
         if command[0].endswith(".py") and (cwd / command[0]).is_file():
             hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
+        elif "/" in command[0] and (cwd / command[0]).is_file():
+            hint = f"`chmod +x {quote(command[0])}` makes that file a program"
         raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
     # launch.setup may change the folder or create the script.

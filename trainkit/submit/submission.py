@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
-from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
@@ -79,11 +79,22 @@ def parse_array(text: str) -> ArraySpec:
     return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
 
 
-def refuse_too_large(spec: ArraySpec) -> None:
-    """Raise UsageError when the array exceeds the limits of the cluster; asks Slurm once."""
+def refuse_too_large(spec: ArraySpec, warn: Callable[[str], None] | None = None) -> None:
+    """Raise UsageError when the array exceeds the limits of the cluster; asks Slurm once.
+
+    Without an answer of Slurm, raises its error, or tells `warn` that a large array may be refused.
+    """
     from trainkit.slurm.control import show_config
 
-    config = show_config()
+    try:
+        config = show_config()
+    except TrainkitError as error:
+        if warn is None:
+            raise
+        if spec.indices[-1] >= DEFAULT_MAX_ARRAY_SIZE:
+            why = error.message.partition("\n")[0]
+            warn(f"whether the cluster allows an array up to index {spec.indices[-1]:,} is unknown: {why}")
+        return
     size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
     if spec.indices[-1] >= size:
         raise UsageError(
@@ -213,8 +224,8 @@ def plan_submission(
 ) -> Submission:
     """Plan a run or every point of a group, which starts when the runs that `after` names have finished.
 
-    An array that exceeds the limits of the cluster, if it `will_start`, is refused before any point is
-    planned. Raises ConfigError with the problems of all points, UsageError when one array cannot run them.
+    An array that exceeds the limits of the cluster is refused before any point is planned. Raises ConfigError
+    with the problems of all points, UsageError when one array cannot run them.
     """
     gatherer = Gatherer()
     planned: list[PlannedPoint] = []
@@ -235,8 +246,7 @@ def plan_submission(
                     target = facts.target
                     if problem := backend_named(target.backend).array_problem(target.reason, config_path):
                         raise UsageError(*problem)
-                    if will_start:
-                        refuse_too_large(array)
+                    refuse_too_large(array, None if will_start else warn)
                 plans[key] = plan_run(loaded, facts, own)
             except ConfigError as error:
                 plans[key] = error

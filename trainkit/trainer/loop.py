@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
 from trainkit.job.signals import StopRequest
+from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import Batches
@@ -26,7 +27,7 @@ from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.metrics import Metrics, RankRecords
-from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
+from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress

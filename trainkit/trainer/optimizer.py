@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from trainkit.config.training import OptimizerConfig, ScheduleConfig
+from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
@@ -296,26 +296,3 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
 @cache
 def _compiled_update() -> Callable[..., None]:
     return torch.compile(_update_whole)
-
-
-def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
-    """The learning rate of a step; steps are numbered from 1 to `total_steps`.
-
-    Warmup is linear and reaches the peak at step `warmup_steps`; `wsd` (warmup, stable, decay;
-    arXiv 2404.06395) stays there and decays linearly over the last `decay_steps`.
-    """
-    if step <= config.warmup_steps:
-        return peak_lr * step / config.warmup_steps
-    floor = peak_lr * config.min_lr_ratio
-    if config.name == "constant":
-        return peak_lr
-    start = config.warmup_steps
-    if config.name == "wsd":
-        decay_steps = config.decay_steps or max(1, total_steps // 5)
-        start = max(start, total_steps - decay_steps)
-    if step <= start:
-        return peak_lr
-    progress = min(1.0, (step - start) / max(1, total_steps - start))
-    if config.name == "cosine":
-        return floor + (peak_lr - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak_lr + (floor - peak_lr) * progress

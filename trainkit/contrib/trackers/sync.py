@@ -55,7 +55,8 @@ def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
     """The settings of the trackers of a run, by name; raises UsageError if it has none."""
     found = read_effective(run.config_file).logging.trackers
     if not found:
-        hint = "`trainkit resume RUN --set logging.mlflow=true` resumes it with one"
+        hint = "`trainkit resume RUN --set logging.mlflow=true` resumes it with one, and a finished run with"
+        hint += " a larger train.steps"
         raise UsageError(f"{run.path} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
     return found
 

@@ -110,9 +110,12 @@ class Agent(ProcessGroup):
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
         work_dir = os.environ.get(WORK_DIR_VARIABLE) if self.workload.is_command else None
+        code = read_job(self.attempt.run).code
         for local_rank in local_ranks:
             rank_env = worker_rank(self.plan, rendezvous, local_rank)
-            environ = worker_environ(self.plan, rank_env, self.attempt, inherited=os.environ, network=network)
+            environ = worker_environ(
+                self.plan, rank_env, self.attempt, inherited=os.environ, network=network, code=code
+            )
             with self.attempt.rank_log(rank_env.rank).open("ab") as log:
                 self.running[rank_env.rank] = processes.start_child(
                     worker_argv(self.plan, rank_env, self.attempt.run),

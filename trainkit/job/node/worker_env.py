@@ -28,6 +28,7 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABL
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
+from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import AttemptDir, RunDir
 
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
@@ -68,8 +69,12 @@ def worker_environ(
     *,
     inherited: Mapping[str, str],
     network: Mapping[str, str],
+    code: CodeCopy | None = None,
 ) -> dict[str, str]:
-    """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank."""
+    """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank.
+
+    With a copy of the code, Python imports from there what the user has installed from the copied folder.
+    """
     environ = configured_environ(plan, inherited)
     environ.setdefault(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
@@ -88,7 +93,11 @@ def worker_environ(
         environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
     environ[AGENT_VARIABLE] = str(os.getpid())
-    environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *filter(None, [environ.get("PYTHONPATH")])])
+    import_path = [] if code is None or plan.slurm is not None else code.import_path
+    inherited_path = filter(None, [environ.get("PYTHONPATH")])
+    environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *import_path, *inherited_path])
+    if code is not None:
+        environ["TRAINKIT_JOB_CODE_SOURCE"], environ["TRAINKIT_JOB_CODE_COPY"] = code.source, code.code
     environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
     environ[ATTEMPT_VARIABLE] = str(attempt.number)
     if plan.workload.is_command:

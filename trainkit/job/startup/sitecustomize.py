@@ -3,10 +3,15 @@
 Python imports the first module of this name that it finds, so the next one is imported from here.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from types import ModuleType
 
 FOLDER = __file__.rpartition("/")[0]
 
@@ -27,6 +32,36 @@ def spare_what_a_rank_starts() -> None:
         module.spare_this_process(even_with_handler=True)
 
 
+class CopyFinder:
+    """Loads a module that is found in the folder that the run was submitted from out of the copy of it.
+
+    An installation with ``pip install -e`` leads there: by a line in a .pth file, or by a finder, of which
+    some come before the one that reads PYTHONPATH.
+    """
+
+    def __init__(self, source: str, copy: str) -> None:
+        self.source, self.copy = source, copy
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None or (file := self.counterpart(spec.origin or "")) is None:
+            return spec
+        folders = spec.submodule_search_locations
+        if folders is not None:
+            folders = [self.counterpart(folder) or folder for folder in folders]
+        return spec_from_file_location(name, file, submodule_search_locations=folders)
+
+    def counterpart(self, path: str) -> str | None:
+        """The copy of a file or folder; None without one, such as for packages of an environment."""
+        if not path.startswith(f"{self.source}/") or path.startswith(f"{sys.prefix}/"):
+            return None
+        copied = self.copy + path[len(self.source) :]
+        return copied if os.access(copied, os.F_OK) else None
+
+
 def import_next() -> None:
     """Import the module of this name that Python would have found without this folder."""
     sys.path[:] = [folder for folder in sys.path if folder.rstrip("/") != FOLDER]
@@ -42,4 +77,8 @@ def import_next() -> None:
 if __name__ == "sitecustomize":
     if os.environ.get("TRAINKIT_JOB_AGENT_PID"):
         spare_what_a_rank_starts()
+    if os.environ.get("TRAINKIT_JOB_CODE_SOURCE"):
+        sys.meta_path.insert(
+            0, CopyFinder(os.environ["TRAINKIT_JOB_CODE_SOURCE"], os.environ["TRAINKIT_JOB_CODE_COPY"])
+        )
     import_next()

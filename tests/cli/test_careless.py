@@ -1,0 +1,149 @@
+"""The most careless commands: what each prints, and that its hint works when it is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.golden.__main__ import HERE as GOLDEN
+from tests.golden.__main__ import unpack_run, write_text_file
+from trainkit.cli.main import main
+from trainkit.folders import shipped_config_names
+from trainkit.run.process import ProcessId
+
+RUNS = ("finished", "cancelled", "command", "sweep")
+FILES = {
+    "empty.yaml": "",
+    "tabs.yaml": "train:\n\tsteps: 3\n",
+    "windows.yaml": "train:\r\n  stpes: 3\r\n",
+    "open.yaml": "train: {steps: 3\n",
+    "colon.yaml": "name: a: b\n",
+    "list.yaml": "- train\n",
+    "twice.yaml": "train:\n  steps: 3\n  steps: 4\n",
+    "space.yaml": "optimizer:\n  lr:1e-3\n",
+    "indent.yaml": "train:\nsteps: 3\n",
+    "quoted.yaml": "train: {steps: “200”}\n",
+    "account.yaml": "resources: {account: 0123456}\n",
+    "number.yaml": "name: 12345\n",
+    "other.yaml": "learning_rate: 1e-3\n",
+    "self.yaml": "extends: self.yaml\n",
+    "minutes.yaml": "resources: {time: 24:00}\n",
+    "warm.yaml": "schedule: {warmup_steps: 500}\n",
+    "never.yaml": "checkpoint: {every_steps: null}\n",
+    "config/a.yaml": "seed: 1\n",
+    "train.py": "print(1)\n",
+    "run.sh": "true\n",
+}
+
+
+def make_folder(folder: Path) -> None:
+    """Files, four runs, and one more that still runs."""
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    write_text_file(folder)
+    for name in RUNS:
+        unpack_run(GOLDEN / "folders" / name, folder, os.uname().nodename)
+    live = unpack_run(GOLDEN / "folders" / "cancelled", folder / "live", os.uname().nodename)
+    live = live.rename(folder / "runs" / "live")
+    job = json.loads((live / "job.json").read_text())
+    own = ProcessId.of(os.getpid())
+    job["attempts"][0].update(pid=own.pid, boot_id=own.boot_id, start_ticks=own.start_ticks)
+    (live / "job.json").write_text(json.dumps(job))
+    (live / "attempts/001/end.json").unlink()
+
+
+def typed(line: str) -> tuple[int, str]:
+    """The exit code and the standard error of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return main(shlex.split(line)[1:]), err.getvalue()
+
+
+TABLE = Path(__file__).with_name("careless.txt")
+"""A command in each paragraph, with its error and its hint, and often a command that follows the hint."""
+CASES = [
+    dict(re.split("(?:: | )", line, maxsplit=1) for line in text.splitlines())
+    for text in TABLE.read_text().split("\n\n")
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_folder(folder)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    return folder
+
+
+@pytest.fixture
+def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which commands are typed, on a machine without Slurm and without a GPU."""
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("PATH", str(project / "bin"))
+    return project
+
+
+def places(text: str, folder: Path) -> str:
+    """An expected text with the names that depend on where it is."""
+    return text.replace("SHIPPED", ", ".join(shipped_config_names())).replace("HERE", str(folder))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["$"] for case in CASES])
+def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
+    before = sorted(here.rglob("*"))
+    code, err = typed(case["$"])
+    expected = places(f"{case['error']}\n\nhint: {case['hint']}\n", here)
+    assert (code, err.partition("error: ")[2]) == (2, expected)
+    assert sorted(here.rglob("*")) == before  # nothing was started or written
+    if "then" in case:
+        code, err = typed(case["then"])
+        assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("file", "warning"),
+    [
+        (
+            "minutes.yaml",
+            "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; 24:00:00 is 24 hours",
+        ),
+        (
+            "warm.yaml",
+            "schedule.warmup_steps is 500, but train.steps is 200: the learning rate ends at 40% of"
+            " optimizer.lr",
+        ),
+        (
+            "never.yaml",
+            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
+            " run starts again from its first step",
+        ),
+    ],
+)
+def test_what_is_seldom_meant(here: Path, file: str, warning: str) -> None:
+    assert typed(f"trainkit check {file}") == (0, f"warning: {warning}\n{file}: no problems, 1 warning\n")
+
+
+@pytest.mark.parametrize("option", ["--dry-run", ""])
+def test_an_array_that_the_cluster_refuses(here: Path, option: str) -> None:
+    scontrol = here / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho MaxArraySize = 1001\n")
+    scontrol.chmod(0o755)
+    assert typed(f"trainkit submit --array 0-25000 --cluster example {option}") == (
+        2,
+        "config: quickstart (shipped)\nerror: the array ends with index 25,000; the maximum of this cluster"
+        " is 1,000 (MaxArraySize is 1001)\n\nhint: split it into several arrays\n",
+    )
+    scontrol.unlink()
+    code, err = typed("trainkit submit --array 0-1001 --cluster example --dry-run")
+    assert code == 0
+    assert "warning: whether the cluster allows an array up to index 1,001 is unknown: " in err

@@ -1,0 +1,185 @@
+"""What was wrong with a command line, as an error with a hint that can be typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import click
+
+from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+
+SIMILAR = 0.75
+"""`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
+PROGRAM = re.compile(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)|.*\.py")
+SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
+DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
+"""What a word processor or a web page makes of ``--``."""
+OTHER_COMMANDS = {
+    **dict.fromkeys(("status", "ls"), ("ls", "list", "ps", "queue", "show")),
+    **dict.fromkeys(("cancel", "prune"), ("kill", "stop", "delete", "rm", "scancel")),
+    **{"submit": ("train", "start", "launch", "sbatch"), "logs": ("tail", "cat", "output")},
+    **{"resume": ("continue", "restart"), "check": ("validate",)},
+    **{"--help": ("help",), "--version": ("version",)},
+}
+"""Command -> those of other programs that mean the same."""
+OTHER_NAMES = {
+    "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
+    "--gpus-per-node": (
+        *("-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"),
+        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--procs"),
+    ),
+    "--name": ("-J", "--job-name"),
+    "--time": ("-t", "--walltime"),
+    "--partition": ("-p",),
+    "--account": ("-A",),
+    "--qos": ("-q",),
+    "--constraint": ("-C",),
+    "--lines": ("-n", "--tail"),
+    "--follow": ("-f",),
+}
+"""Option -> those of Slurm's commands and of launchers that mean the same."""
+
+
+class CommandGroup(click.Group):
+    """A group that names the command which was meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            hint = _command_hint(args[0], known, ctx.command_path)
+            raise UsageError(f"unknown command {args[0]!r}", hint=hint)
+        return super().resolve_command(ctx, args)
+
+
+def _command_hint(name: str, known: Sequence[str], program: str) -> str:
+    """What to type in place of an unknown command of `program`."""
+    from difflib import get_close_matches
+
+    same = [
+        own for own, others in OTHER_COMMANDS.items() if name in others and (own in known or own[0] == "-")
+    ]
+    close = get_close_matches(name.lower(), known, n=1, cutoff=SIMILAR) or same
+    return f"did you mean `{program} {close[0]}`?" if close else f"`{program} --help` lists the commands"
+
+
+def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
+    """Convert a click error; most are usage errors and exit with 2."""
+    message, hint = error.format_message().rstrip("."), ""
+    message = message[:1].lower() + message[1:]
+    if isinstance(error, click.NoSuchOption):
+        message = f"unknown option {error.option_name}"
+        hint = _option_hint(error, args)
+    elif isinstance(error, click.MissingParameter) and error.param is not None:
+        message = f"{_name(error.param)} is missing"
+        hint = _example(error.ctx)
+    elif isinstance(error, click.BadOptionUsage):
+        message = f"{error.option_name} needs a value"
+    elif isinstance(error, click.BadParameter) and error.param is not None:
+        message, hint = _bad_value(error.param, args) or (message, "")
+    if isinstance(error, click.UsageError) and args[:1] in (["submit"], ["run"]):
+        has_command = args[0] == "submit" and "--" in args
+        if not has_command and any(map(PROGRAM.fullmatch, args)):
+            hint = "a program of your own comes after --, as in `trainkit submit -- python train.py`"
+    if isinstance(error, click.UsageError) and not hint:
+        hint = _word_hint(args) or _help_hint(error.ctx, args)
+    return TrainkitError(message, hint, error.exit_code or EXIT_FAILED)
+
+
+def _name(param: click.Parameter) -> str:
+    return param.opts[0] if isinstance(param, click.Option) else str(param.human_readable_name)
+
+
+def _example(context: click.Context | None) -> str:
+    """The first example of a command's help, which can be typed like this."""
+    epilog = "" if context is None else context.command.epilog or ""
+    lines = [line.strip() for line in epilog.splitlines() if line.startswith("  trainkit ")]
+    return f"for example `{lines[0]}`" if lines else ""
+
+
+def _help_hint(context: click.Context | None, args: Sequence[str]) -> str:
+    path = f"trainkit {args[0]}" if context is None else context.command_path
+    return f"see `{path} --help`"
+
+
+def _word_hint(args: Sequence[str]) -> str:
+    """A word of the command line that is an option or a setting, written in another way."""
+    for word in args:
+        if word[:1] in DASHES:
+            return f"{word} begins with a dash that is not -: write --{word.lstrip(DASHES + '-')}"
+        if (found := SETTING.fullmatch(word)) is not None:
+            return f"did you mean --set {found['key']}={found['value']}?"
+    return ""
+
+
+def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
+    """The option that was meant, by its name here, or the key of the config that has no option."""
+    from difflib import get_close_matches
+
+    params = [] if error.ctx is None else error.ctx.command.params
+    known = [name for item in params if isinstance(item, click.Option) for name in item.opts]
+    typed = next((word for word in args if f"-{word}" in known), error.option_name)
+    if typed != error.option_name:
+        return f"did you mean -{typed}?"
+    same = [name for name in known if typed in OTHER_NAMES.get(name, ())]
+    close = same or get_close_matches(typed.lower(), known, cutoff=SIMILAR)
+    if close:
+        return f"did you mean {' or '.join(sorted(close))}?"
+    if typed in ("--config", "-c", "--file") and error.ctx is not None:
+        return f"CONFIG has no option: `{error.ctx.command_path} {_typed([typed], args)}`"
+    if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, args)), None)):
+        return f"did you mean --set {found['key']}={found['value']}?"
+    if "--set" in known:
+        from trainkit.config.schema import OTHER_KEYS, all_keys
+
+        word = typed.lstrip("-").replace("-", "_")
+        key = OTHER_KEYS.get(word) or next((key for key in all_keys() if key.endswith(f".{word}")), None)
+        if key is not None:
+            value = _typed([typed], args)
+            return f"did you mean --set {key}={'…' if value is None else value}?"
+    return ""
+
+
+def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
+    """The last value that was typed for an option with these names."""
+    value = None
+    for word, following in zip(args, [*args[1:], None], strict=True):
+        name, equals, rest = word.partition("=")
+        if name in names:
+            value = rest if equals else following
+    return value
+
+
+def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
+    """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
+    from trainkit.config.schema import schema_words
+    from trainkit.config.suggest import first_accepted, readings
+
+    kind, value = param.type, _typed(param.opts, args)
+    if isinstance(kind, click.IntRange | click.FloatRange):
+        bounds = {"exclusiveMinimum" if kind.min_open else "minimum": kind.min}
+        bounds |= {"exclusiveMaximum" if kind.max_open else "maximum": kind.max}
+        whole = isinstance(kind, click.IntRange)
+        schema = {key: bound for key, bound in bounds.items() if bound is not None}
+        words = schema_words({"type": "integer" if whole else "number", **schema})
+        choices: Sequence[str] = ()
+    elif isinstance(kind, click.Choice):
+        choices = [str(choice) for choice in kind.choices]
+        words = schema_words({"enum": choices})
+    else:
+        return None
+    if value is None:  # an argument, which has no option before it
+        return None
+
+    def accept(text: str) -> bool:
+        try:
+            kind(text, param)
+        except click.BadParameter:
+            return False
+        return True
+
+    meant = first_accepted(readings(value, choices), accept)
+    message = f"{param.opts[0]} {value}: must be {words}"
+    return message, "" if meant is None else f"did you mean {param.opts[0]} {meant}?"

@@ -1,0 +1,129 @@
+"""What a refused value or key was probably meant to be; every suggested value is one that is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from shlex import quote
+
+from pydantic import ValidationError
+
+from trainkit.config.schema import RunConfig, default_values, field_schema, sections, show_value
+from trainkit.config.yamlfile import WHOLE, Entry, parse_value
+from trainkit.formats import near, time_text
+
+RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
+"""The names of runs that commands take for something else."""
+WORDS = {
+    **{"yes": "true", "on": "true", "no": "false", "off": "false"},
+    **{"gpu": "cuda", "slurm": "sbatch", "7": "7b", "8": "8b", "13": "13b", "70": "70b"},
+    **{"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
+    **dict.fromkeys(("never", "none", "nil"), "null"),
+}
+"""A value as other programs write it, in small letters, and as it is written here."""
+_QUOTES = "\"'`“”„‘’‚«»"
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
+_WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
+_DURATION = re.compile(r"(\d+)\s*(m|min|minutes?|h|hours?|d|days?)")
+_UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+_MEMORY = re.compile(r"(\d+)\s*([KMGT])I?B?")
+
+
+def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
+    """What a typed text may have meant, the nearest first; `words` are the allowed ones."""
+    bare = text.strip().strip(_QUOTES).strip()
+    small = bare.lower()
+    yield from (bare, small)
+    if _THOUSANDS.fullmatch(bare):
+        yield re.sub("[,_]", "", bare)
+    if _DECIMAL_COMMA.fullmatch(bare):
+        yield bare.replace(",", ".")
+    if _WHOLE.fullmatch(bare):
+        yield str(int(float(bare)))
+    if small in WORDS:
+        yield WORDS[small]
+    if (match := near(small, words)) is not None:
+        yield match
+    if (duration := _DURATION.fullmatch(small)) is not None:
+        yield time_text(int(duration[1]) * _UNIT_S[duration[2][0]])
+    if (memory := _MEMORY.fullmatch(bare.upper())) is not None:
+        yield memory[1] + memory[2]
+    yield f"[{bare}]"
+
+
+def first_accepted(found: Iterable[str], accept: Callable[[str], bool]) -> str | None:
+    """The first of some texts that is accepted."""
+    return next(filter(accept, found), None)
+
+
+def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
+    """How to write the value of a key that was refused."""
+    value = found.plain()
+    if path == WHOLE and isinstance(value, dict):
+        return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
+    if isinstance(value, list | dict):
+        return _default_hint(path)
+    typed = value if isinstance(value, str) else found.typed or show_value(value)
+    if path[0] in sections() and len(path) == 1:
+        return _section_hint(path[0], typed, origin)
+    if path == ("name",):
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed).strip("-._")[:100]
+        if name.isdigit():
+            return f"job ids are reserved; add a letter, such as run-{name}"
+        return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)
+    meant = first_accepted(readings(typed, _words(path)), lambda text: _accepts(path, text))
+    if meant is not None:
+        return f"did you mean {_written(path, meant, origin)}?"
+    if isinstance(value, int | float) and _accepts(path, quoted := f'"{typed}"'):
+        return f"put it in quotes: {_written(path, quoted, origin)}"
+    if origin.startswith("--set ") and "," in typed and all(_accepts(path, it) for it in typed.split(",")):
+        return f"one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
+    return _default_hint(path)
+
+
+def _section_hint(section: str, typed: str, origin: str) -> str:
+    """A value in place of a section: ``model: 7b``, or a key of it without the space behind its colon."""
+    key, _, rest = typed.partition(":")
+    if rest and key in sections()[section]:
+        return f"write a space after the colon: {key}: {rest}"
+    for key in sections()[section]:
+        path = (section, key)
+        if _accepts(path, typed):
+            if origin.startswith("--"):
+                return f"did you mean {_written(path, typed, origin)}?"
+            return f'write "{section}:" and, indented on the next line, "{key}: {typed}"'
+    return ""
+
+
+def _words(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The words among which the value of a key is chosen."""
+    field = field_schema(path)
+    options = field.get("anyOf", [field])
+    return tuple(str(word) for option in options for word in option.get("enum", ()))
+
+
+def _accepts(path: tuple[str, ...], text: str) -> bool:
+    """Whether a key takes a value that is written like this."""
+    try:
+        content = parse_value(text, path)
+        for name in reversed(path):
+            content = {name: content}
+        RunConfig.model_validate(content)
+    except (ValueError, ValidationError):
+        return False
+    return True
+
+
+def _written(path: tuple[str, ...], text: str, origin: str) -> str:
+    """A value as it is typed where the refused one was."""
+    if origin.startswith("--set "):
+        return "--set " + quote(f"{'.'.join(path)}={text}")
+    return f"{origin.split(' ')[0]} {quote(text)}" if origin.startswith("--") else text
+
+
+def _default_hint(path: tuple[str, ...]) -> str:
+    default = default_values().get(".".join(path))
+    if default in ({}, []):
+        return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"
+    return "" if default is None else f"the default is {show_value(default)}"
