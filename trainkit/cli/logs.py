@@ -21,9 +21,10 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.formats import plural
+from trainkit.formats import plural, relative_path
 from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
+from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail
@@ -238,16 +239,15 @@ def print_end(run: RunDir) -> int:
             f"died: the supervisor exited without recording an end; {log} ends with: {last_line}", err=True
         )
         return EXIT_FAILED
+    name = relative_path(str(run.path), Path.cwd())
     click.echo(f"{end.state}: {end.reason}", err=True)
     if end.verdict:
-        click.echo(end.verdict.line, err=True)
-        if end.verdict.hint:
-            click.echo(f"hint: {end.verdict.hint}", err=True)
-        if end.verdict.rank is not None:
-            command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict.rank}"
-            click.echo(f"`{command}` shows its output", err=True)
+        # The log of rank 0 was shown.
+        num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
+        for line in failure_lines(end.verdict, name, num_log_lines=num_log_lines):
+            click.echo(line, err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
+        click.echo(f"`trainkit resume {quote(name)}` continues from here", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
 
 
