@@ -243,7 +243,7 @@ def _tracker(position: Record) -> str:
 
 def run_details(status: RunStatus) -> str:
     """One run in detail, its failure first, then one value per line."""
-    failed, run = status.failure, relative_path(status.run_dir, Path.cwd())
+    failed, run = status.failure, quote(relative_path(status.run_dir, Path.cwd()))
     reason = f" - {status.reason}" if status.reason else ""
     lines = {
         "run": status.name,
@@ -262,7 +262,8 @@ def run_details(status: RunStatus) -> str:
             "tokens/s": cell(status.tokens_per_s, ",.0f"),
         }
     if not status.is_command or status.checkpoint is not None:
-        lines["checkpoint"] = cell(status.checkpoint)
+        saved = status.checkpoint
+        lines["checkpoint"] = cell(saved and relative_path(saved, Path.cwd()))
     is_failed = status.state in ("failed", "died")
     lines |= {name: _tracker(position) for name, position in status.trackers.items()}
     lines |= {
@@ -270,7 +271,7 @@ def run_details(status: RunStatus) -> str:
         "restarts": restarts_line(status.restarts) if status.restarts else "",
         "failure": status.verdict.line if status.verdict and failed is None else "",
         "hint": (failed is None and status.verdict and status.verdict.hint) or "",
-        "diagnosis": f"`trainkit diagnose {quote(run)}` names the cause" if is_failed and not failed else "",
+        "diagnosis": f"`trainkit diagnose {run}` names the cause" if is_failed and not failed else "",
     }
     text = [] if failed is None else [*failure_lines(failed, run), ""]
     text.append(_details(lines))

@@ -69,7 +69,7 @@ class Restart:
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
     """A first failure for people: rank and cause, the line of their code, the end of its log, and what next.
 
-    `run` is the run as a command may name it.
+    `run` is the run as a word of a command.
     """
     lines, code = [clean(" ".join(failure.line.split()))], failure.code
     if code is not None:
@@ -80,7 +80,7 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
     if tail:
         whose = "that rank" if failure.rank is None else f"rank {failure.rank}"
         lines += [f"last lines of {whose}:", *(f"  {clean(line)}" for line in tail)]
-    return [*lines, f"next: `trainkit diagnose {quote(run)}` says what to do"]
+    return [*lines, f"next: `trainkit diagnose {run}` says what to do"]
 
 
 def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:

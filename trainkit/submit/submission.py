@@ -132,7 +132,7 @@ class Preview:
     """What `Submission.create` would write and submit."""
 
     text: str
-    """The batch script; the plan of a run on this machine."""
+    """The batch script; of a run on this machine, its plan as a line of JSON."""
     is_script: bool
     files: dict[Path, str]
     """What the tools of launchers would get, by path."""
@@ -161,7 +161,7 @@ class Submission:
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> Preview:
-        """The script or plan, byte for byte; writes nothing.
+        """The script, byte for byte, or the plan; writes nothing.
 
         Raises UsageError if it would contain a secret.
         """
@@ -171,7 +171,7 @@ class Submission:
         for place, point in self._distinct_runs(run):
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if backend_named(plan.backend).template is None:
-            return Preview(plan.to_text(), False, files)
+            return Preview(json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", False, files)
         code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
         script = self.script(run, code)
         if self.array is None:
