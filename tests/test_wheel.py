@@ -136,6 +136,7 @@ def test_check_finds_what_ships(installed: Path, outside: Path) -> None:
 
 
 def test_dry_run(installed: Path, outside: Path) -> None:
-    plan = command(installed / "trainkit", "submit", "outside.yaml", "--nodes", "2", "--dry-run", cwd=outside)
+    words = ("submit", "outside.yaml", "--nodes", "2", "--dry-run", "--json")
+    plan = command(installed / "trainkit", *words, cwd=outside)
     assert json.loads(plan)["num_nodes"] == 2
     assert not (outside / "runs").exists()

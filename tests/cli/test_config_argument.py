@@ -25,7 +25,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "args",
     [
         ["check"],
-        ["submit", "--backend", "local", "--dry-run"],
+        ["submit", "--backend", "local", "--dry-run", "--json"],
         ["submit", "--backend", "local", "--dry-run", *COMMAND],
         ["plan", "--gpus", "2", "--gpu-type", "h100"],
         ["drill", "--backend", "local", "--list"],
@@ -55,7 +55,7 @@ def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFix
 
 
 def test_a_command_is_not_taken_for_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--backend", "local", "--dry-run", *COMMAND]) == 0
+    assert main(["submit", "--backend", "local", "--dry-run", "--json", *COMMAND]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
     assert main(["submit", "train.py", "--dry-run"]) == 2
     assert "hint: `trainkit submit -- python train.py` runs a script of your own" in capsys.readouterr().err

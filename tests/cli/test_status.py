@@ -1,8 +1,10 @@
+import html
 import json
 import os
 import signal
+import socket
 
-from steering import wait_for
+from steering import SAVES, wait_for
 
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, utc_now, write_json
@@ -57,6 +59,38 @@ def test_supervisor_that_is_gone_without_a_word_has_died(desk):
     os.kill(read_json(run.job_file)["attempts"][0]["pid"], signal.SIGKILL)
     wait_for(lambda: desk.status(run)["state"] == "died")
     assert "the supervisor exited without" in desk.trainkit("status", "small").stdout
+
+
+def test_a_failure_comes_first_everywhere(desk):
+    (desk.folder / "src").mkdir()
+    (desk.folder / "src" / "model.py").write_text("def shape(labels):\n    return labels['width']\n")
+    desk.works("sys.path.insert(0, 'src')\nimport model\nif RANK == 1: model.shape({})\n" + SAVES)
+    submit = ("--follow", "--set", "requeue.max=0", "--gpus-per-node", "2", "--name", "fails")
+    followed = desk.trainkit("submit", "small.yaml", *submit)
+    lines = [
+        "rank 1 failed first on HOST: KeyError: 'width'",
+        "  src/model.py:2: return labels['width']",
+        "last lines of rank 1:",
+        "  KeyError: 'width'",
+        "next: `trainkit diagnose runs/fails` says what to do",
+    ]
+    lines[0] = lines[0].replace("HOST", socket.gethostname())
+    for said in (followed.stderr, desk.trainkit("status", "last").stdout):
+        own = [line for line in said.splitlines() if line in lines]
+        assert own == lines, said
+    assert desk.trainkit("status", "last").stdout.startswith(lines[0])
+    screen = desk.trainkit("watch", "last", "--once").stdout.splitlines()
+    assert screen[1:3] == lines[:2]
+    assert desk.trainkit("report", "last").returncode == 0
+    page = html.unescape((desk.folder / "runs" / "fails" / "report.html").read_text())
+    assert all(line in page for line in lines[:-1])
+    assert page.index(lines[3]) < page.index("Timeline")
+    assert "trainkit diagnose" in page
+    found = json.loads(desk.trainkit("diagnose", "last", "--json").stdout)
+    assert (found["name"], found["rank"], found["confidence"]) == ("exception", 1, "certain")
+    assert found["code"] == {"file": "src/model.py", "line": 2, "text": "return labels['width']"}
+    assert found["tail"][-1]["text"] == "KeyError: 'width'"
+    assert found["advice"][-1].endswith(" --new-code`")
 
 
 def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):

@@ -36,11 +36,14 @@ def test_json_is_one_object(desk):
 def test_dry_run_shows_the_plan_that_is_run_and_writes_nothing(desk):
     before = sorted(desk.folder.rglob("*"))
     shown = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--dry-run")
-    assert shown.returncode == 0
-    assert "lr" in shown.stderr
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "  lr  " in shown.stdout
+    assert len(shown.stdout.splitlines()) < 12
+    whole = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--dry-run", "--json")
+    assert whole.stderr == shown.stdout
     assert sorted(desk.folder.rglob("*")) == before
     run = desk.submit("--nodes", "2")
-    assert run.plan_file.read_text() == shown.stdout
+    assert read_json(run.plan_file) == json.loads(whole.stdout)
 
 
 def test_same_name_gets_a_new_folder(desk):
@@ -187,6 +190,8 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
     assert read_json(run.attempt(2).end_file)["state"] == "finished"
     steps = [(line["attempt"], line["step"]) for line in read_jsonl(run.metrics_file)]
     assert steps == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
+    logs = "".join(log.read_text() for log in run.path.glob("attempts/*/logs/rank-*.log"))
+    assert "Warning" not in logs
 
 
 @pytest.mark.slow
@@ -202,11 +207,11 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
 
     launch = ["submit", str(desk.config), "--nodes", "2", "--launcher", "accelerate"]
     launch += ["--set", "precision.dtype=bf16"]
-    shown = trainkit(*launch, "--dry-run", "--", "shows.py")
+    shown = trainkit(*launch, "--dry-run", "--json", "--", "shows.py")
     run = RunDir(trainkit(*launch, "--follow", "--", "shows.py").stdout.splitlines()[0])
     config = run.path / "accelerate.yaml"
     before = config.read_text()
-    assert shown.stdout == run.plan_file.read_text()
+    assert json.loads(shown.stdout) == read_json(run.plan_file)
     assert shown.stderr.endswith(f"==> {config} <==\n{before}")
     assert "got bf16 2 2" in run.attempt(1).rank_log(0).read_text()
     # config.yaml has every key, parallel.dp_shard: -1 too, but only those that were set are passed on.

@@ -164,6 +164,19 @@ def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
     assert any("NCCL_DEBUG=INFO" in item for item in found.advice)
 
 
+def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: Path) -> None:
+    noticed = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:29400"
+    run = failed(tmp_path, b"", noticed, "RuntimeError")
+    create_job(run, backend="local", name="run", cwd="/home/me", code=None)
+    trace = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in <module>\n    f(x)\n'
+    record = {"rank": 1, "time": "2026-01-01T00:00:01Z", "type": "KeyError", "message": "'x'"}
+    write_json(run.attempt(1).rank_error(1), {**record, "traceback": trace + "KeyError: 'x'\n"})
+    found = newest(run)
+    assert (found.name, found.rank) == ("exception", 1)
+    assert found.cause == "rank 1 raised an exception at train.py:3: KeyError: 'x'"
+    assert "in your code: train.py:3\n    f(x)\n" in diagnosis_text(found)
+
+
 def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
     log = b"No space left on device, cleaning up\nTraceback (most recent call last):\nKeyError: 'x'\n"
     found = newest(failed(tmp_path, log, "'x'", "KeyError"))

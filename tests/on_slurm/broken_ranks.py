@@ -50,13 +50,13 @@ def rank_segfault(login: Login) -> RunDir:
     )
 
 
-@broken(None, 1, 2)
+@broken("exception", 1, 2)
 def exception_on_one_rank(login: Login) -> RunDir:
     code = GROUP + "if rank == 1: raise ValueError('12 labels for 10 classes')\ndist.barrier()"
     return failed_command(login, code)
 
 
-@broken(None, 1, 2)
+@broken("exception", 1, 2)
 def torchrun_exception(login: Login) -> RunDir:
     code = GROUP + "if rank == 1: raise KeyError('labels')\ndist.barrier()"
     return failed_command(login, code, launcher="torchrun")

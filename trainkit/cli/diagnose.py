@@ -44,8 +44,9 @@ _UNBROKEN = "\0"
 def command(run_name: str, number: int | None, as_json: bool) -> int:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
-    Says `unknown`, with the last lines of that rank, where no known cause explains the failure. Your own
-    causes go into ./signatures.yaml or ~/.config/trainkit/signatures.yaml.
+    For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
+    rank, where no known cause explains the failure. Your own causes go into ./signatures.yaml or
+    ~/.config/trainkit/signatures.yaml.
     """
     from trainkit.backends.jobs import query_attempt_status
     from trainkit.observe.diagnose import diagnose
@@ -70,6 +71,8 @@ def diagnosis_text(found: Diagnosis) -> str:
         lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", *_wrapped(found.cause)]
         if place := _place(found):
             lines.append(f"{'where' if found.state == 'running' else 'first failure'}: {place}")
+        if found.code is not None:
+            lines += [f"in your code: {found.code.place}", *filter(None, [f"    {found.code.text}".rstrip()])]
     lines += _section(
         f"evidence, in {found.run_dir}", [line for item in found.evidence for line in _evidence(item)]
     )

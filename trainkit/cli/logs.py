@@ -21,9 +21,10 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.formats import plural, there_are
+from trainkit.formats import plural, relative_path, there_are
 from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
+from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail
@@ -91,8 +92,7 @@ def command(
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.path} has not written this log",
-            hint=f"`trainkit status {quote(str(run.path))}` shows its progress; "
-            f"its logs are in {attempt.logs_dir}",
+            hint=f"`trainkit status {run_word(run)}` shows its progress; its logs are in {attempt.logs_dir}",
         )
     for path in paths:
         with path.open("rb") as stream:
@@ -102,7 +102,7 @@ def command(
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
-        which = f"{quote(str(run.path))} --attempt {attempt.number}"
+        which = f"{run_word(run)} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
     return EXIT_OK
 
@@ -131,6 +131,11 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         return [log_of(attempt, plan, rank or 0)]
 
     return logs_of
+
+
+def run_word(run: RunDir) -> str:
+    """A run as one word of a command that is typed in this folder."""
+    return quote(relative_path(str(run.path), Path.cwd()))
 
 
 def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
@@ -192,8 +197,8 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the job continues: `trainkit logs {quote(str(run.path))} -f` follows it, "
-            f"`trainkit cancel {quote(str(run.path))}` ends it",
+            f"\ndetached; the job continues: `trainkit logs {run_word(run)} -f` follows it, "
+            f"`trainkit cancel {run_word(run)}` ends it",
             err=True,
         )
         return EXIT_INTERRUPTED
@@ -235,7 +240,7 @@ def print_end(run: RunDir) -> int:
     end = _end_soon(run)
     if end is None:
         if not (read_job(run).newest or AttemptRecord()).has_started:
-            shown = f"`trainkit status {quote(str(run.path))}` shows what Slurm reports"
+            shown = f"`trainkit status {run_word(run)}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
@@ -246,14 +251,12 @@ def print_end(run: RunDir) -> int:
         return EXIT_FAILED
     click.echo(f"{end.state}: {end.reason}", err=True)
     if end.verdict:
-        click.echo(end.verdict.line, err=True)
-        if end.verdict.hint:
-            click.echo(f"hint: {end.verdict.hint}", err=True)
-        if end.verdict.rank is not None:
-            command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict.rank}"
-            click.echo(f"`{command}` shows its output", err=True)
+        # The log of rank 0 was shown.
+        num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
+        for line in failure_lines(end.verdict, run_word(run), num_log_lines=num_log_lines):
+            click.echo(line, err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
+        click.echo(f"`trainkit resume {run_word(run)}` continues from here", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
 
 

@@ -25,7 +25,7 @@ from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool) -> int:
     """Write report.html in the folder of RUN and print its path.
 
-    The page shows the time line, goodput and where the rest of the time went, curves, utilisation, requested
+    The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
     and used resources, and how to repeat the run. It opens without a network.
 
     For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures

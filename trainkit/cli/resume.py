@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 
 import click
 
@@ -67,7 +66,7 @@ def command(
     on several hosts, as `trainkit run` does.
     """
     from trainkit.backends.jobs import require_not_running
-    from trainkit.cli.logs import print_copied, print_started
+    from trainkit.cli.logs import print_copied, print_started, run_word
     from trainkit.config import read_effective
     from trainkit.control.resume import (
         changes,
@@ -140,7 +139,7 @@ def command(
             click.echo(f"resuming from {checkpoint}", err=True)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
-        click.echo(f"`trainkit logs {quote(str(run.path))} -f` follows its log", err=True)
+        click.echo(f"`trainkit logs {run_word(run)} -f` follows its log", err=True)
         return EXIT_OK
     from trainkit.cli.logs import follow_detachable
 

@@ -33,7 +33,7 @@ from trainkit.observe.group import (
     read_newest_end,
     state_counts,
 )
-from trainkit.observe.status import Restart, RunStatus, read_status
+from trainkit.observe.status import Restart, RunStatus, failure_lines, read_status
 from trainkit.run.end import Best
 from trainkit.run.files import Record
 from trainkit.run.group import RunGroup
@@ -286,7 +286,8 @@ def _tracker(position: Record) -> str:
 
 
 def run_details(status: RunStatus) -> str:
-    """One run in detail, one value per line."""
+    """One run in detail, its failure first, then one value per line."""
+    failed, run = status.failure, quote(relative_path(status.run_dir, Path.cwd()))
     reason = f" - {status.reason}" if status.reason else ""
     lines = {
         "run": status.name,
@@ -305,17 +306,19 @@ def run_details(status: RunStatus) -> str:
             "tokens/s": cell(status.tokens_per_s, ",.0f"),
         }
     if not status.is_command or status.checkpoint is not None:
-        lines["checkpoint"] = cell(status.checkpoint)
+        saved = status.checkpoint
+        lines["checkpoint"] = cell(saved and relative_path(saved, Path.cwd()))
     is_failed = status.state in ("failed", "died")
     lines |= {name: _tracker(position) for name, position in status.trackers.items()}
     lines |= {
         "last event": status.last_event.line if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",
-        "failure": status.verdict.line if status.verdict else "",
-        "hint": (status.verdict and status.verdict.hint) or "",
-        "diagnosis": f"`trainkit diagnose {quote(status.run_dir)}` names the cause" if is_failed else "",
+        "failure": status.verdict.line if status.verdict and failed is None else "",
+        "hint": (failed is None and status.verdict and status.verdict.hint) or "",
+        "diagnosis": f"`trainkit diagnose {run}` names the cause" if is_failed and not failed else "",
     }
-    text = [_details(lines)]
+    text = [] if failed is None else [*failure_lines(failed, run), ""]
+    text.append(_details(lines))
     text += [f"warning: {warning}" for warning in status.warnings]
     if status.batch_log:
         text += ["", "last lines of the batch script:", *(f"  {line}" for line in status.batch_log)]

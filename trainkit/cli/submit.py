@@ -187,7 +187,9 @@ def command(
         warn=warn,
     )
     plan = submission.plan
-    click.echo(describe_plan(plan, submission.points[0].config.name), err=True)
+    # Of a run on this machine, this is what a dry run shows: there is no script.
+    is_shown = dry_run and plan.slurm is None and not as_json
+    click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
     for line in (*_warnings(plan, folder, workload), *_notes(submission, group, workload)):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
@@ -195,14 +197,14 @@ def command(
 
         require_controller()
     if dry_run or test_only:
-        return _show(submission.preview(folder), test_only)
-    from trainkit.cli.logs import follow_detachable, print_copied  # with what follows a run
+        return _show(submission.preview(folder), test_only, as_json)
+    from trainkit.cli.logs import follow_detachable, print_copied, run_word  # with what follows a run
     from trainkit.submit.start import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
     job_id, attempt = start_submission(submission, created)
-    run, shown = created.run, quote(str(created.run.path))
+    run, shown = created.run, run_word(created.run)
     if as_json:
         facts = {
             "run_dir": str(run.path),
@@ -261,11 +263,12 @@ def _notes(submission: Submission, group: GroupRequest, workload: Workload) -> I
             yield f"  note: all points run in {Path.cwd()}: {others}"
 
 
-def _show(preview: Preview, test_only: bool) -> int:
-    """Print the script or plan that would be submitted, or Slurm's estimate of its start."""
+def _show(preview: Preview, test_only: bool, as_json: bool) -> int:
+    """Print the script that would be submitted, with --json the plan of a local run, or Slurm's estimate."""
     if not test_only:
-        click.echo(preview.text, nl=False)
-        # As `head` prints files; the standard output is the script or plan, byte for byte.
+        if preview.is_script or as_json:
+            click.echo(preview.text, nl=False)
+        # As `head` prints files; the standard output is the script, byte for byte.
         for path, text in preview.files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

@@ -138,7 +138,7 @@ def write_end(
     )
     end.write(attempt)
     if failure is not None:
-        values = failure.to_dict()
+        values = replace(failure, log_tail=[]).to_dict()
         failed_at = values.pop("time")
         log_event(run, number, "rank_failed", **values, failed_at=failed_at)
     if outcome.hung:

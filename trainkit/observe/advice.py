@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from shlex import quote
 
 from trainkit.config import RunConfig
-from trainkit.formats import rank_list, size, time_limit_s, time_text
+from trainkit.formats import rank_list, relative_path, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import Signature
@@ -30,7 +31,7 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     plan = read_plan(attempt)
     plan = plan if plan.values else read_plan(run)
     values = {
-        "run": quote(str(run.path)),
+        "run": quote(relative_path(str(run.path), Path.cwd())),
         "attempt": str(attempt.number),
         "attempt_dir": str(attempt.path),
         "checkpoints_dir": str(run.checkpoints_dir),

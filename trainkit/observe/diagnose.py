@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.job.failure.launcher_report import RankExit, first_exit
@@ -27,7 +28,7 @@ from trainkit.observe.logs import (
     record_text,
 )
 from trainkit.observe.signatures import Role, Signature, fill
-from trainkit.run.end import SIGNALLED, RankFailure, read_end, signal_name
+from trainkit.run.end import SIGNALLED, CodeLine, RankFailure, read_end, signal_name, users_line
 from trainkit.run.files import read_json, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -51,7 +52,7 @@ class Diagnosis:
     """``failed`` or ``stopped``, ``running`` with a problem, ``nothing failed``, or ``unknown`` when this
     host cannot tell."""
     name: str | None = None
-    """The signature; None when no known cause was found."""
+    """The signature, ``exception`` for an error in the user's code; None when no known cause was found."""
     title: str = "unknown"
     cause: str = ""
     confidence: Literal["certain", "likely", "unknown"] = "unknown"
@@ -59,10 +60,13 @@ class Diagnosis:
     host: str | None = None
     step: int | None = None
     time: str | None = None
+    code: CodeLine | None = None
+    """The line of the user's own code at which the first failing rank raised its exception."""
     evidence: list[Evidence] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
-    """For an unknown cause, the last lines of the first failing rank; for a failed start, of its script."""
+    """For an error in the user's code or an unknown cause, the last lines of the first failing rank; for a
+    failed start, of its script."""
     events: list[Evidence] = field(default_factory=list)
     """For an unknown cause, or one that an event names, the last events before the failure."""
     earlier: list[str] = field(default_factory=list)
@@ -162,9 +166,18 @@ class _Case:
                 continue  # cut off by a crash
             if isinstance(record, dict):
                 failure, log = read_record(RankFailure, record), RANK_FILE.fullmatch(path.stem)
+                if failure.code is None:  # written before the key, or without a traceback
+                    lines = str(failure.more.get("traceback") or "").splitlines() or failure.log_tail
+                    failure = replace(failure, code=self._users_line(lines))
                 text = record_text(path, self.run.path, failure)
                 found.append(_First(failure, text, int(log[1]) if log else None))
         return sorted(found, key=lambda first: first.failure.time or "~")
+
+    def _users_line(self, lines: Sequence[str]) -> CodeLine | None:
+        """The line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
+        code = users_line(lines)
+        code = None if code is None else code.in_tree(self.files.job)
+        return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
         """The verdict, with the place of the record that it is from; else the earliest record."""
@@ -192,19 +205,22 @@ class _Case:
         rank, index = root.rank, root.index
         if rank is None and len(self.files.ranks_next_to(text.rank)) == 1:
             rank = text.rank
-        kind, message = first.failure.type, first.failure.message
+        kind, message, code = first.failure.type, first.failure.message, first.failure.code
         if root.code < 0:
-            kind, message = "RankKilled", f"killed by {signal_name(-root.code)}"
+            kind, message, code = "RankKilled", f"killed by {signal_name(-root.code)}", None
         elif not first.is_exception:
             kind, message = "exit", f"ended with exit code {root.code}"
         if (raised := self._exception_of(root, text)) is not None:
             index, kind, message = raised
+            prefix = f"[rank{root.rank}]: "
+            trace = (one for one in text.lines[:index] if one.startswith(prefix))
+            code = self._users_line([one.removeprefix(prefix) for one in trace])
         line = replace(
             text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank, host=host
         )
-        code = SIGNALLED - root.code if root.code < 0 else root.code
-        failure = replace(first.failure, rank=rank, host=host, exit_code=code, type=kind, message=message)
-        return _First(failure, line, text.rank)
+        exit_code = SIGNALLED - root.code if root.code < 0 else root.code
+        failure = replace(first.failure, rank=rank, host=host, exit_code=exit_code)
+        return _First(replace(failure, type=kind, message=message, code=code), line, text.rank)
 
     def _exception_of(self, root: RankExit, text: Text) -> tuple[int, str, str] | None:
         """(line, type, message) of the exception with which a rank ended."""
@@ -250,10 +266,10 @@ class _Case:
                     return known
             if own is not None and own.signature.role == "cascade":
                 own = self._before_the_cascade() or own
-            if own is not None and own.signature.role == "cause":
+            if own is not None and own.signature.role in ("cause", "fallback"):
                 return own
             if own is None and self.first.is_exception:
-                return None  # the exception is known, and nothing else explains it
+                return self._in_users_code()  # the exception is known, and nothing else explains it
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.died_silently):
             found = self._from_logs(own)
@@ -272,14 +288,22 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Make the earliest record that is no cascade the first failure; returns its match."""
+        """Make the earliest record that is no cascade the first failure; returns what explains it."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
             if match is None or match.signature.role == "cause" or (is_exit and not first.died_silently):
                 self.first = first
-                return match
+                return match or self._in_users_code()
         return None
+
+    def _in_users_code(self) -> Match | None:
+        """The exception of the first failure as an error in the user's code, if that raised it."""
+        first = self.first
+        if first is None or not first.is_exception:
+            return None
+        is_of_user = first.failure.code is not None or self.files.plan.is_command
+        return self._best([first.text], ("fallback",)) if is_of_user else None
 
     def _from_logs(self, own: Match | None) -> Match | None:
         """A cause in the output of the first failing rank; of all ranks if the first one is in doubt."""
@@ -327,6 +351,7 @@ class _Case:
             **({"num_hosts": str(len(hosts))} if hosts else {}),
             **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
             "message": clean(failure.message or ""),
+            **({} if failure.code is None else {"place": clean(failure.code.place)}),
             "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else {"host": host}),
@@ -346,6 +371,11 @@ class _Case:
         if hint and match.text.kind == "record" and hint not in advice:
             advice.insert(0, hint)
         confidence = "likely" if match.text.kind == "log" else signature.confidence
+        log = None
+        if match.text.kind == "start":
+            log = self.files.batch_log()
+        elif signature.role == "fallback":
+            log = self._own_log()
         evidence = [match.evidence]
         if first is not None and not is_of_job and first.text is not match.text:
             evidence.append(first.text.evidence(0))
@@ -357,10 +387,11 @@ class _Case:
             rank=rank,
             host=host,
             step=step if isinstance(step, int) else None,
+            code=failure.code,
             evidence=(evidence + more)[:MAX_EVIDENCE],
             advice=advice,
             events=self.events.shown() if match.text.kind == "event" else [],
-            tail=self._tail(log) if match.text.kind == "start" and (log := self.files.batch_log()) else [],
+            tail=[] if log is None else self._tail(log),
         )
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
@@ -389,12 +420,8 @@ class _Case:
 
     def _unknown(self) -> Diagnosis:
         first = self.first
-        rank = None if first is None else first.rank
-        text = next(self._rank_logs(), None)
-        # The log of another rank would mislead.
-        if text is not None and first is not None and text.rank != first.log_rank:
-            text = None
-        tail = [] if text is None else self._tail(text)
+        rank, log = None if first is None else first.rank, self._own_log()
+        tail = [] if log is None else self._tail(log)
         if first is None:
             gone = "the supervisor was killed or its host went down: it recorded no end"
             entry = self.files.job.of_attempt(self.attempt.number)
@@ -416,6 +443,11 @@ class _Case:
             tail=tail,
             events=self.events.shown(),
         )
+
+    def _own_log(self) -> Text | None:
+        """The output of the first failing rank: that of another one would mislead."""
+        log = next(self._rank_logs(), None)
+        return None if log and self.first and log.rank != self.first.log_rank else log
 
     def _resume_advice(self) -> list[str]:
         values = run_values(self.run, self.attempt)

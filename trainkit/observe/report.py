@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
-from trainkit.observe.status import RunStatus
+from trainkit.observe.status import RunStatus, failure_lines
 from trainkit.run.events import Event
 from trainkit.run.files import mean, numbers, read_jsonl, read_object, read_record
 from trainkit.run.history import (
@@ -207,13 +207,14 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 def render_report(report: Report, other: Report | None = None) -> str:
     """The page of a report; with `other`, of both side by side."""
-    argv = report.provenance.get("argv") or []
+    argv, failed = report.provenance.get("argv") or [], report.status.failure
     return render_page(
         TEMPLATE,
         title=report.status.name,
         report=report,
         status=report.status,
         other=other,
+        failure=[] if failed is None else failure_lines(failed, shlex.quote(report.status.run_dir)),
         labels=CATEGORIES,
         names=_names(report, other),
         charts=_charts(report, other),

@@ -181,7 +181,7 @@ def read_view(
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = _moment(history.events.attempt(status.attempt).started)
     log = _log(run, status, plan)
-    failure = status.verdict.line if status.verdict and not status.is_active else None
+    failure = None if status.failure is None else status.failure.line
     is_allocated = status.state in ALLOCATED
     return RunView(
         status=status,

@@ -19,9 +19,10 @@ from trainkit.folders import config_folder
 SHIPPED = Path(__file__).with_name("signatures.yaml")
 FILE_NAME = "signatures.yaml"
 
-Role = Literal["cause", "symptom", "cascade"]
+Role = Literal["cause", "symptom", "cascade", "fallback"]
 """A `cause` explains a failure. A `symptom` says how a rank ended, as `killed by SIGKILL`, which something
-else may explain. A `cascade` is what ranks report after another one has failed."""
+else may explain. A `cascade` is what ranks report after another one has failed. A `fallback` is for an
+exception of the user's code that nothing else explains."""
 Where = Literal["record", "log", "agent", "srun", "slurm", "start", "end", "event"]
 """The first failure and the records of ranks, the output of ranks, the logs of agents, the output of srun,
 the job's state in Slurm, a start that ended before the supervisor began, the cause that end.json names, and

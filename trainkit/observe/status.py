@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.logs import printed_metrics, read_log
+from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
@@ -36,6 +36,7 @@ STATE_EVENTS = ("signal", "first_step")
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
 BATCH_LOG_LINES = 10
+FAILURE_LOG_LINES = 8
 CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
 
@@ -63,6 +64,23 @@ class Restart:
     """From the start of the next attempt to its first step."""
     total_s: float | None
     """From the signal or failure to that first step."""
+
+
+def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
+    """A first failure for people: rank and cause, the line of their code, the end of its log, and what next.
+
+    `run` is the run as a word of a command.
+    """
+    lines, code = [clean(" ".join(failure.line.split()))], failure.code
+    if code is not None:
+        lines.append(clean(f"  {code.place}: {code.text}".rstrip(": ")))
+    if failure.hint:
+        lines.append(f"hint: {failure.hint}")
+    tail = failure.log_tail[-num_log_lines:] if num_log_lines else []
+    if tail:
+        whose = "that rank" if failure.rank is None else f"rank {failure.rank}"
+        lines += [f"last lines of {whose}:", *(f"  {clean(line)}" for line in tail)]
+    return [*lines, f"next: `trainkit diagnose {run}` says what to do"]
 
 
 def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:
@@ -153,6 +171,11 @@ class RunStatus:
     def is_active(self) -> bool:
         """Whether it may still make progress."""
         return self.state in ACTIVE_STATES
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """The first failure of a run that has ended with it."""
+        return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -10,14 +10,16 @@ from textwrap import wrap
 from rich.text import Text
 
 from trainkit.formats import cell, duration, number, plural, table
+from trainkit.observe.logs import clean
 from trainkit.observe.run_view import NodeRow, Notice, RunView
+from trainkit.observe.status import FAILURE_LOG_LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 DOT = " · "
 LABEL = 11
 VALUE = 34
 MIN_NOTICES = 2
-WIDE = 120
+WIDE, TALL = 120, 40
 MAX_SPARKLINE = 200
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {
@@ -42,12 +44,18 @@ class Size:
     def is_wide(self) -> bool:
         return self.width >= WIDE
 
+    @property
+    def is_tall(self) -> bool:
+        return self.height is None or self.height >= TALL
+
 
 def view_lines(view: RunView, size: Size) -> list[Text]:
     """The lines of a view, at most `size.height` of them, none longer than `size.width`."""
+    tail_first = view.failure and size.is_tall
     lines = [
         _title(view, size),
         *_sentence(view, size),
+        *(_tail_lines(view, size, 1 + FAILURE_LOG_LINES) if tail_first else []),
         Text(),
         *_progress(view, size),
         *_numbers(view, size),
@@ -60,7 +68,8 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
         num_nodes = max(1, left - num_notices)
     lines += nodes_lines(view.nodes, size, num_nodes, view.num_hosts)
     lines += notices_lines(view.notices, size, num_notices)
-    lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
+    if not tail_first:
+        lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
     for line in lines:
         line.truncate(size.width, overflow="ellipsis")
     return lines if size.height is None else lines[: size.height]
@@ -88,7 +97,10 @@ def _title(view: RunView, size: Size) -> Text:
 
 
 def _sentence(view: RunView, size: Size) -> list[Text]:
-    sentences = (view.sentence, view.failure, view.hint and f"hint: {view.hint}")
+    failed = view.status.failure
+    code = None if failed is None else failed.code
+    place = None if code is None else clean(f"  {code.place}: {code.text}".rstrip(": "))
+    sentences = (view.failure, place, view.sentence, view.hint and f"hint: {view.hint}")
     return [
         Text(line)
         for sentence in sentences

@@ -5,6 +5,7 @@ A run is a group of one. All points are checked before anything is written, whic
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -137,7 +138,7 @@ class Preview:
     """What `create_submission` would write, and `start_submission` submit."""
 
     text: str
-    """The batch script; the plan of a run on this machine."""
+    """The batch script; of a run on this machine, its plan as a line of JSON."""
     is_script: bool
     files: dict[Path, str]
     """What the tools of launchers would get, by path."""
@@ -166,7 +167,7 @@ class Submission:
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> Preview:
-        """The script or plan, byte for byte; writes nothing.
+        """The script, byte for byte, or the plan; writes nothing.
 
         Raises UsageError if it would contain a secret.
         """
@@ -176,7 +177,7 @@ class Submission:
         for place, point in self._distinct_runs(run):
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if plan.slurm is None:
-            return Preview(plan.to_text(), False, files)
+            return Preview(json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", False, files)
         from trainkit.submit.snapshot import planned_code, wants_copy  # only of what has a script
 
         code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None

@@ -140,7 +140,8 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     """
     if rank >= plan.world_size:
         raise UsageError(
-            f"--rank is {rank}, but there are {plan.world_size} ranks", hint="ranks are counted from 0"
+            f"--rank {rank} does not exist: there are {plan.world_size} ranks",
+            hint="they are counted from 0",
         )
     config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:

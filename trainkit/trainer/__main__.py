@@ -14,8 +14,10 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageEr
 from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import users_line
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStacks, Watchdog, watch_deadline
 
@@ -85,6 +87,7 @@ def record_failure(
     code = exit_code_of(error, current)
     # Not of the exception that is being handled: in `sys.excepthook` there is none.
     trace = "".join(traceback.format_exception(error))
+    own = users_line(trace.splitlines())
     record = {
         **vars(rank_info),
         "time": utc_now(),
@@ -94,6 +97,7 @@ def record_failure(
         "message": str(error),
         "hint": getattr(error, "hint", ""),
         "traceback": trace,
+        "code": None if own is None else vars(own.in_tree(read_job(attempt.run))),
         "exit_code": code,
         "final": code == EXIT_NO_RESTART,
     }

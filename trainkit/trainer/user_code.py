@@ -14,6 +14,7 @@ from types import ModuleType
 
 from trainkit.config.schema import MULTIMODAL, RunConfig
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+from trainkit.run.end import is_of_user
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
 from trainkit.task import Task
@@ -89,12 +90,8 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{text} ({error.filename}:{error.lineno})"
-    package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_installed = "site-packages" in frame.filename or frame.filename.startswith(
-            ("<", sys.prefix, package)
-        )
-        if not is_installed and not frame.filename.startswith(sys.base_prefix):
+        if is_of_user(frame.filename):
             return f"{text} ({frame.filename}:{frame.lineno})"
     return text
 

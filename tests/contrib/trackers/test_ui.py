@@ -40,13 +40,17 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run.tensorboard_dir.mkdir()
     port = free_port()
     argv = start(str(run.path), "--port", str(port))
-    place = ["--logdir", str(run.tensorboard_dir), "--host", "127.0.0.1", "--port", str(port)]
+    place = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", "--host", "127.0.0.1"]
     assert argv[0] == sys.executable
-    assert argv[3:] == ["tensorboard.main", *place]
+    assert argv[3:] == [*place, "--port", str(port)]
     (tmp_path / "tensorboard.py").write_text("print('of a stranger')")
-    shown = subprocess.run([*argv[:4], "--help"], cwd=tmp_path, capture_output=True, text=True)
+    shown = subprocess.run([*argv[:3], "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert "--logdir" in shown.stdout
     assert "stranger" not in shown.stdout
+    with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as page:
+        assert page.stderr is not None
+        assert page.stderr.readline().startswith("TensorBoard ")  # and nothing before its address
+        page.kill()
     url, ssh = capfd.readouterr().out.splitlines()
     assert url == f"http://127.0.0.1:{port}"
     assert ssh.startswith(f"ssh -L {port}:127.0.0.1:{port} ")

@@ -2,6 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
+import trainkit
 from trainkit.job.failure.records import (
     agent_failure,
     first_rank_failure,
@@ -9,8 +10,9 @@ from trainkit.job.failure.records import (
     suspect_host,
 )
 from trainkit.job.hangs import HangRecord
-from trainkit.run.end import RankFailure
+from trainkit.run.end import CodeLine, RankFailure, users_line
 from trainkit.run.files import read_json, write_json
+from trainkit.run.record import CodeCopy, create_job, read_job
 from trainkit.run.rundir import RunDir
 
 
@@ -41,6 +43,57 @@ def test_first_in_time(attempt):
         "final": False,
         "node": False,
     }
+
+
+TORCH = '  File "/venv/lib/python3.11/site-packages/torch/nn/module.py", line 9, in call'
+OWN = ['  File "/home/me/train.py", line 7, in step', "    loss = model(x)", "           ^^^^^^^^"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "place"),
+    [
+        (["Traceback (most recent call last):", *OWN, TORCH, "    return call()"], ("/home/me/train.py", 7)),
+        (["Traceback (most recent call last):", TORCH, "    return call()"], None),
+        (["Traceback (most recent call last):", *OWN, "KeyError: 1", "Traceback …", TORCH], None),
+        (
+            [
+                "Traceback (most …",
+                *OWN,
+                "KeyError: 1",
+                "",
+                "The above exception was the direct cause",
+                "",
+                "Traceback (most …",
+                TORCH,
+            ],
+            ("/home/me/train.py", 7),
+        ),
+        (['  File "/usr/lib/python3.11/json.py", line 1, in f', '  File "<string>", line 1'], None),
+        ([f'  File "{trainkit.__file__}", line 1, in f'], None),
+        (['  File "/usr/src/app/bad.py", line 3', "    if:", "      ^"], ("/usr/src/app/bad.py", 3)),
+    ],
+)
+def test_the_line_of_the_user_in_a_traceback(lines, place):
+    found = users_line(lines)
+    assert (found and (found.file, found.line)) == place
+    assert place != ("/home/me/train.py", 7) or found.text == "loss = model(x)"
+
+
+@pytest.mark.parametrize("copy", ["code", "work"])
+def test_the_line_of_a_copy_is_the_one_that_the_user_edits(attempt, copy):
+    run = attempt.run
+    code = CodeCopy("/home/me/project", str(run.code_dir), "exp")
+    create_job(run, backend="local", name="run", cwd="/home/me/project/exp", code=code)
+    for inside, shown in (("exp/train.py", "train.py"), ("lib/model.py", "/home/me/project/lib/model.py")):
+        found = CodeLine(str(run.path / copy / inside), 3).in_tree(read_job(run))
+        assert found.place == f"{shown}:3"
+
+
+def test_the_verdict_has_the_end_of_the_log(attempt):
+    record(attempt, 1, "2026-01-01T00:00:01.000Z")
+    attempt.rank_log(1).parent.mkdir(exist_ok=True)
+    attempt.rank_log(1).write_text("".join(f"line {number}\n" for number in range(99)))
+    assert first_rank_failure(attempt).log_tail == [f"line {number}" for number in range(79, 99)]
 
 
 @pytest.mark.parametrize(("code", "first"), [(137, 1), (139, 1), (134, 0), (3, 0)])

@@ -18,6 +18,14 @@ from trainkit.folders import user_name
 
 HOST = "127.0.0.1"
 PORTS = {"tensorboard": 6006, "mlflow": 5000}
+# No module in the current folder is imported.
+_START = "import sys; sys.path[:] = filter(None, sys.path); "
+_MODULE = f"{_START}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_TENSORBOARD = (
+    f"{_START}from tensorboard import default, program; page = program.TensorBoard(default.get_plugins()); "
+    "page.configure(sys.argv); sys.exit(page.main())"
+)
+"""As its own program does, which first says that it finds no TensorFlow."""
 
 
 @click.command(cls=Command, epilog=examples("trainkit sync last", "trainkit sync last --json"))
@@ -40,7 +48,7 @@ def sync(run_name: str, as_json: bool) -> int:
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         hint = "`pip install 'trainkit[mlflow,wandb]'` installs the clients of all trackers"
-        raise UsageError(f"there is no module {name} here", hint=hint) from None
+        raise UsageError(f"the package {name} is not installed", hint=hint) from None
     for sent in found:
         click.echo(sent.describe(), err=True)
     if as_json:
@@ -63,27 +71,25 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     run = find_run(run_name)
     port = port or PORTS[tool]
     if find_spec(tool) is None:
-        raise UsageError(f"there is no module {tool} here", hint=f"`pip install {tool}` installs it")
+        raise UsageError(f"the package {tool} is not installed", hint=f"`pip install {tool}` installs it")
     place = ["--host", HOST, "--port", str(port)]
     if tool == "tensorboard":
         if not run.tensorboard_dir.is_dir():
             hint = "logging.tensorboard: true writes it"
             raise UsageError(f"{run.path} has no tensorboard/", hint=hint)
-        argv = ["tensorboard.main", "--logdir", str(run.tensorboard_dir), *place]
+        # The fast loader introduces itself in three lines.
+        argv = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", *place]
+        start = _TENSORBOARD
     else:
         from trainkit.contrib.trackers.clients import local_store
 
         store = local_store(run)
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
+        start = _MODULE
     _refuse_busy(port)
     click.echo(f"http://{HOST}:{port}")
     click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
     sys.stdout.flush()
-    # As with -m, but no module in the current folder is imported.
-    start = (
-        "import runpy, sys; sys.path[:] = filter(None, sys.path); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
     os.execv(sys.executable, [sys.executable, "-c", start, *argv])
 
 

@@ -19,7 +19,7 @@ from trainkit.job.preflight import PreflightFailed
 from trainkit.job.processes import PEER_EXIT_S
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import RankFailure
+from trainkit.run.end import RankFailure, users_line
 from trainkit.run.files import (
     as_utc,
     parse_time,
@@ -31,7 +31,7 @@ from trainkit.run.files import (
     write_json,
 )
 from trainkit.run.process import own_host
-from trainkit.run.record import read_rendezvous
+from trainkit.run.record import read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def last_exception(lines: Sequence[str]) -> RankFailure | None:
         if found[1].endswith(LAUNCHER_ERROR):
             launched = True
         elif launched or index >= len(plain) - MAX_LINES_AFTER:
-            return RankFailure(type=found[1], message=found[2] or "", final=found[1] in FINAL)
+            final, code = found[1] in FINAL, users_line(plain[:index])
+            return RankFailure(type=found[1], message=found[2] or "", final=final, code=code)
         else:
             return None
     return None
@@ -123,9 +124,10 @@ def record_silent_death(
 
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     """Write the failure record of a worker of this host, with the end of its log."""
-    record = replace(failure, host=own_host(), time=utc_now()).to_dict()
+    code = None if failure.code is None else failure.code.in_tree(read_job(attempt.run))
     log = _last_lines(attempt.rank_log(worker))[-LOG_TAIL_LINES:]
-    write_json(attempt.rank_error(worker), {**record, "traceback": None, "log_tail": log})
+    record = replace(failure, host=own_host(), time=utc_now(), code=code, log_tail=log).to_dict()
+    write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 
 def _out_of_memory(exit_code: int) -> RankFailure:
@@ -164,35 +166,38 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 
 
 def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
-    """The first failure among the ranks' records, without its traceback; None without records.
+    """The first failure among the ranks' records, with the end of its log; None without records.
 
     A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
     agent can write the record. A rank that was killed much later was killed with the step.
     """
-    first = _first_record(attempt)
-    if first is None:
+    found = _first_record(attempt)
+    if found is None:
         return None
-    return replace(first, hint=first.hint or None, final=bool(first.final), node=bool(first.node), more={})
+    path, first = found
+    log = first.log_tail or _last_lines(attempt.logs_dir / f"{path.stem}.log")[-LOG_TAIL_LINES:]
+    shown = replace(first, hint=first.hint or None, final=bool(first.final), node=bool(first.node))
+    return replace(shown, log_tail=log, more={})
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
     """The exit code of the first failing rank; None when no rank left a record."""
-    first = _first_record(attempt)
-    return None if first is None else first.exit_code or EXIT_FAILED
+    found = _first_record(attempt)
+    return None if found is None else found[1].exit_code or EXIT_FAILED
 
 
-def _first_record(attempt: AttemptDir) -> RankFailure | None:
+def _first_record(attempt: AttemptDir) -> tuple[Path, RankFailure] | None:
     records = rank_failures(attempt)
-    for item in records:
+    for path, item in records:
         # An unknown time counts as that of the first.
-        later_s = seconds_between(records[0].time, parse_time(item.time)) or 0.0
+        later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
         if item.was_signalled and later_s < PEER_EXIT_S / 2:
-            return item
+            return path, item
     return records[0] if records else None
 
 
-def rank_failures(attempt: AttemptDir) -> list[RankFailure]:
-    """What the ranks of an attempt have recorded of themselves, in the order of time."""
+def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
+    """What the ranks of an attempt have recorded of themselves, each with its file, in the order of time."""
     records = []
     refresh_listing(attempt.errors_dir)
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
@@ -201,8 +206,8 @@ def rank_failures(attempt: AttemptDir) -> list[RankFailure]:
         except (OSError, ValueError):
             continue  # cut off by a crash
         if isinstance(record, dict):
-            records.append(read_record(RankFailure, record))
-    return sorted(records, key=lambda record: record.time or "~")
+            records.append((path, read_record(RankFailure, record)))
+    return sorted(records, key=lambda item: item[1].time or "~")
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:

@@ -28,6 +28,10 @@ from trainkit.trainer.torch_private import after_backward, replicate
 
 # Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+# Newer releases of torch rename the collectives that FSDP calls, and say so in each rank.
+warnings.filterwarnings(
+    "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
+)
 
 MIN_UNIT_BYTES = 25 * 2**20
 """Smaller units are joined: for smaller collectives, latency costs more than overlap gains."""
