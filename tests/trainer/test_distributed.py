@@ -186,7 +186,7 @@ def test_every_group_exchanges_a_number_when_the_world_is_made(monkeypatch: pyte
     monkeypatch.setattr(
         distributed, "build_mesh", lambda *args: SimpleNamespace(get_all_groups=lambda: ["dp", "tp"])
     )
-    monkeypatch.setattr(distributed, "context_group", lambda layout: "cp")
+    monkeypatch.setattr(distributed, "context_group", lambda layout, timeout: "cp")
     monkeypatch.setattr(distributed, "set_timeout", lambda *args: None)
     monkeypatch.setattr(distributed.dist, "all_reduce", lambda one, group: sent.append((one.numel(), group)))
     distributed.make_world(0, torch.device("cpu"), Layout())

@@ -247,7 +247,7 @@ def print_end(run: RunDir) -> int:
             command = f"trainkit logs {quote(str(run.path))} --rank {end.verdict.rank}"
             click.echo(f"`{command}` shows its output", err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
+        click.echo(f"`trainkit resume {quote(str(run.path))}` continues it", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
 
 

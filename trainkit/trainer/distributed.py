@@ -55,6 +55,8 @@ START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 """Longer than the watchdog's limit: the watchdog names the blocking rank, a timed-out collective does not."""
+LOCAL_TIMEOUT = timedelta(days=7)
+"""On one machine, where Ctrl-Z stops all ranks, some of them in a collective: it must not fail after `fg`."""
 MAX_FILES = 65_536
 """Open file limit; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
@@ -182,9 +184,9 @@ def join_world(
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
     `is_busy` returns whether a missing rank is still preparing data; `mesh_of_one`, whether a single rank has
-    a mesh too; `on_arrival` is called when all ranks are there, before they connect. Ranks that are all on one
-    machine meet in `store_file`, if given: every user of the machine reaches a port. Raises TrainkitError for
-    ranks that do not arrive, and for two that have the same GPU.
+    a mesh too; `on_arrival` is called when all ranks are there, before they connect. Ranks of one machine
+    meet in `store_file`, if given: every user of the machine reaches a port. Raises TrainkitError for ranks
+    that do not arrive, and for two that have the same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
@@ -199,14 +201,9 @@ def join_world(
         # It is the only one that this rank sees, but may not be bound to this task alone.
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    return make_world(env.rank, device, layout)
+    timeout = LOCAL_TIMEOUT if env.master_addr == LOOPBACK else COLLECTIVE_TIMEOUT
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    return make_world(env.rank, device, layout, timeout)
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -225,13 +222,15 @@ def _raise_open_file_limit(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def make_world(rank: int, device: torch.device, layout: Layout) -> World:
+def make_world(
+    rank: int, device: torch.device, layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> World:
     """The world of this rank; call after the default process group is initialised."""
-    checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
-        set_timeout(group, COLLECTIVE_TIMEOUT)
-    cp_group = context_group(layout)
+        set_timeout(group, timeout)
+    cp_group = context_group(layout, timeout)
     # The first collective of a group connects its ranks: what keeps them from it is found now, not in a step.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
     for group in (*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])):
@@ -254,13 +253,13 @@ def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
-def context_group(layout: Layout) -> dist.ProcessGroup | None:
+def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup | None:
     """The ranks that share sequences with this one; None without context parallelism."""
     if layout.cp == 1:
         return None
     ranks = torch.arange(layout.world_size, device="cpu").view(-1, layout.cp, layout.tp)
     groups = ranks.transpose(1, 2).flatten(0, 1).tolist()
-    found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
+    found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=timeout)
     own: dist.ProcessGroup = found[0]
     return own
 
