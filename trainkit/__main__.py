@@ -9,8 +9,11 @@ def program() -> int:
     # Loading libraries allocates much and frees little: garbage collections would take 7 % of a dry run. A
     # command that runs for hours still collects.
     gc.set_threshold(100_000)
-    from trainkit.cli.main import main
-
+    try:
+        from trainkit.cli.main import main
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     code = main()
     # Python's last garbage collection takes a tenth of a short command, and the memory is freed anyway.
     gc.freeze()

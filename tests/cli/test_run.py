@@ -5,7 +5,9 @@ import sys
 import pytest
 from steering import is_running, wait_for
 
+from trainkit.job.processes import descendants
 from trainkit.run.files import read_json
+from trainkit.run.process import process_stat
 from trainkit.run.rundir import RunDir
 
 
@@ -38,7 +40,7 @@ def test_ctrl_c_saves_and_ends(desk):
     shown, words = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "asked by SIGINT" in shown
-    assert "saving; Ctrl-C again stops immediately" in words
+    assert "stopping; Ctrl-C again does not wait for a save" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
 
@@ -53,13 +55,66 @@ def test_second_ctrl_c_ends_at_once(desk):
         """
     )
     process, run, _ = started(desk)
-    for text in ("saving", "stopping immediately"):
+    for text in ("does not wait", "stopping immediately"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
         desk.wait_for_log(run, "told")  # two that come before the first is taken are one
     process.communicate(timeout=120)
     assert process.returncode == 130
     assert read_json(run.attempt(1).end_file)["state"] == "stopped"
+
+
+def states(pids):
+    return {stat.state for stat in map(process_stat, pids) if stat is not None}
+
+
+@pytest.mark.parametrize("end", ["fg", "the terminal closes", "killed", "cancel"])
+def test_ctrl_z_pauses_the_ranks(desk, end):
+    """Until `fg`; and one that is cancelled, or whose terminal is closed, saves."""
+    desk.works(
+        """
+        while not asked: print("works", flush=True); time.sleep(0.02)
+        sys.exit(75)
+        """
+    )
+    process, run, supervisor = started(desk)
+    process.send_signal(signal.SIGTSTP)
+    wait_for(lambda: states(below := descendants(supervisor)) == {"T"} and len(below) >= 2)
+    wait_for(lambda: states([process.pid]) == {"T"})
+    before = run.attempt(1).rank_log(0).read_text()
+    assert desk.status(run)["state"] == "running"
+    assert run.attempt(1).rank_log(0).read_text() == before
+    if end == "cancel":
+        desk.trainkit("cancel", str(run.path))
+        process.send_signal(signal.SIGCONT)
+    elif end == "killed":
+        process.kill()
+    else:
+        if end != "fg":
+            process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGCONT)
+    wait_for(lambda: run.attempt(1).rank_log(0).read_text() != before or not is_running(supervisor))
+    if end == "fg":
+        assert states(descendants(supervisor)) <= {"R", "S", "D"}
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    wait_for(lambda: not is_running(supervisor))
+    assert read_json(run.attempt(1).end_file)["reason"].startswith("saved after SIG")
+
+
+@pytest.mark.parametrize("module", ["click", "trainkit.config.schema"])
+def test_ctrl_c_while_it_loads_is_one_word(desk, module):
+    """While the program itself loads, and its command."""
+    (desk.folder / "sitecustomize.py").write_text(
+        "import os, signal, sys\nclass Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    environ = {**desk.environ, "PYTHONPATH": f"{desk.folder}:{desk.environ['PYTHONPATH']}"}
+    argv = [sys.executable, "-m", "trainkit", "run", str(desk.config)]
+    done = subprocess.run(argv, cwd=desk.folder, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
 def test_death_of_the_foreground_saves_and_ends(desk):

@@ -129,6 +129,11 @@ def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, heigh
         terminal.wait_for(r"^iter \d+: loss")
         terminal.keys("Escape")
         terminal.wait_for(r"^── warnings")
+        terminal.keys("C-z")
+        terminal.wait_for(r"Stopped +")
+        assert not terminal.is_alternate
+        terminal.type(["fg"])
+        terminal.wait_for(r"^── warnings")
         terminal.keys("q")
         terminal.wait_for(r"^\$$")
         assert not terminal.is_alternate

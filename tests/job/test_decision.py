@@ -34,7 +34,13 @@ def was(cause, progress=0, step=None, failure=None):
 
 
 def ended(codes, stop_signal=None, cause=None, **more):
-    return Outcome(stop_signal, cause=cause, exits=list(enumerate(codes)), **more)
+    return Outcome(stop_signal, cause=cause, exits=list(enumerate(codes)), **{"step": 1, **more})
+
+
+def test_a_trainer_without_a_step_has_not_saved():
+    decision = after(ended([75, 75], "SIGINT", step=None))
+    assert (decision.action, decision.reason) == ("stopped", "ended by SIGINT before the first step")
+    assert after(ended([75], "SIGINT", step=None, workload=COMMAND)).reason == "saved after SIGINT"
 
 
 def after(end, *past, policy=POLICY, options=HERE):

@@ -154,7 +154,10 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
-    assert step(run, code, record_signal(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
+    assert (
+        step(run, code, record_signal(run, "SIGTERM"))[1]["reason"]
+        == "ended by SIGTERM before the first step"
+    )
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

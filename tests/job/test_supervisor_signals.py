@@ -84,8 +84,8 @@ def test_a_requested_requeue_is_neither_lost_nor_a_crash(
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (RUNNING, "saved after SIGTERM"),
-        (replace(RUNNING, state=JobState.CANCELLED), "saved after SIGTERM"),
+        (RUNNING, "ended by SIGTERM before the first step"),
+        (replace(RUNNING, state=JobState.CANCELLED), "ended by SIGTERM before the first step"),
     ],
 )
 def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobDetails, words: str) -> None:
@@ -303,7 +303,10 @@ def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> Non
     slurm.job, slurm.refuses = RUNNING, True
     result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", record_signal(run, "SIGUSR2"))
     assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
-    assert end["reason"] == "saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued"
+    assert (
+        end["reason"]
+        == "ended by SIGUSR2 before the first step; not started again: scontrol: Job 7 may not be requeued"
+    )
 
 
 def test_a_crash_that_slurm_does_not_start_again_has_not_saved(run: RunDir, slurm: Slurm) -> None:

@@ -186,7 +186,7 @@ def test_every_group_exchanges_a_number_when_the_world_is_made(monkeypatch: pyte
     monkeypatch.setattr(
         distributed, "build_mesh", lambda *args: SimpleNamespace(get_all_groups=lambda: ["dp", "tp"])
     )
-    monkeypatch.setattr(distributed, "context_group", lambda layout: "cp")
+    monkeypatch.setattr(distributed, "context_group", lambda layout, timeout: "cp")
     monkeypatch.setattr(distributed, "set_timeout", lambda *args: None)
     monkeypatch.setattr(distributed.dist, "all_reduce", lambda one, group: sent.append((one.numel(), group)))
     distributed.make_world(0, torch.device("cpu"), Layout())
@@ -395,6 +395,24 @@ def test_a_rank_that_still_prepares_is_waited_for(
 def test_one_that_does_nothing_is_not(port: int) -> None:
     with pytest.raises(TrainkitError, match=r"1 of 2 ranks did not start within .*: rank 1$"):
         startup_barrier(rank(0, port), StopRequest(), SOON)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: Path) -> None:
+    """Nothing listens, what another attempt has left there is not read, and each rank names a missing one."""
+    file, minute = tmp_path / "store", timedelta(seconds=60)
+    with pytest.raises(TrainkitError, match=rf"1 of 2 ranks did not start within .*: rank {1 - number}$"):
+        startup_barrier(rank(number, port, "b"), StopRequest(), SOON, file=file)
+    thread, got = in_thread(lambda: startup_barrier(rank(number, port), StopRequest(), minute, file=file))
+    while file.read_bytes().count(b"num_arrived") < 2:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    store = startup_barrier(rank(1 - number, port), StopRequest(), minute, file=file)
+    thread.join(60)
+    assert store is not None
+    store.set("key", "value")
+    assert got[0].get("key") == b"value"
 
 
 def test_who_prints_still_prepares(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.backends import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.processes import descendants, dies_with, module_argv
+from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
@@ -36,7 +36,7 @@ class LocalBackend(Backend):
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)
         # A stop signal stays pending while the supervisor's interpreter starts.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, *PAUSE_SIGNALS})
         try:
             pid = self._supervisor(attempt, new.foreground)
             entry = add_attempt(run, attempt.number, pid, new.reason)
@@ -109,9 +109,7 @@ class LocalBackend(Backend):
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         assert entry.pid is not None, entry
-        for pid in (entry.pid, *descendants(entry.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_all((entry.pid, *descendants(entry.pid)), signal.SIGKILL)
         if not self.wait_until_gone(run, entry, KILL_TIMEOUT_S):
             raise TrainkitError(
                 f"{entry.job_id} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",

@@ -256,7 +256,7 @@ def print_end(run: RunDir) -> int:
         for line in failure_lines(end.verdict, run_word(run), num_log_lines=num_log_lines):
             click.echo(line, err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {run_word(run)}` continues from here", err=True)
+        click.echo(f"`trainkit resume {run_word(run)}` continues it", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
 
 

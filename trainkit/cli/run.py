@@ -50,8 +50,8 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
     Without Slurm it runs on several hosts that share the filesystem of the run folder, if it is started on
     each with the same --nodes, --master-addr and --master-port and its own --node-rank.
 
-    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. A run also saves and stops when its
-    terminal closes.
+    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
+    and `fg` continues it. A run also saves and stops when its terminal closes.
     """
     from trainkit.cli.logs import follow_run, print_started
     from trainkit.cluster.target import Target
@@ -106,7 +106,7 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
 
 
 class _Forwarder:
-    """Forwards stop signals of this process to the supervisor; the handler only records them."""
+    """Forwards the signals of the terminal to the supervisor; the handler only records them."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -115,7 +115,7 @@ class _Forwarder:
     def install(self) -> None:
         from trainkit.job.signals import NOTICE_SIGNALS
 
-        for number in NOTICE_SIGNALS:
+        for number in (*NOTICE_SIGNALS, signal.SIGTSTP):
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir) -> None:
@@ -126,15 +126,22 @@ class _Forwarder:
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
+            entry = read_job(run).newest
             if number == signal.SIGINT:
                 again = self.received[: self.num_sent].count(number) > 1
                 click.echo(
-                    "\nstopping immediately" if again else "\nsaving; Ctrl-C again stops immediately",
+                    "\nstopping immediately"
+                    if again
+                    else "\nstopping; Ctrl-C again does not wait for a save",
                     err=True,
                 )
-            entry = read_job(run).newest
             if entry is not None:
-                backend_of(entry).signal(run, entry, signal.Signals(number))
+                backend_of(entry).signal(run, entry, number)
+            if number == signal.SIGTSTP:
+                click.echo("\npaused; `fg` continues the run", err=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                if entry is not None:
+                    backend_of(entry).signal(run, entry, signal.SIGCONT)
 
 
 SRUN_READ_S = 1.0

@@ -103,6 +103,8 @@ class AttemptWatch(ProcessGroup):
 class LocalAttemptWatch(AttemptWatch):
     """The agents of one attempt on this machine, one per node of the plan."""
 
+    pauses_by = (signal.SIGTSTP,)
+
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, master_port: int) -> None:
         super().__init__(attempt, plan)
         self.master_port = master_port

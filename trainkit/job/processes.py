@@ -15,10 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SIGSET_BYTES = 128
 GIVE_UP_S = 10.0
 WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
+PAUSE_SIGNALS = {signal.SIGTSTP, signal.SIGCONT}
+"""By which `trainkit run` tells the supervisor that Ctrl-Z was pressed, and `fg` typed."""
 
 # Without -P (Python 3.11+) the submission folder comes first on sys.path, and a user's `queue.py` there would
 # shadow the standard library's.
@@ -49,10 +52,26 @@ def block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
-def wait_for_signal(timeout_s: float) -> signal.Signals | None:
-    """The next notice signal or SIGCHLD, in an agent also `AGENT_SIGNAL`; None after the timeout."""
-    received = signal.sigtimedwait({*WATCHED, AGENT_SIGNAL}, max(0.0, timeout_s))
-    return None if received is None else signal.Signals(received.si_signo)
+def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:
+    """The next notice signal or SIGCHLD, in an agent also `AGENT_SIGNAL`; None after the timeout.
+
+    `more` are other blocked signals to wait for.
+    """
+    from ctypes import byref, c_long, create_string_buffer, get_errno
+
+    libc, awaited = _libc(), create_string_buffer(SIGSET_BYTES)
+    libc.sigemptyset(awaited)
+    for number in (*WATCHED, AGENT_SIGNAL, *more):
+        libc.sigaddset(awaited, int(number))
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        # Not Python's: in a process that was stopped until after the timeout, it returns any signal.
+        nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
+        received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))
+        if received > 0:
+            return signal.Signals(received)
+        if get_errno() == errno.EAGAIN:
+            return None
 
 
 def wait_for_notice(delay_s: float) -> signal.Signals | None:
@@ -163,7 +182,7 @@ def start_child(
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         kept = NOTICE_SIGNALS if keeps_mask else ()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*WATCHED, AGENT_SIGNAL} - {*kept})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*WATCHED, *PAUSE_SIGNALS, AGENT_SIGNAL} - {*kept})
 
     return subprocess.Popen(
         list(argv),
@@ -210,13 +229,18 @@ def first_failed(children: Sequence[subprocess.Popen[bytes]], timeout_s: float =
         time.sleep(0.05)
 
 
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to every process that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def end_descendants() -> None:
     """Kill and reap all descendants of this process, except those stuck in the kernel."""
     deadline_s = time.monotonic() + GIVE_UP_S
     while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_all(found, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -314,6 +338,8 @@ class ProcessGroup:
 
     poll_interval_s = 5.0
     """Seconds between calls of `poll` when no signal or exit occurs."""
+    pauses_by: ClassVar[tuple[signal.Signals, ...]] = ()
+    """The blocked signals that stop the members until SIGCONT."""
 
     def __init__(self) -> None:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
@@ -368,12 +394,25 @@ class ProcessGroup:
         if left_s <= 0:
             self._kill_running()
             return
-        received = wait_for_signal(min(left_s, self.poll_interval_s))
-        if received is not None and received != signal.SIGCHLD:
+        received = wait_for_signal(min(left_s, self.poll_interval_s), *self.pauses_by)
+        if received in self.pauses_by:
+            received = self._pause()
+        if received not in (None, signal.SIGCHLD, signal.SIGCONT):
             self.received_at = utc_now()
             self.forward_signal(received)
             self.on_signal(received)
         self._reap()
+
+    def _pause(self) -> signal.Signals:
+        """Stop all descendants until the SIGCONT or notice that is returned; that time does not count."""
+        paused_s, received = time.monotonic(), None
+        signal_all(descendants(os.getpid()), signal.SIGSTOP)
+        while received in (None, signal.SIGCHLD, signal.SIGTSTP):
+            received = wait_for_signal(self.poll_interval_s, *PAUSE_SIGNALS)
+        signal_all(descendants(os.getpid()), signal.SIGCONT)
+        if self.deadline_s is not None:
+            self.deadline_s += time.monotonic() - paused_s
+        return received
 
     def _poll(self) -> None:
         """Call `poll` and log its OSErrors: a briefly unavailable filesystem must not end the members."""

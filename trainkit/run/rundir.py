@@ -142,6 +142,8 @@ class AttemptDir:
     """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
     rendezvous_file = Child("rendezvous.json")
     """The address at which the ranks of several hosts connect; empty until the first host writes it."""
+    store_file = Child("store")
+    """By which the ranks of one machine find each other."""
     script_file = Child("submit.sbatch")
     """The batch script that was submitted for this attempt."""
     end_file = Child("end.json")

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # all documented, but not in its `__all__`
     DistStoreError,
+    FileStore,
     PrefixStore,
     Store,
     TCPStore,
@@ -54,6 +55,8 @@ START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 """Longer than the watchdog's limit: the watchdog names the blocking rank, a timed-out collective does not."""
+LOCAL_TIMEOUT = timedelta(days=7)
+"""On one machine, where Ctrl-Z stops all ranks, some of them in a collective: it must not fail after `fg`."""
 MAX_FILES = 65_536
 """Open file limit; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
@@ -176,18 +179,21 @@ def join_world(
     *,
     mesh_of_one: bool = False,
     on_arrival: Callable[[], None] = lambda: None,
+    store_file: Path | None = None,
 ) -> World | None:
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
     `is_busy` returns whether a missing rank is still preparing data; `mesh_of_one`, whether a single rank has
-    a mesh too; `on_arrival` is called when all ranks are there, before they connect. Raises TrainkitError for
-    ranks that do not arrive, and for two that have the same GPU.
+    a mesh too; `on_arrival` is called when all ranks are there, before they connect. Ranks of one machine
+    meet in `store_file`, if given: every user of the machine reaches a port. Raises TrainkitError for ranks
+    that do not arrive, and for two that have the same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
     _raise_open_file_limit(MAX_FILES)
     gpu = gpu_uuid(device)
-    store = startup_barrier(env, stop, START_TIMEOUT, is_busy, gpu)
+    file = store_file if env.master_addr == LOOPBACK else None
+    store = startup_barrier(env, stop, START_TIMEOUT, is_busy, gpu, file)
     if store is None:
         return None
     on_arrival()
@@ -195,14 +201,9 @@ def join_world(
         # It is the only one that this rank sees, but may not be bound to this task alone.
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    return make_world(env.rank, device, layout)
+    timeout = LOCAL_TIMEOUT if env.master_addr == LOOPBACK else COLLECTIVE_TIMEOUT
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    return make_world(env.rank, device, layout, timeout)
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -221,13 +222,15 @@ def _raise_open_file_limit(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def make_world(rank: int, device: torch.device, layout: Layout) -> World:
+def make_world(
+    rank: int, device: torch.device, layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> World:
     """The world of this rank; call after the default process group is initialised."""
-    checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
-        set_timeout(group, COLLECTIVE_TIMEOUT)
-    cp_group = context_group(layout)
+        set_timeout(group, timeout)
+    cp_group = context_group(layout, timeout)
     # The first collective of a group connects its ranks: what keeps them from it is found now, not in a step.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
     for group in (*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])):
@@ -250,13 +253,13 @@ def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
-def context_group(layout: Layout) -> dist.ProcessGroup | None:
+def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup | None:
     """The ranks that share sequences with this one; None without context parallelism."""
     if layout.cp == 1:
         return None
     ranks = torch.arange(layout.world_size, device="cpu").view(-1, layout.cp, layout.tp)
     groups = ranks.transpose(1, 2).flatten(0, 1).tolist()
-    found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
+    found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=timeout)
     own: dist.ProcessGroup = found[0]
     return own
 
@@ -343,17 +346,19 @@ def startup_barrier(
     timeout: timedelta,
     is_busy: Callable[[int], bool] = lambda rank: False,
     gpu: str = "",
+    file: Path | None = None,
 ) -> Store | None:
     """Wait for all ranks; returns the store that they share, or None if they agreed to stop.
 
-    `gpu` is the UUID of this rank's GPU, which `refuse_shared_gpu` compares. Raises TrainkitError with the
-    ranks that are missing after the timeout, but keeps waiting while `is_busy` returns True for one of them.
+    `gpu` is the UUID of this rank's GPU, which `refuse_shared_gpu` compares; `file` is the store of ranks on
+    one machine, and without it rank 0 serves one. Raises TrainkitError with the ranks that are missing after
+    the timeout, but keeps waiting while `is_busy` returns True for one of them.
     """
     timeout_s = timeout.total_seconds()
-    if env.rank != 0 and not _wait_for_main(env, stop, timeout_s, is_busy):
+    if file is None and env.rank != 0 and not _wait_for_main(env, stop, timeout_s, is_busy):
         return None
     deadline = time.monotonic() + timeout_s
-    store = _own_part(env, _open_store(env, timeout), timeout)
+    store = _own_part(env, timeout) if file is None else _store_in(file, env, timeout)
     if stop:
         # Before it arrives: if it is the last rank, it would set "go" first.
         _decide(env, store, "stop")
@@ -363,7 +368,7 @@ def startup_barrier(
     while not store.check(["verdict"]):
         if stop:
             _decide(env, store, "stop")
-        elif env.rank == 0 and time.monotonic() > deadline:
+        elif (env.rank == 0 or file is not None) and time.monotonic() > deadline:
             missing = _missing_ranks(env, store)
             if missing and not any(map(is_busy, missing)):
                 # Named once: thousands of ranks would otherwise each ask for every other.
@@ -457,12 +462,19 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
     return store()
 
 
-def _own_part(env: RankEnv, store: TCPStore, timeout: timedelta) -> Store:
-    """The part of the store that belongs to this attempt, in which no other job's keys are.
+def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
+    """The store in a file of the attempt's folder, which only its user can open."""
+    store = FileStore(str(file))
+    store.set_timeout(timeout)
+    return PrefixStore(_digest(env, "keys"), store)
+
+
+def _own_part(env: RankEnv, timeout: timedelta) -> Store:
+    """The part of rank 0's store that belongs to this attempt, in which no other job's keys are.
 
     Raises TrainkitError when the store at the address of rank 0 is that of another job.
     """
-    identity = _digest(env, "attempt")
+    store, identity = _open_store(env, timeout), _digest(env, "attempt")
     if env.rank == 0:
         store.set("attempt", identity)
     else:

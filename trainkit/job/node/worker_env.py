@@ -87,6 +87,7 @@ def worker_environ(
         environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, rank_env.node_rank, visible)
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
+        environ[NONCE_VARIABLE] = rank_env.nonce
     if plan.venv is not None:
         # What its bin/activate does.
         environ["VIRTUAL_ENV"] = plan.venv
@@ -109,7 +110,7 @@ def worker_environ(
         # Sizes that change, as those of the last batch of a validation, would otherwise split the memory into
         # pieces that nothing fits in.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return {**environ, NONCE_VARIABLE: rank_env.nonce} if rank_env.nonce else environ
+    return environ
 
 
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
