@@ -193,7 +193,7 @@ def _best_metric(loaded: LoadedConfig) -> Iterator[Problem]:
 
 def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
     pattern = loaded.config.logging.pattern
-    if pattern is None:
+    if pattern in (None, "auto"):
         return
     hint = r"for example 'step (?P<step>\d+) loss (?P<loss>\S+)'"
     try:
