@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MAX_LINE = 1000
 """Characters of a line that are read: the end of a longer one."""
@@ -29,7 +29,7 @@ _PARTS_OF_A_COUNT = frozenset(
 _VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
 _NOT_OF_A_STEP = _VALIDATION | {
     *("micro", "num", "number", "max", "total", "warmup", "per", "every", "skipped", "remaining", "left"),
-    *("best", "last", "next", "after", "until", "test"),
+    *("best", "last", "next", "after", "until", "test", "nan"),
 }
 """Words before ``step`` with which the number is none of the training."""
 _PLAIN = frozenset(
@@ -42,7 +42,7 @@ _PLAIN = frozenset(
 _NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
-_FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no"})
+_FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no", "tensor"})
 _VALUES = {
     **dict.fromkeys(("lr", "learning rate"), "lr"),
     **dict.fromkeys(("grad norm", "gradient norm", "gnorm"), "grad_norm"),
@@ -62,12 +62,15 @@ _NUMBER = re.compile(
 )
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
 """What ends the words that belong to the number before."""
+_BEFORE_A_NUMBER = " \t:=\"'[("
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _PART = re.compile(r"[a-z]+")
-_AFTER_A_BAR = re.compile(r"\s*\[\d+:\d\d|\s+\d*[:-]|\s*[━╸╺█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
-"""What follows a position without words: the time of tqdm, the bar of Keras, or an end of brackets."""
-_BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$")
-_BEFORE_A_POSITION = re.compile(r"(?:\[|^)\s*$")
+_BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
+_POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
+"""What precedes and follows the position of a bar of tqdm or rich, and of Keras and in brackets."""
+_BEGINS_VALIDATION = re.compile(
+    r"\W*(?:val|valid|validation|validating|eval|evaluation|evaluating)\b(?!.*epoch)", re.I
+)
 _EPOCH_AND_BATCH = re.compile(r"\s*\[\s*(\d+),\s*(\d+)\]")
 """As the first tutorial of PyTorch prints it."""
 
@@ -79,6 +82,10 @@ class Reading:
     positions: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     """Kind -> the position, and the total if there is one."""
     has_part_of_epoch: bool = False
+    is_validation: bool = False
+    """Whether the line is about a validation, so that its losses are."""
+    is_part: bool = False
+    """Whether it is about one batch of a validation."""
     losses: dict[str, float] = field(default_factory=dict)
     """The training losses by what they are called: ``""``, ``train`` for any plain word, or another word."""
     val_loss: float | None = None
@@ -93,17 +100,23 @@ def read_line(line: str) -> Reading:
     rank = _RANK.match(line)
     if rank is not None and int(rank[1]) != 0:
         return found
-    end = 0
+    end, found.is_validation = 0, _BEGINS_VALIDATION.match(line) is not None
     if (both := _EPOCH_AND_BATCH.match(line)) is not None:
         found.positions |= {"epoch": (int(both[1]), None), "batch": (int(both[2]), None)}
         end = both.end()
     for number in _NUMBER.finditer(line, end):
-        before, end = line[end : number.start()], number.end()
-        words = _WORD.findall(_SEPARATOR.split(before)[-1].lower())
+        before = line[end : number.start()]
+        label = before.rstrip(_BEFORE_A_NUMBER)
+        is_label = label[-1:].isalnum() and "==" not in before[len(label) :]
+        words = _WORD.findall(_SEPARATOR.split(label)[-1].lower()) if is_label else []
         while words and words[-1] in _FILLERS:
             words.pop()
-        is_bar = _BAR.search(before) or (not words and _BEFORE_A_POSITION.search(before))
-        if number["total"] and number["value"].isdigit() and is_bar and _AFTER_A_BAR.match(line, end):
+        if number["value"].lower() == "nan" and not (words and words[-1].endswith(("loss", "norm"))):
+            continue  # a word, as in "number of nan iterations: 0"
+        end = number.end()
+        begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
+        is_position = number["total"] is not None and number["value"].isdigit()
+        if is_position and begins.search(before) and ends.match(line, end):
             found.positions.setdefault("bar", (int(number["value"]), int(number["total"])))
         elif words:
             _read_named(found, number, words)
@@ -115,22 +128,28 @@ def _read_named(found: Reading, number: re.Match[str], words: Sequence[str]) -> 
     text, unit = number["value"].replace(",", ""), number["unit"].lower()
     parts = [part for word in words[-3:] for part in _PART.findall(word)]
     own = _PART.findall(words[-1])
-    if unit == "%" or not parts or not own:
+    if not own or unit == "%":
         return
     kind = _COUNTS.get(own[-1])
     if kind is not None and {*own[:-1]} <= _PARTS_OF_A_COUNT:
         if not text.isdigit() or unit not in _FACTORS:
             found.has_part_of_epoch |= kind == "epoch"
-        elif not _NOT_OF_A_STEP & {*parts[: -len(own)]}:
+            return
+        context = {*parts[: -len(own)]}
+        found.is_validation |= bool(_VALIDATION & context)
+        # As in Megatron's "validation loss at iteration 100 | lm loss value: 2.31".
+        if not _NOT_OF_A_STEP & context or (found.is_validation and "loss" in context):
             kind = "global step" if kind == "step" and "global" in parts else kind
             total = None if number["total"] is None else int(number["total"])
             found.positions.setdefault(kind, (int(text) * _FACTORS[unit], total))
+        elif found.is_validation and kind != "epoch":
+            found.is_part = True
         return
     value = float(text) * _FACTORS.get(unit, 1)
     near = parts if len(own) == 1 else own
     if {"loss", "losses"} & {*near[-2:]}:
         others = [part for part in near if part not in ("loss", "losses")]
-        if _VALIDATION & {*others}:
+        if found.is_validation or _VALIDATION & {*others}:
             found.val_loss = value if found.val_loss is None else found.val_loss
         elif not _NO_LOSS & {*others}:
             special = [part for part in others if part not in _PLAIN]
@@ -223,15 +242,20 @@ class PrintedCurve:
         if self._ignores_epochs:
             reading.positions.pop("epoch", None)
         self._note_epoch(reading)
-        has_value = bool(reading.losses) or reading.val_loss is not None
+        has_value, has_bar = bool(reading.losses) or reading.val_loss is not None, "bar" in reading.positions
+        if has_value and (reading.is_part or (has_bar and reading.is_validation)):
+            return
         self.num_losses += has_value
-        if has_value and not reading.positions:
-            self._waiting = reading
-        elif reading.positions:
-            if self._waiting is not None and not has_value and "bar" in reading.positions:
-                reading.losses, reading.val_loss = self._waiting.losses, self._waiting.val_loss
-                reading.values, self._waiting = self._waiting.values, None
+        if self._waiting is not None and has_bar and not has_value:
+            reading = replace(self._waiting, positions=reading.positions)
+            has_value = True
+        self._waiting = None
+        if has_value and reading.positions:
             self._take(reading)
+        elif has_value:
+            self._waiting = reading
+            if self._primary is not None and self._primary[0] != "bar":
+                self._add_validation(reading, self._step)
 
     def _note_epoch(self, reading: Reading) -> None:
         if "epoch" in reading.positions:
@@ -250,15 +274,17 @@ class PrintedCurve:
         # The one that grows, and rather one that never began again.
         kind = min(own, key=lambda kind: (not counters[kind].has_grown, counters[kind].length is not None))
         counter = counters[kind]
-        if reading.val_loss is not None and reading.val_loss != self._val_loss:
-            self._val_loss = reading.val_loss
-            is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
-            step = counter.step if is_own or self._step is None else self._step
-            self.evaluations.append((step, reading.val_loss))
+        is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
+        self._add_validation(reading, counter.step if is_own else self._step)
         loss = self._loss_of(reading)
         if loss is not None:
             rank, value = loss
             self._add((kind, rank), counter, {"loss": value, **reading.values}, reading.positions[kind][1])
+
+    def _add_validation(self, reading: Reading, step: int | None) -> None:
+        if step is not None and reading.val_loss is not None and reading.val_loss != self._val_loss:
+            self._val_loss = reading.val_loss
+            self.evaluations.append((step, reading.val_loss))
 
     def _loss_of(self, reading: Reading) -> tuple[int, float] | None:
         """How plainly the loss is called, 0 for the most, and its value; None without one or in doubt."""
