@@ -262,10 +262,9 @@ def _from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErr
         same = [name for name in known if error.option_name in OTHER_NAMES.get(name, ())]
         names = same or error.possibilities or ()
         hint = f"did you mean {' or '.join(sorted(names))}?" if names else ""
-    if isinstance(error, click.UsageError) and args[:1] in (["submit"], ["run"]):
-        has_command = args[0] == "submit" and "--" in args
-        if not has_command and any(map(PROGRAM.fullmatch, args)):
-            hint = "a program of your own comes after --, as in `trainkit submit -- python train.py`"
+    takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
+    if isinstance(error, click.UsageError) and takes_command and any(map(PROGRAM.fullmatch, args)):
+        hint = f"a program of your own comes after --, as in `trainkit {args[0]} -- python train.py`"
     if isinstance(error, click.UsageError) and not hint and error.ctx is not None:
         hint = f"see `{error.ctx.command_path} --help`"
     return TrainkitError(message[:1].lower() + message[1:], hint, error.exit_code or EXIT_FAILED)

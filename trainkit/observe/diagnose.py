@@ -253,12 +253,13 @@ class _Case:
             if own is not None and own.signature.role == "cause":
                 return own
             if own is None and self.first.is_exception:
-                return None  # the exception is known, and nothing else explains it
+                # The exception is known, and nothing else explains it.
+                return self._best(self.files.curve_text())
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.died_silently):
             found = self._from_logs(own)
         if self.first is not None or not self.has_ended:
-            found = found or self._best(self.events.texts(), ("cause",))
+            found = found or self._best((*self.files.curve_text(), *self.events.texts()), ("cause",))
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:

@@ -25,7 +25,7 @@ from trainkit.plan.facts import Environment, Facts, Interpreter
 from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan, problems
-from trainkit.plan.workload import SHELLS, TRAINER, Workload
+from trainkit.plan.workload import RESERVED_NAME, SHELLS, TRAINER, Workload
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 from trainkit.slurm.environment import RANK_VARIABLES, conf_file
 from trainkit.slurm.quoting import quote
@@ -208,9 +208,6 @@ def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
-
-
-RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 
 
 def check_name(name: str) -> None:

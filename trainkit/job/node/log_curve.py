@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 
 from trainkit.job.node.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
@@ -17,8 +18,6 @@ from trainkit.run.events import Entry, log_event, read_events
 from trainkit.run.files import append_jsonl, read_jsonl_reversed, utc_now
 from trainkit.run.rundir import AttemptDir
 
-AUTO = "auto"
-"""The `logging.pattern` with which the curve is found as `PrintedCurve` does."""
 SOURCE = "log"
 """The ``source`` of records that were found in a log."""
 READ_BYTES = 2**18
@@ -42,11 +41,12 @@ class LogCurve:
         self._attempt, self._file = attempt, attempt.run.metrics_file
         self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
         assert plan.log_pattern is not None
-        self._pattern = None if plan.log_pattern == AUTO else re.compile(plan.log_pattern)
+        self._pattern = None if plan.log_pattern == "auto" else re.compile(plan.log_pattern)
         previous = None
         for event in read_events(attempt.run, "curve"):
-            kind, length = event.text("counts") or "", event.count("length")
-            previous = Found(kind, (), None, length, event.count("first_epoch"))
+            made = event.record("made_of")
+            kind, length = made.text("kind") or "", made.count("length")
+            previous = Found(kind, (), None, length, made.count("first_epoch"))
         is_shared = plan.workload.has_launcher and plan.world_size > 1
         self._curve = PrintedCurve(is_shared=is_shared, previous=previous)
         self._names: tuple[str, ...] = ()
@@ -125,6 +125,7 @@ class LogCurve:
             }
             for step, values in found
         ]
+        self._curve.records = dict(found)  # no more of them where they cannot be written
         if records:
             append_jsonl(self._file, *records)
             self._size = self._metrics_size()
@@ -142,8 +143,7 @@ class LogCurve:
             return
         if found is not None:
             said = found.kind, found.total_steps, found.length
-            values = {"counts": found.kind, "total_steps": found.total_steps, "length": found.length}
-            values["first_epoch"] = None if found.length is None else found.first_epoch
+            values = {"total_steps": found.total_steps, "made_of": asdict(found)}
             step = "step" if found.kind == "step" else f"step ({found.kind})"
             step += "" if found.length is None else f", counted on after {found.length}"
             reason = f"from the log: {step}, {', '.join(found.names)}; logging.pattern changes it"
