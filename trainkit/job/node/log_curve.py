@@ -20,7 +20,7 @@ from trainkit.run.rundir import AttemptDir
 
 SOURCE = "log"
 """The ``source`` of records that were found in a log."""
-READ_BYTES = 2**18
+READ_BYTES = 2**17
 """The maximum that is read of a log at once: its end."""
 MAX_RECORDS = 100
 """The maximum that is written at once: evenly spaced ones of more steps."""

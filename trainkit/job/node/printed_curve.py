@@ -53,6 +53,7 @@ _VALUES = {
 _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_MAY_SAY_SOMETHING = re.compile(r"loss|epoch|\d/\s*\d", re.IGNORECASE)
 _RANK = re.compile(r"\s*\[(?:rank|default|Rank )(\d+)\]")
 """How torchrun and DeepSpeed mark the lines of a rank."""
 _NUMBER = re.compile(
@@ -96,6 +97,8 @@ class Reading:
 def read_line(line: str) -> Reading:
     """The positions and values in a line; nothing of one that another rank than 0 has printed."""
     found = Reading()
+    if not _MAY_SAY_SOMETHING.search(line):
+        return found
     line = CONTROL.sub("", line)[-MAX_LINE:]
     rank = _RANK.match(line)
     if rank is not None and int(rank[1]) != 0:
