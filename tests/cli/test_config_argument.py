@@ -26,10 +26,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ["check"],
         ["submit", "--backend", "local", "--dry-run", "--json"],
-        ["submit", "--backend", "local", "--dry-run", *COMMAND],
         ["plan", "--gpus", "2", "--gpu-type", "h100"],
         ["drill", "--backend", "local", "--list"],
-        ["drill", "--backend", "local", "--list", *COMMAND],
         ["bench", "layouts", "--backend", "local", "--gpus-per-node", "1", "--dry-run"],
     ],
     ids=" ".join,
@@ -39,6 +37,12 @@ def test_the_quickstart_without_a_config(args: list[str], capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert err.startswith("config: quickstart (shipped)\n")
     assert "config: " not in out
+
+
+@pytest.mark.parametrize("args", [["submit", "--dry-run"], ["drill", "--list"]], ids=" ".join)
+def test_a_command_needs_no_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*args, "--backend", "local", *COMMAND]) == 0
+    assert "config: " not in "".join(capsys.readouterr())
 
 
 def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

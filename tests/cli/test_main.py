@@ -107,9 +107,9 @@ def test_every_command_has_help_with_examples(name, capsys):
             "a program of your own comes after --, as in `trainkit submit -- python train.py`",
         ),
         (
-            ["run", "--", "x.py", "-v"],
-            "got unexpected extra argument (-v)",
-            "a program of your own comes after --, as in `trainkit submit -- python train.py`",
+            ["run", "x.py", "-v"],
+            "unknown option -v",
+            "a program of your own comes after --, as in `trainkit run -- python train.py`",
         ),
         (["logs", "-n", "2"], "unknown option -n", "did you mean --lines?"),
         (

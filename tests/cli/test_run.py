@@ -1,3 +1,4 @@
+import json
 import signal
 import subprocess
 import sys
@@ -179,3 +180,49 @@ def test_what_only_batch_jobs_use_is_named(desk):
     done = desk.trainkit("run", str(desk.config), "--set", "launch.setup=[ulimit -c 0]")
     assert done.returncode == 0, done.stderr
     assert "launch.setup: only batch jobs of Slurm use it" in done.stderr
+
+
+PRINTS = """
+import os, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
+for step in range(1, 21):
+    print(f"step {step}/20 | loss {2 / step:.3f} | lr 1e-3")
+    time.sleep(0.02)
+"""
+
+
+def types(desk, *args):
+    """`trainkit` as it is, without the desk's worker in place of COMMANDs."""
+    argv = [sys.executable, "-m", "trainkit", *args]
+    return subprocess.run(argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=60)
+
+
+def test_a_script_in_the_foreground_has_its_name_and_a_curve(desk):
+    (desk.folder / "small_train.py").write_text(PRINTS)
+    done = types(desk, "run", "--nproc", "2", "--", sys.executable, "small_train.py", "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2:4] == ["rank 0 of 2 --lr 1", "step 1/20 | loss 2.000 | lr 1e-3"]
+    assert "config:" not in done.stderr
+    assert "(from the log: step, loss, lr; logging.pattern changes it)" in done.stderr
+    run = RunDir(desk.folder / "runs/small_train")
+    assert (done.stderr.splitlines()[0].split(":")[0], run.exists()) == ("small_train", True)
+    status = json.loads(types(desk, "status", "small_train", "--json").stdout)
+    seen = {key: status[key] for key in ("name", "state", "step", "total_steps", "loss")}
+    assert seen == {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
+
+
+def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
+    (desk.folder / "train.py").write_text("")
+    (desk.folder / "config.yaml").write_text("device: cpu\n")
+    command = ("--dry-run", "--backend", "local", "--", sys.executable, "train.py")
+    for options, name in (((), "train"), (("--name", "mine"), "mine"), (("--set", "name=other"), "other")):
+        done = types(desk, "submit", *options, *command)
+        assert done.stderr.startswith(f"config: config.yaml (in this folder)\n{name}: 1 node"), done.stderr
+
+
+def test_a_script_without_its_dashes(desk):
+    done = types(desk, "run", "python", "train.py")
+    assert done.returncode == 2
+    assert (
+        "hint: a program of your own comes after --, as in `trainkit run -- python train.py`" in done.stderr
+    )

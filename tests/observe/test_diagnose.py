@@ -27,7 +27,7 @@ from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import read_log
 from trainkit.observe.signatures import load_signatures
 from trainkit.run.end import WITHOUT_RECORD
-from trainkit.run.files import as_utc, write_json
+from trainkit.run.files import append_jsonl, as_utc, write_json
 from trainkit.run.record import add_slurm_attempt, create_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -182,6 +182,19 @@ def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Pa
     found = newest(failed(tmp_path, log, "'x'", "KeyError"))
     assert (found.name, found.confidence, found.title) == (None, "unknown", "unknown")
     assert found.tail[-1].text == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize("kind", ["exit", "KeyError"])
+def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_path: Path, kind: str) -> None:
+    message = "ended with exit code 1"
+    run = failed(tmp_path, b"step 311 loss nan\n", message, kind)
+    for step, loss in ((300, 2.5), (305, None), (306, 2.0), (310, None), (311, None)):
+        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": loss})
+    found = newest(run)
+    expected = f"the loss was NaN or infinite from step 310 on, before rank 0 on {HOST} failed: {message}"
+    assert (found.name, found.cause, found.confidence) == ("loss-not-finite", expected, "likely")
+    append_jsonl(run.metrics_file, {"step": 312, "attempt": 1, "loss": 1.5})
+    assert newest(run).name != "loss-not-finite"
 
 
 def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:

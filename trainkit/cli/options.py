@@ -30,11 +30,13 @@ class ConfigRequest:
     """The config to load and what the command line changes in it."""
 
     path: str
-    """A file or the name of a shipped config, as typed; the default CONFIG if it was omitted."""
+    """A file or the name of a shipped config, as typed; the default CONFIG if it was omitted, or empty."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
     """Dotted key -> (the flag as typed, its value)."""
+    argv: tuple[str, ...] = ()
+    """The command after ``--``, which gives a run without another name its own."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all layers; ConfigError lists all problems.
@@ -43,9 +45,18 @@ class ConfigRequest:
         """
         from trainkit.cluster.target import load_with_cluster
         from trainkit.config import load_config
+        from trainkit.config.yamlfile import entry_at
+        from trainkit.plan.workload import name_of
 
         load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
-        return load(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
+        name = name_of(self.argv)
+        return load(
+            self.path or None,
+            profile=self.profile,
+            overrides=self.overrides,
+            flags=self.flags,
+            defaults=() if name is None else (entry_at(("name",), name, "the command"),),
+        )
 
     def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
         """Load the config for a command that plans a run of `workload`, by default the trainer.
@@ -153,18 +164,23 @@ def one_node_config_options(function: Function) -> Function:
     gpus = "GPUs to use; number of worker processes on a machine without GPUs."
     return _request_options(
         function,
-        click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help=gpus),
+        click.option("--gpus-per-node", "--nproc", type=click.IntRange(min=1), metavar="N", help=gpus),
         click.option(
             "--nodes", type=click.IntRange(min=1), metavar="N", help="Number of hosts, with --node-rank."
         ),
     )
 
 
-def choose_config() -> str:
-    """The default config of a command without CONFIG, which is printed to stderr."""
-    from trainkit.folders import default_config
+def choose_config(argv: tuple[str, ...] = ()) -> str:
+    """The default config of a command without CONFIG, which is printed to stderr.
+
+    Empty for a COMMAND, which the shipped quickstart does not describe.
+    """
+    from trainkit.folders import QUICKSTART, default_config
 
     name, reason = default_config(Path.cwd())
+    if argv and name == QUICKSTART:
+        return ""
     if os.environ.get("SLURM_PROCID", "0") == "0":  # print it once per srun step
         click.echo(f"config: {name} ({reason})", err=True)
     return name
@@ -179,9 +195,10 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         **others: Any,
     ) -> Any:
         flags = config_flags(others)
+        argv = click.get_current_context().meta.get(_KEY, ())
         if config is None and (unless is None or others[unless] is None):
-            config = choose_config()
-        request = None if config is None else ConfigRequest(config, profile, overrides, flags)
+            config = choose_config(argv)
+        request = None if config is None else ConfigRequest(config, profile, overrides, flags, argv)
         return function(request=request, **others)
 
     wrapper.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{CONFIG_HELP}"

@@ -18,24 +18,29 @@ from trainkit.cli.help import Command, examples
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.options import (
     ConfigRequest,
+    WithTrailingCommand,
     json_option,
+    launcher_option,
     named_folder,
     one_node_config_options,
+    trailing_workload,
 )
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.job.node.slurm_step import SlurmTask
+    from trainkit.plan.workload import Workload
     from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import AttemptDir, RunDir
 
 
 @click.command(
-    cls=Command,
+    cls=WithTrailingCommand,
     epilog=examples(
         "trainkit run",
         "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
+        "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
         "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
         "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
     ),
@@ -43,9 +48,10 @@ if TYPE_CHECKING:
 @one_node_config_options
 @host_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
+@launcher_option
+def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: Any) -> int:
     """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
-    in which it is started.
+    in which it is started. With a COMMAND after --, each rank runs it instead of the built-in trainer.
 
     Without Slurm it runs on several hosts that share the filesystem of the run folder, if it is started on
     each with the same --nodes, --master-addr and --master-port and its own --node-rank.
@@ -53,13 +59,14 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
-    from trainkit.cli.logs import follow_run, print_started
+    from trainkit.cli.logs import follow_run, print_copied, print_started
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
     from trainkit.submit.create import create_run, start_run
     from trainkit.submit.plan_run import gather, plan_run
 
+    workload = trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
     place = host_place(None if nodes is None else int(str(nodes[1])), **host)
     if place is None and "SLURM_STEP_ID" in os.environ:
@@ -67,7 +74,7 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
 
         task = find_slurm_task()
         if task is not None and task.num_tasks > 1:
-            return run_in_step(request, run_dir, task)
+            return run_in_step(request, workload, run_dir, task)
     target = Target("local", "local: `trainkit run` uses this machine")
     if place is not None:
         target = hosts_target(place)
@@ -75,7 +82,7 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
         from trainkit.job.rank_env import refuse_foreign_ranks
 
         refuse_foreign_ranks()
-    loaded = request.load_to_plan(target=target)
+    loaded = request.load_to_plan(workload, target)
     if place is None and loaded.config.resources.nodes != 1:
         raise UsageError(
             f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.nodes} nodes, "
@@ -83,7 +90,7 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
             hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, start it on every "
             "host with --nodes N --node-rank I --master-addr HOST --master-port PORT",
         )
-    plan = plan_run(loaded, gather(loaded, target=target))
+    plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     if place is None or place.node_rank == 0:
@@ -93,6 +100,7 @@ def command(request: ConfigRequest, run_dir: str | None, **host: Any) -> int:
 
     def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
+        print_copied(created.code)
         return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
 
     if place is not None:
@@ -147,8 +155,8 @@ class _Forwarder:
 SRUN_READ_S = 1.0
 
 
-def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> int:
-    """Run CONFIG as this task of the step; returns the exit code of this task."""
+def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask) -> int:
+    """Run CONFIG or a COMMAND as this task of the step; returns the exit code of this task."""
     from trainkit.cli.logs import kept_terminal, print_end, show_rank_0
     from trainkit.job.step_run import (
         announce,
@@ -165,7 +173,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
         found = await_announcement(folder, task)
         return found if isinstance(found, int) else _exit_code(run_task(found))
     try:
-        attempt = _start_in_step(request, run_dir, task)
+        attempt = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         try:
             announce(folder, task, error.exit_code)
@@ -199,7 +207,9 @@ def _exit_code(code: int) -> int:
     return EXIT_OK if code == EXIT_STOPPED else code
 
 
-def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> AttemptDir:
+def _start_in_step(
+    request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
+) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run, start_run
@@ -211,8 +221,8 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
         "resources.nodes": (f"srun, {task.num_nodes} nodes", task.num_nodes),
         "resources.gpus_per_node": (f"srun, {max(sizes)} per node", max(sizes)),
     }
-    loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(target=target)
-    plan = plan_run(loaded, gather(loaded, target=target))
+    loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(workload, target)
+    plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)

@@ -25,6 +25,7 @@ from trainkit.cli.options import (
     trailing_workload,
 )
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
+from trainkit.folders import QUICKSTART
 from trainkit.formats import JsonObject, shown_value
 from trainkit.run.rundir import RUNS_FOLDER, lock_problem
 
@@ -181,7 +182,7 @@ def command(
         points,
         spec,
         workload,
-        config_path=request.path,
+        config_path=request.path or QUICKSTART,
         after=after,
         will_start=not dry_run,
         warn=warn,

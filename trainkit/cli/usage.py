@@ -79,10 +79,9 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
         message = f"{error.option_name} needs a value"
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
-    if isinstance(error, click.UsageError) and args[:1] in (["submit"], ["run"]):
-        has_command = args[0] == "submit" and "--" in args
-        if not has_command and any(map(PROGRAM.fullmatch, args)):
-            hint = "a program of your own comes after --, as in `trainkit submit -- python train.py`"
+    takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
+    if isinstance(error, click.UsageError) and takes_command and any(map(PROGRAM.fullmatch, args)):
+        hint = f"a program of your own comes after --, as in `trainkit {args[0]} -- python train.py`"
     if isinstance(error, click.UsageError) and not hint:
         hint = _word_hint(args) or _help_hint(error.ctx, args)
     return TrainkitError(message, hint, error.exit_code or EXIT_FAILED)

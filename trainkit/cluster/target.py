@@ -99,23 +99,24 @@ def load_with_cluster(
     profile: str | None = None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, tuple[str, object]] | None = None,
+    defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config like `load_config`, with the `defaults` of its cluster's profile as the lowest layer.
+    """Load a config like `load_config`, with the `defaults` of its cluster's profile above those given.
 
     Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
     """
     load = partial(load_config, path, profile=profile, overrides=overrides, flags=flags)
     invalid = None
     try:
-        loaded = load()
+        loaded = load(defaults=defaults)
     except InvalidConfig as error:
         loaded, invalid = error.rest, error
     try:
-        defaults = _cluster_defaults(loaded)
+        of_cluster = _cluster_defaults(loaded)
     except ConfigError as error:
         raise error if invalid is None else invalid.with_problems_of_rest(error.problems) from None
-    if defaults is not None:
-        return load(defaults=defaults)
+    if of_cluster is not None:
+        return load(defaults=(*defaults, of_cluster))
     if invalid is not None:
         raise invalid
     return loaded

@@ -57,13 +57,13 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     layers: bool = True,
-    defaults: Entry | None = None,
+    defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
     """Load a config file, or a shipped config by name, merged with all other layers.
 
     `overrides` are the arguments of ``--set``; `flags` maps a key to the flag as typed and its value.
-    `layers` False ignores ./trainkit.yaml, the user's config and the environment. `defaults` is the lowest
-    layer, such as the `defaults` of a cluster profile.
+    `layers` False ignores ./trainkit.yaml, the user's config and the environment. `defaults` are the lowest
+    layers, such as the `defaults` of a cluster profile.
 
     Raises InvalidConfig with the problems of all layers and the valid part of the config, or a plain
     ConfigError if there is no such part because a layer cannot be read or two flags conflict.
@@ -71,7 +71,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
     # The lowest precedence first.
-    trees = [] if defaults is None else [defaults]
+    trees = [*defaults]
     if layers:
         around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
         trees += [reader.file(item) for item in around if item.is_file()]

@@ -301,9 +301,9 @@ class LoggingConfig(Section):
         " health/ of the run folder; null for none.",
     )
     pattern: str | None = Field(
-        default=None,
-        description="Regular expression with the groups step and loss, for status of a COMMAND: "
-        "the last line of rank 0's log that it matches.",
+        default="auto",
+        description="What finds the curve of a COMMAND in the log of rank 0: auto, null for none, or a"
+        " regular expression with the group step and others such as loss, lr and val_loss.",
     )
     mlflow: MlflowConfig | bool | None = Field(
         default=None,

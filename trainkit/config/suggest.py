@@ -12,8 +12,6 @@ from trainkit.config.schema import RunConfig, default_values, field_schema, sect
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.formats import near, time_text
 
-RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
-"""The names of runs that commands take for something else."""
 WORDS = {
     **{"yes": "true", "on": "true", "no": "false", "off": "false"},
     **{"gpu": "cuda", "slurm": "sbatch", "7": "7b", "8": "8b", "13": "13b", "70": "70b"},

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
 from trainkit.config.schema import all_keys, allowed_values, is_known, meant, sections, show_value
-from trainkit.config.suggest import RESERVED_NAME, value_hint
+from trainkit.config.suggest import value_hint
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.config.yamlfile import Entry
 from trainkit.errors import Problem
+from trainkit.folders import RESERVED_NAME
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -203,7 +204,7 @@ def _best_metric(loaded: LoadedConfig) -> Iterator[Problem]:
 
 def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
     pattern = loaded.config.logging.pattern
-    if pattern is None:
+    if pattern in (None, "auto"):
         return
     hint = r"for example 'step (?P<step>\d+) loss (?P<loss>\S+)'"
     try:

@@ -18,7 +18,7 @@ from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
-from trainkit.run.events import SAVE_EVENTS, Event, events_of
+from trainkit.run.events import SAVE_EVENTS, Event, events_of, steps_of
 from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
 from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
@@ -28,6 +28,8 @@ from trainkit.slurm.states import JobState
 
 MAX_SAMPLES = 1000
 """How many of the last health samples may belong to later attempts."""
+MAX_STEPS = 100_000
+"""How many of the last steps are searched for a loss that is finite."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
@@ -118,6 +120,19 @@ class AttemptFiles:
             return None
         used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
         return None if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
+
+    def curve_text(self) -> Iterator[Text]:
+        """The step from which on the loss was not finite, if it was not when the attempt ended."""
+        first = None
+        with contextlib.suppress(OSError):
+            for record in steps_of(islice(read_jsonl_reversed(self.run.metrics_file), MAX_STEPS)):
+                is_own = record.attempt == self.attempt.number and "loss" in record.values
+                if not is_own or record.number("loss") is not None:
+                    break
+                first = record.step
+        if first is not None:
+            line = f"loss is not finite from step {first} on"
+            yield Text(self.shown(self.run.metrics_file), "event", [line], first_line=None)
 
     @property
     def world_size(self) -> int:

@@ -269,12 +269,13 @@ class _Case:
             if own is not None and own.signature.role in ("cause", "fallback"):
                 return own
             if own is None and self.first.is_exception:
-                return self._in_users_code()  # the exception is known, and nothing else explains it
+                # The exception is known, and nothing else explains it.
+                return self._best(self.files.curve_text()) or self._in_users_code()
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.died_silently):
             found = self._from_logs(own)
         if self.first is not None or not self.has_ended:
-            found = found or self._best(self.events.texts(), ("cause",))
+            found = found or self._best((*self.files.curve_text(), *self.events.texts()), ("cause",))
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:

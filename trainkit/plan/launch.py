@@ -177,6 +177,8 @@ class LaunchPlan:
     """The Slurm options; None for a local job."""
     trackers: tuple[str, ...] = ()
     """The trackers that get the metrics, such as ``mlflow``."""
+    log_pattern: str | None = None
+    """What finds the curve of a command in the log of rank 0: ``auto``, a regular expression, or None."""
     health_every_s: float | None = None
     """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None

@@ -182,6 +182,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         command_signal=config.requeue.signal,
         launcher=workload.launcher,
         trackers=tuple(config.logging.trackers),
+        log_pattern=config.logging.pattern if workload.is_command else None,
         health_every_s=config.logging.health_every_s,
         launcher_files=given.files,
         launcher_values=given.values,

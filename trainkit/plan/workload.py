@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import ClassVar
+
+from trainkit.folders import RESERVED_NAME
 
 PER_RANK = ("python", "lightning")
 """Launchers with which a command starts once per rank, by the agent of its node."""
@@ -73,6 +77,23 @@ class Command(Workload):
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
         return is_done or not was_stopped  # it often exits with 0 after a save too
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def name_of(argv: Sequence[str]) -> str | None:
+    """The name of the script or program that a command runs, without its ending; None if it can be no name.
+
+    As ``train`` of ``python -u src/train.py --lr 0.1``, ``python -m mine.train`` and ``./train.sh``.
+    """
+    script = next((word for word in argv if word.endswith(".py")), None)
+    if script is None and "-m" in argv[:-1]:
+        script = f"{argv[argv.index('-m') + 1].rpartition('.')[2]}.py"
+    if script is None and "-c" in argv:
+        return None
+    name = PurePath(script or next(iter(argv), "")).stem
+    return name if _NAME.fullmatch(name) and not RESERVED_NAME.fullmatch(name) else None
 
 
 def workload_of(argv: tuple[str, ...] | None, launcher: str = "python", signal: str = "auto") -> Workload:

@@ -151,13 +151,14 @@ def refresh_listing(folder: Path) -> None:
         os.unlink(name)
 
 
-def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one record as one line, with a single write.
+def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+    """Append each record as one line, with a single write.
 
-    Terminates a line that a crash cut off first, so that the new record starts on its own line.
-    Raises OSError when the record does not fit on the disk; the file is then unchanged.
+    Terminates a line that a crash cut off first, so that the new records start on their own lines.
+    Raises OSError when they do not fit on the disk; the file is then unchanged.
     """
-    line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    texts = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
+    line = "".join(f"{text}\n" for text in texts).encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(descriptor).st_size

@@ -25,7 +25,7 @@ from trainkit.cli.options import (
     trailing_workload,
 )
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.load import Change, Values, short_training, with_changes
+from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
     Point,
@@ -118,6 +118,9 @@ def command(
             hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
         )
     loaded = request.load_to_plan(workload)
+    if loaded.config.logging.pattern == "auto":
+        # What a script prints is rounded, or that of another rank: it says nothing of equal losses.
+        loaded = with_values(loaded, {"logging.pattern": None}, "trainkit drill")
     facts = gather(loaded, workload)
     plan = plan_run(loaded, facts, workload)
     changes: list[Change] = []

@@ -31,6 +31,7 @@ from trainkit.job.failure.records import (
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler, count_oom_kills
 from trainkit.job.node.host_rendezvous import host_rendezvous, lost_host
+from trainkit.job.node.log_curve import LogCurve
 from trainkit.job.node.rendezvous import (
     HostPlace,
     Rendezvous,
@@ -91,6 +92,8 @@ class Agent(ProcessGroup):
         self.sampler: HealthSampler | None = None
         self.sender: TrackerSender | None = None
         """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
+        self._log_curve: LogCurve | None = None
+        """What finds the curve of a command in the log of rank 0; next to rank 0 only."""
         self._ranks = LaunchedRanks()
         """The ranks of a launcher."""
         self._collector = StackCollector(attempt, replies_itself=plan.workload.knows_run)
@@ -131,6 +134,8 @@ class Agent(ProcessGroup):
             self._listener = StepListener()
         if self.plan.trackers and rendezvous.has_rank_0:
             self.sender = TrackerSender(self.attempt, self.plan)
+        if self.plan.log_pattern is not None and rendezvous.has_rank_0:
+            self._log_curve = LogCurve(self.attempt, self.plan)
         # With a task for each GPU, every one of them has an agent.
         if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
             self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
@@ -203,6 +208,8 @@ class Agent(ProcessGroup):
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
+        if self._log_curve is not None:
+            self._log_curve.poll()
 
     def _follow_other_hosts(self, place: HostPlace) -> None:
         """Forward the notices that other hosts have received, and record a host that is lost as a failure."""
@@ -286,6 +293,9 @@ class Agent(ProcessGroup):
         finally:
             if self.sampler is not None:
                 self.sampler.end()
+            if self._log_curve is not None:
+                with contextlib.suppress(OSError):  # as of a full disk, where all else has ended too
+                    self._log_curve.poll(is_over=True)
             if self.sender is not None:
                 self.sender.end(is_finished=self.received is None and set(self.codes) == {EXIT_OK})
             if self.has_launcher:

@@ -1,0 +1,153 @@
+"""What an agent writes to metrics.jsonl of what rank 0 of a COMMAND prints."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.job.node import log_curve
+from trainkit.job.node.log_curve import LogCurve
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.run.events import best_result, log_event, read_events, training_curve
+from trainkit.run.files import append_jsonl, read_jsonl
+from trainkit.run.history import RunHistory
+
+PLAN = LaunchPlan(
+    *("local", 1, 2, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {}),
+    command=("train",),
+    log_pattern="auto",
+)
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    found = make_attempt(tmp_path / "run")
+    found.run.events_file.unlink(missing_ok=True)
+    found.run.metrics_file.unlink(missing_ok=True)
+    return found
+
+
+def prints(attempt, text: str) -> None:
+    log = attempt.rank_log(0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as stream:
+        stream.write(text)
+
+
+def curve(run) -> dict[int, float | None]:
+    return {record.step: record.values.get("loss") for record in training_curve(run)}
+
+
+def reasons(run) -> list[str | None]:
+    return [event.reason for event in read_events(run, "curve")]
+
+
+def test_records_are_those_of_a_curve_and_it_is_said_once(attempt):
+    run = attempt.run
+    prints(attempt, "loading\nstep 1 loss 3.0 lr 1e-3\nstep 2 loss nan")
+    follower = LogCurve(attempt, PLAN)
+    follower.poll()
+    assert not run.metrics_file.exists()  # it has not grown, and the last line may not be complete
+    prints(attempt, " lr 1e-3\nstep 3 loss 2.0 lr 1e-3, val_loss 2.5\n")
+    follower.poll()
+    prints(attempt, "step 4 loss 1.0 lr 1e-3")
+    follower.poll()
+    follower.poll(is_over=True)
+    assert curve(run) == {1: 3.0, 2: None, 3: 2.0, 4: 1.0}
+    first = next(read_jsonl(run.metrics_file))
+    assert {**first, "time": 0} == {
+        "step": 1,
+        "time": 0,
+        "attempt": 1,
+        "loss": 3.0,
+        "lr": 1e-3,
+        "source": "log",
+    }
+    assert reasons(run) == ["from the log: step, loss, lr, val_loss; logging.pattern changes it"]
+    best = best_result(run)
+    assert (best.metric, best.value, best.step) == ("val_loss", 2.5, 3)
+    history = RunHistory(run)
+    history.update()
+    assert history.metrics.curve("loss")[-1] == (4, 1.0)
+
+
+def test_a_script_that_writes_metrics_itself_has_precedence(attempt):
+    follower, own = LogCurve(attempt, PLAN), {"attempt": 1, "loss": 9.0}
+    prints(attempt, "step 1 loss 3\nstep 2 loss 2\n")
+    append_jsonl(attempt.run.metrics_file, {"step": 1, **own})
+    follower.poll()
+    prints(attempt, "step 3 loss 2\n")
+    follower.poll()
+    assert (curve(attempt.run), reasons(attempt.run)) == ({1: 9.0}, [])
+    again = LogCurve(attempt.run.attempt(1), PLAN)
+    again.poll(is_over=True)
+    assert curve(attempt.run) == {1: 9.0}
+
+
+def test_an_attempt_that_resumes_computes_steps_again_and_counts_epochs_on(attempt):
+    run = attempt.run
+    for number, batches in ((1, [(0, 5), (0, 9), (1, 5)]), (2, [(1, 5), (1, 9)])):
+        at = run.attempt(number)
+        prints(at, "".join(f"epoch {epoch} batch {n}/10 loss {number}\n" for epoch, n in batches))
+        LogCurve(at, PLAN).poll(is_over=True)
+    assert curve(run) == {5: 1.0, 9: 1.0, 15: 2.0, 19: 2.0}
+    assert len(list(read_jsonl(run.metrics_file))) == 5
+
+
+def test_work_is_bounded(attempt, monkeypatch):
+    monkeypatch.setattr(log_curve, "READ_BYTES", 40_000)
+    prints(attempt, "".join(f"step {n} loss 1\n" for n in range(100_000)))
+    LogCurve(attempt, PLAN).poll()
+    steps = list(curve(attempt.run))
+    assert len(steps) == log_curve.MAX_RECORDS
+    assert (steps[0] > 97_000, steps[-1]) == (True, 99_999)
+
+
+def test_a_pattern_of_the_user(attempt):
+    pattern = r"at (?P<step>\d+): (?P<loss>[\d.]+|-)(, val (?P<val_loss>\S+))?( acc (?P<accuracy>\S+))?"
+    prints(attempt, "step 1 loss 3\nat 7: 2.5 acc 0.5\nat 8: -\nat 9: 2.25, val 2.0\n")
+    LogCurve(attempt, replace(PLAN, log_pattern=pattern)).poll()
+    records = [
+        {key: record.get(key) for key in ("step", "loss", "accuracy")}
+        for record in read_jsonl(attempt.run.metrics_file)
+    ]
+    assert records == [{"step": 7, "loss": 2.5, "accuracy": 0.5}, {"step": 9, "loss": 2.25, "accuracy": None}]
+    assert [event.values["val_loss"] for event in read_events(attempt.run, "evaluated")] == [2.0]
+    assert reasons(attempt.run) == ["from the log by logging.pattern: step, loss, accuracy"]
+
+
+def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
+    monkeypatch.setattr(log_curve, "MATCH_S", 0.05)
+    prints(attempt, "a" * 60 + "\n")
+    follower = LogCurve(attempt, replace(PLAN, log_pattern=r"(?P<step>(a+)+)$b"))
+    follower.poll()
+    follower.poll(is_over=True)
+    problem = "logging.pattern took more than 0.05 s for a part of the log: it is not used any more"
+    assert reasons(attempt.run) == [problem]
+    assert capfd.readouterr().out == f"warning: {problem}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "which"),
+    [
+        ("loss {0}.5, epoch 0.{0}\n", "the step of the loss"),
+        ("step {0} d_loss 1 g_loss 2\n", "which of d_loss, g_loss is the loss"),
+    ],
+)
+def test_it_says_why_there_is_no_curve(attempt, line, which):
+    follower = LogCurve(attempt, PLAN)
+    prints(attempt, "".join(map(line.format, range(9))))
+    follower.poll()
+    assert reasons(attempt.run) == []
+    follower.poll(is_over=True)
+    reason = f"none from the log: {which} is unknown; set logging.pattern with step and loss"
+    assert reasons(attempt.run) == [reason]
+
+
+def test_progress_is_known_where_the_log_has_a_total(attempt):
+    log_event(attempt.run, 1, "started")
+    prints(attempt, "step 1/50 loss 2\nstep 2/50 loss 1\n")
+    LogCurve(attempt, PLAN).poll()
+    history = RunHistory(attempt.run)
+    history.update()
+    assert history.events.total_steps == 50

@@ -1,0 +1,190 @@
+"""Writes the curve that rank 0 of a COMMAND prints to metrics.jsonl, where `trainkit.loop` writes its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import FrameType
+
+from trainkit.job.node.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
+from trainkit.job.processes import log_line
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import Entry, log_event, read_events
+from trainkit.run.files import append_jsonl, read_jsonl_reversed, utc_now
+from trainkit.run.rundir import AttemptDir
+
+SOURCE = "log"
+"""The ``source`` of records that were found in a log."""
+READ_BYTES = 2**17
+"""The maximum that is read of a log at once: its end."""
+MAX_RECORDS = 100
+"""The maximum that is written at once: evenly spaced ones of more steps."""
+FEW_LOSSES = 20
+"""Lines with a loss, but without a step, after which it is logged that there is no curve."""
+MATCH_S = 1.0
+"""How long the pattern of a user may take for what is read at once."""
+
+
+class LogCurve:
+    """Follows the log of rank 0, a bounded part at each `poll`, and writes its curve to metrics.jsonl.
+
+    It stops when the script writes metrics.jsonl itself.
+    """
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+        """`plan.log_pattern` must not be None."""
+        self._attempt, self._file = attempt, attempt.run.metrics_file
+        self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
+        assert plan.log_pattern is not None
+        self._pattern = None if plan.log_pattern == "auto" else re.compile(plan.log_pattern)
+        previous = None
+        for event in read_events(attempt.run, "curve"):
+            made = event.record("made_of")
+            kind, length = made.text("kind") or "", made.count("length")
+            previous = Found(kind, (), None, length, made.count("first_epoch"))
+        is_shared = plan.workload.has_launcher and plan.world_size > 1
+        self._curve = PrintedCurve(is_shared=is_shared, previous=previous)
+        self._names: tuple[str, ...] = ()
+        self._said: tuple[object, ...] | None = None
+        newest = next(map(Entry, read_jsonl_reversed(self._file)), None)
+        self._is_off = newest is not None and newest.text("source") != SOURCE
+        self._size = self._metrics_size()
+
+    def poll(self, *, is_over: bool = False) -> None:
+        """Read what was printed since the last call; `is_over`, when nothing more will be. Raises OSError."""
+        if self._is_off:
+            return
+        lines = self._new_lines(is_over)
+        if self._pattern is None:
+            for line in lines:
+                self._curve.read(line)
+        else:
+            self._match(self._pattern, lines)
+        if self._curve.records or self._curve.evaluations:
+            self._write()
+        self._announce(is_over)
+
+    def _new_lines(self, is_over: bool) -> list[str]:
+        with self._log.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size - self._position > READ_BYTES:
+                self._position, self._rest = size - READ_BYTES, b""
+            stream.seek(self._position)
+            data = stream.read(READ_BYTES)
+        self._position += len(data)
+        lines, rest = shown_lines(self._rest + data + (b"\n" if is_over else b""))
+        self._rest = rest[-MAX_LINE:]
+        return lines
+
+    def _match(self, pattern: re.Pattern[str], lines: Sequence[str]) -> None:
+        try:
+            with _time_limit(MATCH_S):
+                for line in lines:
+                    found = pattern.search(CONTROL.sub("", line)[-MAX_LINE:])
+                    if found is not None:
+                        self._take(found.groupdict())
+        except _TooSlow:
+            self._is_off = True
+            problem = (
+                f"logging.pattern took more than {MATCH_S:g} s for a part of the log: it is not used any more"
+            )
+            log_line(f"warning: {problem}")
+            log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
+
+    def _take(self, groups: Mapping[str, str | None]) -> None:
+        """Add what the pattern of a user has found, as far as these are numbers."""
+        values = {name: _number(text) for name, text in groups.items() if text is not None}
+        step, val_loss = values.pop("step", None), values.pop("val_loss", None)
+        known = {name: value for name, value in values.items() if value is not None}
+        if step is None or not step.is_integer():
+            return
+        if val_loss is not None:
+            self._curve.evaluations.append((int(step), val_loss))
+        if known:
+            self._curve.records[int(step)] = known
+            self._names = tuple(dict.fromkeys((*self._names, *known)))
+
+    def _write(self) -> None:
+        if self._metrics_size() != self._size:
+            self._is_off = True  # the script writes it itself
+            return
+        run, number, now = self._attempt.run, self._attempt.number, utc_now()
+        found = list(self._curve.records.items())
+        if len(found) > MAX_RECORDS:
+            found = [found[(index + 1) * len(found) // MAX_RECORDS - 1] for index in range(MAX_RECORDS)]
+        records = [
+            {
+                **{"step": step, "time": now, "attempt": number},
+                **{name: value if math.isfinite(value) else None for name, value in values.items()},
+                "source": SOURCE,
+            }
+            for step, values in found
+        ]
+        self._curve.records = dict(found)  # no more of them where they cannot be written
+        if records:
+            append_jsonl(self._file, *records)
+            self._size = self._metrics_size()
+        self._curve.records.clear()
+        for step, val_loss in self._curve.evaluations:
+            finite = val_loss if math.isfinite(val_loss) else None
+            log_event(run, number, "evaluated", step=step, val_loss=finite)
+        self._curve.evaluations.clear()
+
+    def _announce(self, is_over: bool) -> None:
+        """Log once what the curve is made of, or why there is none, and again when that changes."""
+        found, values = self._curve.found, dict[str, object]()
+        said: tuple[object, ...]
+        if self._is_off:
+            return
+        if found is not None:
+            said = found.kind, found.total_steps, found.length
+            values = {"total_steps": found.total_steps, "made_of": asdict(found)}
+            step = "step" if found.kind == "step" else f"step ({found.kind})"
+            step += "" if found.length is None else f", counted on after {found.length}"
+            reason = f"from the log: {step}, {', '.join(found.names)}; logging.pattern changes it"
+        elif self._names:
+            said, reason = self._names, f"from the log by logging.pattern: step, {', '.join(self._names)}"
+        elif self._curve.num_losses >= FEW_LOSSES or (is_over and self._curve.num_losses > 1):
+            said = losses = self._curve.ambiguous
+            which = f"which of {', '.join(losses)} is the loss" if losses else "the step of the loss"
+            reason = f"none from the log: {which} is unknown; set logging.pattern with step and loss"
+        else:
+            return
+        if said != self._said:
+            self._said = said
+            log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
+
+    def _metrics_size(self) -> int:
+        return self._file.stat().st_size if self._file.exists() else 0
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None  # the pattern matches other text too
+
+
+class _TooSlow(Exception):
+    """A pattern did not come to an end."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooSlow in the block after some seconds, also within a match; in the main thread only."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,383 @@
+"""Finds the curve in what a COMMAND prints: its steps, their loss, learning rate, gradient norm and speed.
+
+A number belongs to the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
+progress bar. Of several numbers that may be the step, the one that grows is; one that begins again, as in
+every epoch, is counted on. Nothing is a curve before its step has grown once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+MAX_LINE = 1000
+"""Characters of a line that are read: the end of a longer one."""
+KINDS = ("global step", "step", "iteration", "batch", "bar", "epoch")
+"""What counts steps, the most likely one first."""
+_COUNTS = {
+    **dict.fromkeys(("update", "updates"), "global step"),
+    **dict.fromkeys(("step", "steps"), "step"),
+    **dict.fromkeys(("iter", "iters", "itr", "iteration", "iterations"), "iteration"),
+    **dict.fromkeys(("batch", "minibatch"), "batch"),
+    **dict.fromkeys(("epoch", "ep"), "epoch"),
+}
+_PARTS_OF_A_COUNT = frozenset(
+    {"global", "train", "training", "num", "optim", "optimizer", "current", "cur", "idx", "index"}
+)
+_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
+_NOT_OF_A_STEP = _VALIDATION | {
+    *("micro", "num", "number", "max", "total", "warmup", "per", "every", "skipped", "remaining", "left"),
+    *("best", "last", "next", "after", "until", "test", "nan"),
+}
+"""Words before ``step`` with which the number is none of the training."""
+_PLAIN = frozenset(
+    {
+        *("train", "training", "total", "avg", "average", "mean", "running", "current"),
+        *("batch", "step", "lm", "iter", "epoch", "the"),
+    }
+)
+"""Words next to ``loss`` that do not make it one of several losses."""
+_NO_LOSS = frozenset(
+    {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
+)
+_FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no", "tensor"})
+_VALUES = {
+    **dict.fromkeys(("lr", "learning rate"), "lr"),
+    **dict.fromkeys(("grad norm", "gradient norm", "gnorm"), "grad_norm"),
+    **dict.fromkeys(("tok s", "tok sec", "tokens s", "tokens sec", "tokens per sec"), "tokens_per_s"),
+    **dict.fromkeys(("tokens per s", "tokens per second", "tps"), "tokens_per_s"),
+}
+"""The last words before other values -> their names in metrics.jsonl."""
+_FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_MAY_SAY_SOMETHING = re.compile(r"loss|epoch|\d/\s*\d", re.IGNORECASE)
+_RANK = re.compile(r"\s*\[(?:rank|default|Rank )(\d+)\]")
+"""How torchrun and DeepSpeed mark the lines of a rank."""
+_NUMBER = re.compile(
+    r"(?<![\w.])(?P<value>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?\.\d+(?:e[-+]?\d+)?"
+    r"|[-+]?(?:nan|inf)\b)(?:\s{0,9}/\s{0,9}(?P<total>\d+)(?![\d/.]))?(?P<unit>%|[a-z]*)",
+    re.IGNORECASE,
+)
+_SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
+"""What ends the words that belong to the number before."""
+_BEFORE_A_NUMBER = " \t:=\"'[("
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_PART = re.compile(r"[a-z]+")
+_BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
+_POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
+"""What precedes and follows the position of a bar of tqdm or rich, and of Keras and in brackets."""
+_BEGINS_VALIDATION = re.compile(
+    r"\W*(?:val|valid|validation|validating|eval|evaluation|evaluating)\b(?!.*epoch)", re.I
+)
+_EPOCH_AND_BATCH = re.compile(r"\s*\[\s*(\d+),\s*(\d+)\]")
+"""As the first tutorial of PyTorch prints it."""
+
+
+@dataclass
+class Reading:
+    """What one line says."""
+
+    positions: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    """Kind -> the position, and the total if there is one."""
+    has_part_of_epoch: bool = False
+    is_validation: bool = False
+    """Whether the line is about a validation, so that its losses are."""
+    is_part: bool = False
+    """Whether it is about one batch of a validation."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """The training losses by what they are called: ``""``, ``train`` for any plain word, or another word."""
+    val_loss: float | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    """Other values, by their names in metrics.jsonl."""
+
+
+def read_line(line: str) -> Reading:
+    """The positions and values in a line; nothing of one that another rank than 0 has printed."""
+    found = Reading()
+    if not _MAY_SAY_SOMETHING.search(line):
+        return found
+    line = CONTROL.sub("", line)[-MAX_LINE:]
+    rank = _RANK.match(line)
+    if rank is not None and int(rank[1]) != 0:
+        return found
+    end, found.is_validation = 0, _BEGINS_VALIDATION.match(line) is not None
+    if (both := _EPOCH_AND_BATCH.match(line)) is not None:
+        found.positions |= {"epoch": (int(both[1]), None), "batch": (int(both[2]), None)}
+        end = both.end()
+    for number in _NUMBER.finditer(line, end):
+        before = line[end : number.start()]
+        label = before.rstrip(_BEFORE_A_NUMBER)
+        is_label = label[-1:].isalnum() and "==" not in before[len(label) :]
+        words = _WORD.findall(_SEPARATOR.split(label)[-1].lower()) if is_label else []
+        while words and words[-1] in _FILLERS:
+            words.pop()
+        if number["value"].lower() == "nan" and not (words and words[-1].endswith(("loss", "norm"))):
+            continue  # a word, as in "number of nan iterations: 0"
+        end = number.end()
+        begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
+        is_position = number["total"] is not None and number["value"].isdigit()
+        if is_position and begins.search(before) and ends.match(line, end):
+            found.positions.setdefault("bar", (int(number["value"]), int(number["total"])))
+        elif words:
+            _read_named(found, number, words)
+    return found
+
+
+def _read_named(found: Reading, number: re.Match[str], words: Sequence[str]) -> None:
+    """Add a number with words before it, the last of which say what it is."""
+    text, unit = number["value"].replace(",", ""), number["unit"].lower()
+    parts = [part for word in words[-3:] for part in _PART.findall(word)]
+    own = _PART.findall(words[-1])
+    if not own or unit == "%":
+        return
+    kind = _COUNTS.get(own[-1])
+    if kind is not None and {*own[:-1]} <= _PARTS_OF_A_COUNT:
+        if not text.isdigit() or unit not in _FACTORS:
+            found.has_part_of_epoch |= kind == "epoch"
+            return
+        context = {*parts[: -len(own)]}
+        found.is_validation |= bool(_VALIDATION & context)
+        # As in Megatron's "validation loss at iteration 100 | lm loss value: 2.31".
+        if not _NOT_OF_A_STEP & context or (found.is_validation and "loss" in context):
+            kind = "global step" if kind == "step" and "global" in parts else kind
+            total = None if number["total"] is None else int(number["total"])
+            found.positions.setdefault(kind, (int(text) * _FACTORS[unit], total))
+        elif found.is_validation and kind != "epoch":
+            found.is_part = True
+        return
+    value = float(text) * _FACTORS.get(unit, 1)
+    near = parts if len(own) == 1 else own
+    if {"loss", "losses"} & {*near[-2:]}:
+        others = [part for part in near if part not in ("loss", "losses")]
+        if found.is_validation or _VALIDATION & {*others}:
+            found.val_loss = value if found.val_loss is None else found.val_loss
+        elif not _NO_LOSS & {*others}:
+            special = [part for part in others if part not in _PLAIN]
+            found.losses.setdefault(special[-1] if special else "train" if others else "", value)
+        return
+    for length in (1, 2, 3):
+        name = _VALUES.get(" ".join(parts[-length:]))
+        if name is not None and math.isfinite(value):
+            found.values.setdefault(name, value)
+
+
+@dataclass
+class _Counter:
+    """One number that may be the step."""
+
+    first: int
+    last: int
+    epoch: int | None
+    """The epoch in which `last` was printed."""
+    interval: int = 0
+    offset: int = 0
+    """What is added to count on after it began again."""
+    length: int | None = None
+    """How far it counts before it begins again; None if it never did."""
+    has_grown: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.offset + self.last
+
+
+@dataclass
+class _Source:
+    """A source of the curve: one kind of position with one kind of loss."""
+
+    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """What it has before its step has grown."""
+    is_curve: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the curve of a log is made of, for people and for the next attempt."""
+
+    kind: str
+    names: tuple[str, ...]
+    total_steps: int | None
+    length: int | None
+    """Steps of an epoch, where the step is counted on."""
+    first_epoch: int | None
+
+
+class PrintedCurve:
+    """Reads lines one after another, and collects the records of metrics.jsonl that they contain."""
+
+    def __init__(self, *, is_shared: bool = False, previous: Found | None = None) -> None:
+        """`is_shared`, whether other ranks print into the same log: the first to print a step counts then.
+
+        `previous` is what an earlier attempt has found, which counts on from its first epoch.
+        """
+        self.records: dict[int, dict[str, float]] = {}
+        """Step -> its values; whoever writes them takes them out."""
+        self.evaluations: list[tuple[int, float]] = []
+        """Steps and their validation losses."""
+        self._val_loss: float | None = None
+        """The newest one: a progress bar shows it until the next."""
+        self.found: Found | None = None
+        self.ambiguous: tuple[str, ...] = ()
+        """The losses of a line none of which is the loss."""
+        self.num_losses = 0
+        """Lines with a loss, with or without a step."""
+        self._is_shared = is_shared
+        self._previous = previous
+        self._counters: dict[tuple[str, int | None], _Counter] = {}
+        self._sources: dict[tuple[str, int], _Source] = {}
+        self._primary: tuple[str, int] | None = None
+        self._epoch: int | None = None
+        self._num_epochs: int | None = None
+        self._first_epoch = None if previous is None else previous.first_epoch
+        self._ignores_epochs = False
+        self._waiting: Reading | None = None
+        """A loss without a position: the next redraw of a progress bar has it."""
+        self._repeated = 0
+        self._step: int | None = None
+
+    def read(self, line: str) -> None:
+        """Read a line as it was shown."""
+        reading = read_line(line)
+        self._ignores_epochs |= reading.has_part_of_epoch
+        if self._ignores_epochs:
+            reading.positions.pop("epoch", None)
+        self._note_epoch(reading)
+        has_value, has_bar = bool(reading.losses) or reading.val_loss is not None, "bar" in reading.positions
+        if has_value and (reading.is_part or (has_bar and reading.is_validation)):
+            return
+        self.num_losses += has_value
+        if self._waiting is not None and has_bar and not has_value:
+            reading = replace(self._waiting, positions=reading.positions)
+            has_value = True
+        self._waiting = None
+        if has_value and reading.positions:
+            self._take(reading)
+        elif has_value:
+            self._waiting = reading
+            if self._primary is not None and self._primary[0] != "bar":
+                self._add_validation(reading, self._step)
+
+    def _note_epoch(self, reading: Reading) -> None:
+        if "epoch" in reading.positions:
+            self._epoch, total = reading.positions["epoch"]
+            self._num_epochs = total or self._num_epochs
+            if self._first_epoch is None:
+                self._first_epoch = self._epoch
+
+    def _take(self, reading: Reading) -> None:
+        counted = {kind: self._count(kind, *position) for kind, position in reading.positions.items()}
+        kinds = [kind for kind in KINDS if counted.get(kind) is not None]
+        if not kinds:
+            return
+        counters = {kind: self._counters[kind, reading.positions[kind][1]] for kind in kinds}
+        own = [kind for kind in kinds if kind != "epoch"] or kinds
+        # The one that grows, and rather one that never began again.
+        kind = min(own, key=lambda kind: (not counters[kind].has_grown, counters[kind].length is not None))
+        counter = counters[kind]
+        is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
+        self._add_validation(reading, counter.step if is_own else self._step)
+        loss = self._loss_of(reading)
+        if loss is not None:
+            rank, value = loss
+            self._add((kind, rank), counter, {"loss": value, **reading.values}, reading.positions[kind][1])
+
+    def _add_validation(self, reading: Reading, step: int | None) -> None:
+        if step is not None and reading.val_loss is not None and reading.val_loss != self._val_loss:
+            self._val_loss = reading.val_loss
+            self.evaluations.append((step, reading.val_loss))
+
+    def _loss_of(self, reading: Reading) -> tuple[int, float] | None:
+        """How plainly the loss is called, 0 for the most, and its value; None without one or in doubt."""
+        losses = reading.losses
+        for rank, called in enumerate(("", "train")):
+            if called in losses:
+                return rank, losses[called]
+        if len(losses) > 1:
+            self.ambiguous = tuple(f"{called}_loss" for called in losses)
+        return (2, next(iter(losses.values()))) if len(losses) == 1 else None
+
+    def _count(self, kind: str, value: int, total: int | None) -> int | None:
+        """Follow one number; returns its step, None for one that another rank has printed late."""
+        key, epoch = (kind, total), None if kind == "epoch" else self._epoch
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = self._counters[key] = _Counter(value, value, epoch)
+            before, first = self._previous, self._first_epoch
+            if before is not None and before.kind == kind and before.length is not None:
+                counter.length = before.length
+                counter.offset = 0 if epoch is None or first is None else (epoch - first) * before.length
+            return counter.step
+        epochs = 0 if epoch is None or counter.epoch is None else epoch - counter.epoch
+        if epochs < 0 and self._is_shared:
+            return None
+        if value > counter.last:
+            counter.interval, counter.has_grown = value - counter.last, True
+        elif value < counter.last or (epochs > 0 and value == total):
+            is_over = total is not None and counter.last + counter.interval >= total
+            if epochs > 0 or (value <= counter.first and (is_over or not self._is_shared)):
+                counter.length = total or counter.last + counter.interval - counter.first
+                counter.offset += counter.length
+            elif self._is_shared:
+                return None
+        counter.last, counter.epoch = value, epoch
+        return counter.step
+
+    def _add(
+        self, key: tuple[str, int], counter: _Counter, values: dict[str, float], total: int | None
+    ) -> None:
+        source = self._sources.setdefault(key, _Source())
+        step = counter.step
+        if not source.is_curve:
+            if source.records and step < source.records[-1][0]:
+                source.records.clear()
+            source.records.append((step, values))
+            if step <= source.records[0][0]:
+                del source.records[1:-1]
+                return
+            source.is_curve = True
+        new = [(step, values)]
+        if self._primary is None or _order(key) < _order(self._primary):
+            new, self._primary, self._step = source.records or new, key, None
+        source.records = []
+        if key != self._primary:
+            return
+        for step, values in new:
+            self._put(step, values, is_bar=key[0] == "bar")
+        self._describe(key[0], counter, values, total)
+
+    def _put(self, step: int, values: dict[str, float], *, is_bar: bool) -> None:
+        self._repeated = self._repeated + 1 if step == self._step else 0
+        if self._repeated and self._is_shared and not is_bar:
+            return
+        if self._repeated > 1 and is_bar:
+            return  # what `for … in tqdm` shows then is of later steps: it moves ten times a second
+        self._step = step
+        self.records[step] = values
+
+    def _describe(self, kind: str, counter: _Counter, values: Mapping[str, float], total: int | None) -> None:
+        names = (*values, *(("val_loss",) if self.evaluations else ()))
+        if self.found is not None:
+            names = tuple(dict.fromkeys((*self.found.names, *names)))
+        in_epochs = counter.length is not None or self._epoch is not None
+        if total is not None and in_epochs:
+            total = None if self._num_epochs is None or counter.length is None else total * self._num_epochs
+        self.found = Found(kind, names, total, counter.length, self._first_epoch)
+
+
+def _order(key: tuple[str, int]) -> tuple[bool, int, int]:
+    """Which source is the curve: rather one of steps than of epochs, and a plain loss."""
+    kind, rank = key
+    return kind == "epoch", rank, KINDS.index(kind)
+
+
+_ENDS = re.compile(rb"[\r\n]|\x08+")
+"""What ends a line on a screen: a progress bar overwrites its own."""
+
+
+def shown_lines(data: bytes) -> tuple[list[str], bytes]:
+    """The lines of some output as they were shown, and what may become another one."""
+    *lines, rest = _ENDS.split(data)
+    return [line.decode("utf-8", errors="replace") for line in lines if line.strip()], rest
