@@ -40,12 +40,12 @@ ALLOWED = {
     "plan": {"errors", "run", "formats", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "folders", "run", "config", "plan", "slurm"),
-        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver
+        *("errors", "folders", "formats", "locks", "run", "config", "plan", "slurm"),
+        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver and cores
     },
     # Where it executes: starts an attempt, says how its job is, signals and kills it.
     "backends": {
-        *("errors", "run", "plan", "slurm"),
+        *("errors", "locks", "run", "plan", "slurm"),
         *("job.processes", "job.signals", "job.node.slurm_step"),
         "job.supervisor",  # submitit pickles what its jobs run
     },
