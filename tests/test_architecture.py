@@ -18,7 +18,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (249, 55_844), "tests": (337, 56_080)}
+SIZES = {"trainkit": (251, 56_461), "tests": (341, 56_512)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -40,12 +40,12 @@ ALLOWED = {
     "plan": {"errors", "run", "formats", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "folders", "run", "config", "plan", "slurm"),
-        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver
+        *("errors", "folders", "formats", "locks", "run", "config", "plan", "slurm"),
+        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver and cores
     },
     # Where it executes: starts an attempt, says how its job is, signals and kills it.
     "backends": {
-        *("errors", "run", "plan", "slurm"),
+        *("errors", "locks", "run", "plan", "slurm"),
         *("job.processes", "job.signals", "job.node.slurm_step"),
         "job.supervisor",  # submitit pickles what its jobs run
     },

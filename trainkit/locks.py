@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 POLL_S = 0.05
 SLOW_POLL_S = 0.25
@@ -57,8 +58,8 @@ class LockStopped(LockBusy):
     """A stop signal ended the wait for a lock; the signal is still pending."""
 
 
-def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> int:
-    """Lock a file with flock and return its descriptor, for `release_lock`.
+def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, owner: str = "") -> int:
+    """Lock a file with flock and return its descriptor, for `release_lock`; `owner` is for `owner_of`.
 
     Waits indefinitely for another process, or raises LockBusy after `timeout_s`; prints once to stderr what
     it waits for. In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: raises LockStopped
@@ -76,7 +77,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) 
                 replaced, descriptor = descriptor, _open(path, mode)
                 release_lock(replaced)
             if _try_lock(descriptor, path) and _is_current(descriptor, path):
-                _write_holder(descriptor)
+                _write_holder(descriptor, owner)
                 return descriptor
             now_s = time.monotonic()
             if stop_s == float("inf") and STOP_SIGNALS & signal.sigpending():
@@ -224,12 +225,13 @@ def _try_lock(descriptor: int, path: Path) -> bool:
     return True
 
 
-def _write_holder(descriptor: int) -> None:
+def _write_holder(descriptor: int, owner: str) -> None:
     holder = {
         "host": os.uname().nodename,
         "pid": os.getpid(),
         "job_id": os.environ.get("SLURM_JOB_ID"),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        **({"owner": owner} if owner else {}),
     }
     with contextlib.suppress(OSError):  # on a full disk the lock still works; its holder is then unknown
         if os.pread(descriptor, len(HOLDER_START), 0) not in (b"", HOLDER_START):
@@ -238,13 +240,26 @@ def _write_holder(descriptor: int) -> None:
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
-def describe_holder(path: Path) -> str:
-    """The holder of a lock, as far as its file says: ``held by process 7 on node1 since …``."""
+def owner_of(path: Path) -> str:
+    """The `owner` that the holder of a lock named, as far as its file says."""
+    return str(_read_holder(path).get("owner") or "another process")
+
+
+def _read_holder(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as stream:
             holder = json.loads(stream.read(MAX_HOLDER_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def describe_holder(path: Path) -> str:
+    """The holder of a lock, as far as its file says: ``held by process 7 on node1 since …``."""
+    holder = _read_holder(path)
+    try:
         host, pid, job_id, since = (holder[key] for key in ("host", "pid", "job_id", "time"))
-    except (OSError, ValueError, KeyError, TypeError):
+    except KeyError:
         return "held by another process"
     job = f" (job {job_id})" if job_id else ""
     return f"held by process {pid} on {host}{job} since {since}"

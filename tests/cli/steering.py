@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import trainkit
 from trainkit.backends import backend_of
+from trainkit.errors import UsageError
 from trainkit.run.files import read_json
+from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -127,6 +131,11 @@ class Desk:
 
     def tidy(self) -> None:
         """Kill what is left of the runs that were started here."""
+        for sweep_file in self._root.rglob("sweep.json"):
+            with suppress(UsageError):  # a damaged one
+                process = RunGroup(sweep_file.parent).record.process
+                if process is not None and process.alive():
+                    os.kill(process.pid, signal.SIGKILL)
         for job_file in self._root.rglob("job.json"):
             run = RunDir(job_file.parent)
             entry = read_job(run).newest

@@ -231,15 +231,6 @@ def test_a_launcher_refuses_a_key_that_its_tool_has_no_word_for(desk):
     assert not (desk.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("args", [["--sweep", "optimizer.lr=1e-4,3e-4"], ["--array", "0-3"]])
-def test_many_runs_need_slurm(desk, args):
-    done = desk.trainkit("submit", str(desk.config), *args)
-    assert done.returncode == 2
-    assert "need Slurm, but this would run on this machine" in done.stderr
-    assert f"for lr in 1e-4 3e-4; do trainkit run {desk.config} --set optimizer.lr=$lr; done" in done.stderr
-    assert not (desk.folder / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -249,7 +240,8 @@ def test_many_runs_need_slurm(desk, args):
         (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),
         (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
-        (["--after", "nobody"], "--after requires Slurm"),
+        (["--sweep", "seed=1,2", "--now"], "--now starts one run, not a group"),
+        (["--after", "nobody"], "unknown run 'nobody'"),
         (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
     ],
 )

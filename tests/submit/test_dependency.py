@@ -1,6 +1,8 @@
-"""What ``--after`` asks of Slurm."""
+"""What ``--after`` waits for."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -96,6 +98,11 @@ def test_the_plan_says_what_it_waits_for() -> None:
     )
 
 
-def test_a_local_run_waits_for_nobody() -> None:
-    with pytest.raises(UsageError, match="this run starts on this machine"):
-        with_dependency(plan(None), ["a"], ["12"])
+def test_a_run_on_this_machine_waits_for_folders() -> None:
+    after = with_dependency(plan(None), ["a"], ["/runs/a"])
+    assert (after.after, after.reasons) == (
+        ("/runs/a",),
+        {"after": "starts once a has finished successfully"},
+    )
+    assert LaunchPlan.from_dict(json.loads(after.to_text())) == after
+    assert "after" not in plan(None).to_dict()

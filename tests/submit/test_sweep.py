@@ -202,9 +202,7 @@ def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
 
 
 def plan(points: Iterable[LoadedPoint], array: ArraySpec | None) -> Submission:
-    return plan_submission(
-        points, array, TRAINER, config_path="run.yaml", after=(), will_start=False, warn=print
-    )
+    return plan_submission(points, array, TRAINER, after=(), will_start=False, warn=print)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import Options
+    from trainkit.run.group import RunGroup
     from trainkit.run.record import AttemptRecord
     from trainkit.slurm.jobs import JobInfo
 
@@ -57,6 +58,8 @@ class NewAttempt:
     """The number of jobs to submit with it that continue the run."""
     foreground: bool = False
     """Whether it saves and ends when this process dies."""
+    now: bool = False
+    """Whether it starts on this machine while others use its GPUs, as one in the foreground does."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,19 @@ class Backend(ABC):
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         """Open and start a run's next attempt; returns its record. Call with the run's lock held."""
 
+    def start_group(self, group: RunGroup, after: str | None) -> str:
+        """Start a group that `array_problem` allows; returns its job id.
+
+        It waits until the job `after` has ended. A group that certainly was not started is removed.
+        """
+        raise NotImplementedError
+
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
         """The script as it is submitted, from the text of `template`."""
         return script
 
-    def array_problem(self, reason: str, config_path: str) -> tuple[str, str] | None:
-        """(message, hint) if it cannot run an array of jobs; `reason` is why it was chosen."""
+    def array_problem(self) -> tuple[str, str] | None:
+        """(message, hint) if it cannot run a group."""
         return None
 
     def stays_here(self, entry: AttemptRecord) -> str | None:

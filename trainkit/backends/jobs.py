@@ -150,7 +150,8 @@ def recover_job_id(run: RunDir) -> None:
 
 def recover_group_job_id(group: RunGroup) -> str | None:
     """The job id of a group's array, looked up by its token if its submission was never acknowledged."""
-    if group.job_id is None and other_cluster(group.record.cluster) is None:
+    is_here = group.record.process is not None
+    if group.job_id is None and not is_here and other_cluster(group.record.cluster) is None:
         written = group.script_file.stat().st_mtime
         found = find_by_token(submission_token(RunDir(group.path), 1), since=written)
         if found is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -16,10 +18,12 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.end import KILLED, is_over
-from trainkit.run.events import log_event
+from trainkit.run.events import log_event, read_events
+from trainkit.run.group import RunGroup, group_of
+from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.process import boot_id
-from trainkit.run.record import AttemptRecord, add_attempt, open_attempt, read_job
-from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
+from trainkit.run.record import AttemptRecord, add_attempt, is_alive, open_attempt, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import OWN_PREFIX
 
 if TYPE_CHECKING:
@@ -38,35 +42,40 @@ class LocalBackend(Backend):
         # A stop signal stays pending while the supervisor's interpreter starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, *PAUSE_SIGNALS})
         try:
-            pid = self._supervisor(attempt, new.foreground)
+            pid = self._supervisor(attempt, new)
             entry = add_attempt(run, attempt.number, pid, new.reason)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
         return entry
 
-    def _supervisor(self, attempt: AttemptDir, foreground: bool) -> int:
-        """Start the supervisor of an attempt, in the folder of the submission; returns its pid."""
-        cwd = read_job(attempt.run).cwd
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
-        with attempt.supervisor_log.open("ab") as log:
-            return subprocess.Popen(
-                module_argv(
-                    "trainkit.job.supervisor", str(attempt.run.path), "--attempt", str(attempt.number)
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                cwd=cwd if cwd is not None and Path(cwd).is_dir() else None,
-                start_new_session=True,
-                preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
-            ).pid
+    def start_group(self, group: RunGroup, after: str | None) -> str:
+        assert after is None
+        argv = module_argv("trainkit.backends.local_group", str(group.path))
+        child = _start_process(argv, group.process_log, group.record.cwd)
+        try:
+            while child.poll() is None:
+                process = RunGroup(group.path).record.process
+                if process is not None and process.pid == child.pid:
+                    return f"local-{child.pid}"
+                time.sleep(self.poll_s)
+            message = f"the process of {group.path} has ended with exit code {child.returncode}"
+            raise TrainkitError(message, hint=f"its output: {group.process_log.read_text(errors='replace')}")
+        except BaseException:
+            child.kill()
+            if group.job_id is None:
+                shutil.rmtree(group.path, ignore_errors=True)
+            raise
 
-    def array_problem(self, reason: str, config_path: str) -> tuple[str, str]:
-        loop = f"for lr in 1e-4 3e-4; do trainkit run {quote(config_path)} --set optimizer.lr=$lr; done"
-        message = f"--sweep and --array need Slurm, but this would run on this machine ({reason})"
-        return message, f"run them in a shell loop: {loop}"
+    def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
+        """Start the supervisor of an attempt, in the folder of the submission; returns its pid."""
+        now = ("--now",) if new.now or new.foreground else ()
+        options = ("--attempt", str(attempt.number), *now)
+        argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
+        point = group_of(attempt.run)
+        environ = {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
+        cwd = read_job(attempt.run).cwd
+        return _start_process(argv, attempt.supervisor_log, cwd, environ, foreground=new.foreground).pid
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
         if os.uname().nodename != entry.host and boot_id() != entry.boot_id:
@@ -79,9 +88,7 @@ class LocalBackend(Backend):
         )
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
-        alive = entry.alive()
-        # Another name of this machine, or a container on it: its kernel knows who holds the lock.
-        return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
+        return is_alive(run, entry)
 
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
@@ -102,10 +109,14 @@ class LocalBackend(Backend):
         return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
+        events = read_events(run, "waiting", "started", attempt=entry.attempt)
+        waits = attempts_of(events).get(entry.attempt, Attempt(0)).waits_for is not None
+        if waits and number == signal.SIGUSR2:
+            return "waiting"
         if entry.pid is not None and entry.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(entry.pid, number)
-        return "signalled"
+        return "cancelled" if waits and self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S) else "signalled"
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         assert entry.pid is not None, entry
@@ -122,8 +133,31 @@ class LocalBackend(Backend):
             raise TrainkitError(message) from None
 
 
+def _start_process(
+    argv: Sequence[str],
+    output: Path,
+    cwd: str | None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    foreground: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a process that survives the terminal, or in the foreground ends with this one."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
+    with output.open("ab") as log:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**inherited, **(environ or {})},
+            cwd=cwd if cwd is not None and Path(cwd).is_dir() else None,
+            start_new_session=True,
+            preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
+        )
+
+
 class HostsBackend(LocalBackend):
     """This process on the first of several hosts that were started by hand; it records their end."""
 
-    def _supervisor(self, attempt: AttemptDir, foreground: bool) -> int:
+    def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
         return os.getpid()

@@ -22,6 +22,7 @@ from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
+from trainkit.run.group import RunGroup
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
@@ -151,6 +152,12 @@ class SbatchBackend(SlurmBackend):
                 hint=f"free disk space, which the job needs too, or cancel it with `scancel {job_id}`",
             ) from error
         return entry
+
+    def start_group(self, group: RunGroup, after: str | None) -> str:
+        token = submission_token(RunDir(group.path), 1)
+        options = [] if after is None else [f"--dependency=afterany:{after}"]
+        with removed_unless_submitted(group.path, token):
+            return submit_file(group.script_file, token, group.path, options)
 
     def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:
         """Submit the script of an attempt once; returns the job id."""

@@ -77,7 +77,7 @@ class SubmititBackend(SbatchBackend):
         text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
         return replace(script, text=text)
 
-    def array_problem(self, reason: str, config_path: str) -> tuple[str, str]:
+    def array_problem(self) -> tuple[str, str]:
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
     def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:

@@ -159,7 +159,7 @@ class PlannedBench:
             _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
         facts = self.gatherer.facts(loaded)
         target = facts.target
-        if target.submits_job and (problem := backend_named(target.backend).array_problem(target.reason, "")):
+        if target.submits_job and (problem := backend_named(target.backend).array_problem()):
             raise UsageError(*problem)
         short, changes = with_changes(loaded, own, ORIGIN)
         plan = plan_run(short, facts)

@@ -28,12 +28,12 @@ from trainkit.observe.group import (
     GroupFiles,
     GroupStatus,
     PointStatus,
-    read_newest_end,
     state_counts,
 )
 from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import REPEAT
+from trainkit.run.end import read_newest_end
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup
 from trainkit.run.history import RunHistory
@@ -314,7 +314,7 @@ def run_state(bench: Bench, item: BenchRun) -> tuple[str, str | None]:
 
 def failure_of(run: RunDir) -> str:
     """The first failure of a run; empty if none is recorded."""
-    end = read_newest_end(run)
+    end = read_newest_end(run.path)
     return end.verdict.line if end is not None and end.verdict else ""
 
 

@@ -114,6 +114,9 @@ after_option = click.option(
     shell_complete=complete_run,
     help="Start once RUN has finished successfully; repeatable.",
 )
+now_option = click.option(
+    "--now", is_flag=True, help="On this machine: do not wait for GPUs or cores that other runs use."
+)
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
 """A job id, a run name, a run folder or `last`."""
 config_argument = click.argument(
@@ -264,8 +267,8 @@ def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
     return flags
 
 
-def refuse_other_options(name: str) -> None:
-    """Raise UsageError if arguments without effect are given with the option `name`."""
+def refuse_other_options(name: str, what: str = "") -> None:
+    """Raise UsageError if arguments without effect are given with the parameter `name`, which is `what`."""
     context = click.get_current_context()
     typed = [
         item.opts[0] if isinstance(item, click.Option) else str(item.metavar).strip("[]")
@@ -274,7 +277,8 @@ def refuse_other_options(name: str) -> None:
         and context.get_parameter_source(str(item.name)) is click.core.ParameterSource.COMMANDLINE
     ]
     if typed:
-        raise UsageError(f"{', '.join(typed)} would have no effect with --{name}", hint="remove it")
+        effect = f"would have no effect {what or f'with --{name}'}"
+        raise UsageError(f"{', '.join(typed)} {effect}", hint="remove it")
 
 
 class WithTrailingCommand(Command):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,12 +16,18 @@ from trainkit.cli.options import (
     backend_option,
     config_flags,
     json_option,
+    now_option,
+    refuse_other_options,
     run_argument,
     set_option,
     shape_options,
     slurm_options,
 )
 from trainkit.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.run.group import RunGroup
+    from trainkit.run.process import ProcessId
 
 
 @click.command(
@@ -42,6 +50,7 @@ from trainkit.errors import EXIT_OK, UsageError
     help="Use the current code instead of the run's snapshot.",
 )
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
+@now_option
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
 @json_option
 def command(
@@ -55,11 +64,14 @@ def command(
     backend: str | None,
     new_code: bool,
     fork_dir: str | None,
+    now: bool,
     follow: bool,
     as_json: bool,
     **slurm: object,
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
+
+    For a group on this machine, runs what has not finished.
 
     It resumes in the same run folder as the next attempt, or with --as in a new run folder, and where it ran:
     on Slurm, or on this machine. With --node-rank, --master-addr and --master-port it runs in the foreground
@@ -83,12 +95,17 @@ def command(
         submission_folder,
     )
     from trainkit.plan.launch import describe_plan
+    from trainkit.run.group import RunGroup
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
-    from trainkit.run.registry import find_run
+    from trainkit.run.registry import find_run_or_group, one_run
     from trainkit.submit.create import create_run, start_run
 
-    source = find_run(run_name, to_change=True)
+    found = find_run_or_group(run_name, to_change=True)
+    if isinstance(found, RunGroup) and found.record.process is not None:
+        refuse_other_options("run_name", "for a group of runs")
+        return _resume_group(found, found.record.process, as_json)
+    source = one_run(found, run_name)
     place = host_place(nodes, node_rank, master_addr, master_port)
     refuse_replay(source)
     if place is not None and (as_json or follow or fork_dir is not None):
@@ -116,26 +133,26 @@ def command(
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if workload.knows_run and (found := learning_rate_change(source, before, loaded.config, plan.lr)):
-                click.echo(f"  learning rate       {found}", err=True)
+            if workload.knows_run and (lr := learning_rate_change(source, before, loaded.config, plan.lr)):
+                click.echo(f"  learning rate       {lr}", err=True)
             if fork is None and workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
             name, plan = job.name, replace(plan, requeue=replace(plan.requeue, on=()))
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
-                lambda: (source, name, resume_run(source, loaded.config, plan, new_code)),
+                lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         if fork is None:
             run, name = source, job.name
-            entry = resume_run(run, loaded.config, plan, new_code)
+            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now)
         else:
             checkpoint = newest_checkpoint_of(source)
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
             run, name = created.run, created.name
             print_copied(created.code)
             copy_newest_checkpoint(checkpoint, run)
-            entry = start_run(run, loaded.config, plan, "submit")
+            entry = start_run(run, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
@@ -144,3 +161,18 @@ def command(
     from trainkit.cli.logs import follow_detachable
 
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
+
+
+def _resume_group(group: RunGroup, process: ProcessId, as_json: bool) -> int:
+    from trainkit.cli.logs import run_word
+    from trainkit.control.resume import resume_group
+    from trainkit.run.rundir import RunDir
+
+    job_id = resume_group(group, process)
+    if as_json:
+        value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    else:
+        click.echo(f"{group.path}\n{job_id}")
+    click.echo(f"`trainkit status {run_word(RunDir(group.path))}` shows all runs", err=True)
+    return EXIT_OK

@@ -30,11 +30,10 @@ from trainkit.observe.group import (
     GroupStatus,
     PointStatus,
     most_relevant,
-    read_newest_end,
     state_counts,
 )
 from trainkit.observe.status import Restart, RunStatus, failure_lines, read_status
-from trainkit.run.end import Best
+from trainkit.run.end import Best, read_newest_end
 from trainkit.run.files import Record
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
@@ -239,7 +238,7 @@ def read_all(
                 continue
             over = group.is_over
         else:
-            end = read_newest_end(item.run)
+            end = read_newest_end(item.run.path)
             over = end is not None and not end.resumes
         num_over += over
         if over and not start.is_over:

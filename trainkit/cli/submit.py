@@ -22,10 +22,10 @@ from trainkit.cli.options import (
     json_option,
     launcher_option,
     named_folder,
+    now_option,
     trailing_workload,
 )
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
-from trainkit.folders import QUICKSTART
 from trainkit.formats import JsonObject, shown_value
 from trainkit.run.rundir import RUNS_FOLDER, lock_problem
 
@@ -135,13 +135,14 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
     ),
 )
 @config_options
-@sweep_option("One run per value, and per combination of several --sweep, as one Slurm array.")
+@sweep_option("One run per value, and per combination of several --sweep.")
 @click.option(
     "--array",
     metavar="SPEC",
     help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
 )
 @after_option
+@now_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 @launcher_option
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
@@ -153,6 +154,7 @@ def command(
     sweeps: tuple[str, ...],
     array: str | None,
     after: tuple[str, ...],
+    now: bool,
     run_dir: str | None,
     launcher: str,
     dry_run: bool,
@@ -165,8 +167,9 @@ def command(
     Prints the run folder and the job id. With a COMMAND after --, each rank runs it instead of the built-in
     trainer.
 
-    --sweep and --array submit a group of runs as one Slurm array; the group's folder has one run folder per
-    index. Sweep values are parsed as items of a YAML list: "a,b" is one string, [1,2],[3,4] are two lists.
+    --sweep and --array submit a group of runs: one Slurm array, or on this machine one run after another. The
+    group's folder has one run folder per index. Sweep values are parsed as items of a YAML list: "a,b" is one
+    string, [1,2],[3,4] are two lists.
     """
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.submission import plan_submission
@@ -177,12 +180,15 @@ def command(
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
         )
+    if group and now:
+        raise UsageError(
+            "--now starts one run, not a group, whose runs share what is free", hint="remove --now"
+        )
     spec, points = group.points(request, workload)
     submission = plan_submission(
         points,
         spec,
         workload,
-        config_path=request.path or QUICKSTART,
         after=after,
         will_start=not dry_run,
         warn=warn,
@@ -204,7 +210,7 @@ def command(
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
-    job_id, attempt = start_submission(submission, created)
+    job_id, attempt = start_submission(submission, created, now=now)
     run, shown = created.run, run_word(created.run)
     if as_json:
         facts = {

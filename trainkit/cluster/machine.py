@@ -33,10 +33,14 @@ class Machine:
 def detect_machine() -> Machine:
     """Detect the hardware of this machine, without torch; queries NVML only if an NVIDIA driver is loaded."""
     names, reason, cuda = _gpus()
+    return Machine(num_usable_cpus(), len(names), names, reason, host_memory(MEMINFO), cuda)
+
+
+def num_usable_cpus() -> int:
+    """The number of CPU cores that this process may use."""
     cores = len(os.sched_getaffinity(0))
     quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    cpus = cores if quota is None else max(1, min(cores, math.floor(quota)))
-    return Machine(cpus, len(names), names, reason, host_memory(MEMINFO), cuda)
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def host_memory(meminfo: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
-from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
+from trainkit.backends.slurm import cancel_follow_ups, in_queue, print_note, require_this_cluster, step_of
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.observe.group import GroupFiles
@@ -20,6 +21,7 @@ from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
+from trainkit.run.process import ProcessId
 from trainkit.run.record import mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
@@ -28,6 +30,7 @@ from trainkit.slurm.jobs import query_jobs
 WAIT_MARGIN_S = 30.0
 """How much longer than the grace time ``--wait`` waits."""
 GROUP_POLL_S = 2.0
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     Pending runs never start; running ones save and exit, or with `now` are killed; with `wait`, return once
     they have ended. Raises UsageError for a group whose array job is unknown.
     """
+    if group.record.process is not None:
+        return _cancel_here(group, group.record.process, now, wait)
     array = recover_group_job_id(group)
     if array is None:
         raise UsageError(
@@ -117,18 +122,60 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
         # A resumed point has its own job outside the array.
         _cancel_points(group, running, pending, [id for id in job_ids if not id.startswith(f"{array}_")], now)
     state = "cancelled" if alive else "ended"
-    grace_s = float(group.record.plan["grace_s"])
     if running and not now:
-        ended = wait and _wait_until_jobs_gone(job_ids, grace_s + WAIT_MARGIN_S)
+        ended = wait and _wait_until_jobs_gone(job_ids, _grace_s(group) + WAIT_MARGIN_S)
         state = "cancelled" if ended else "cancelling"
+    return _group_result(group, len(running), len(pending), now, state)
+
+
+def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> CancelResult:
+    """Cancel a group of this machine: first the process that would start its other runs."""
+    if process.alive() is None:
+        raise UsageError(
+            f"cannot tell from here whether {group.path} is running: it was started on {process.host}",
+            hint=f"run `trainkit cancel {quote(str(group.path))}` on that host",
+        )
+    found = GroupFiles(group).status({}, datetime.now(timezone.utc)).points
+    group.update(cancelled_at=utc_now())
+    if process.alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+    while process.alive():
+        time.sleep(POLL_S)
+    num_pending = len([point for point in found if point.state == "pending"])
+    results = {
+        index: cancel_run(group.run(index), now=now, wait=False, warn=print_note)
+        for index in group.points
+        if group.run(index).exists()
+    }
+    saving = [group.run(index) for index, result in results.items() if result.state == "cancelling"]
+    num_running = len([result for result in results.values() if result.state != "ended"])
+    if wait:
+        deadline_s = time.monotonic() + _grace_s(group) + WAIT_MARGIN_S
+        saving = [run for run in saving if not _is_gone(run, deadline_s - time.monotonic())]
+    state = "cancelling" if saving else "cancelled" if num_running or num_pending else "ended"
+    return _group_result(group, num_running, num_pending, now, state)
+
+
+def _is_gone(run: RunDir, timeout_s: float) -> bool:
+    entry = read_job(run).newest
+    return entry is None or backend_of(entry).wait_until_gone(run, entry, timeout_s)
+
+
+def _grace_s(group: RunGroup) -> float:
+    return float(group.record.plan["grace_s"])
+
+
+def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool, state: str) -> CancelResult:
     facts = {
         "run_dir": str(group.path),
-        "job_id": array,
+        "job_id": group.job_id,
         "state": state,
-        "num_running": len(running),
-        "num_waiting": len(pending),
+        "num_running": num_running,
+        "num_waiting": num_pending,
     }
-    return CancelResult(state, _group_message(group, len(running), len(pending), now, state, grace_s), facts)
+    message = _group_message(group, num_running, num_pending, now, state, _grace_s(group))
+    return CancelResult(state, message, facts)
 
 
 def _group_message(

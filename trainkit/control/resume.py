@@ -34,15 +34,18 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.slurm_request import with_excluded
 from trainkit.plan.workload import Workload
-from trainkit.run.end import is_over, read_end
+from trainkit.run.end import is_over, read_end, read_newest_end
 from trainkit.run.files import read_json, utc_now
+from trainkit.run.group import RunGroup
 from trainkit.run.manifest import Manifest, newest_intact, published
+from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, change_newest, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
 from trainkit.submit.create import start_attempt
 from trainkit.submit.plan_run import gather, plan_run
 from trainkit.submit.snapshot import renewed_code
+from trainkit.submit.start import start_group
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -275,16 +278,43 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool) -> AttemptRecord:
+def resume_run(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, *, new_code: bool, now: bool = False
+) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with this config and plan; returns its job.json entry.
 
-    `new_code` replaces the run's copy of the code. Raises UsageError if the run is still running.
+    `new_code` replaces the run's copy of the code, `now` is that of `NewAttempt`. Raises UsageError if the
+    run is still running.
     """
     with run_lock(run):
         recover_job_id(run)
         require_not_running(run, "resume")  # under the lock: another command may have started it
         with renewed_code(run, config, plan) if new_code else nullcontext():
-            return start_attempt(run, config, plan, "resume")
+            return start_attempt(run, config, plan, "resume", now=now)
+
+
+def resume_group(group: RunGroup, process: ProcessId) -> str:
+    """Start the runs of a group on this machine that have not finished; returns its job id.
+
+    Raises UsageError if its `process` may still be there, and if all have finished.
+    """
+    path, alive = quote(str(group.path)), process.alive()
+    if alive is None:
+        raise UsageError(
+            f"cannot tell from here whether {group.path} is running: it was started on {process.host}",
+            hint=f"run `trainkit resume {path}` on that host",
+        )
+    if alive:
+        raise UsageError(
+            f"{group.path} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
+        )
+    ends = (read_newest_end(group.run(index).path) for index in group.points)
+    if all(end is not None and end.state == "finished" for end in ends):
+        raise UsageError(
+            f"all runs of {group.path} have finished", hint=f"`trainkit status {path}` shows them"
+        )
+    group.update(cancelled_at=None)
+    return start_group(group)
 
 
 def start_again(run: RunDir, reason: str) -> AttemptRecord:

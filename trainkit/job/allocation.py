@@ -45,6 +45,7 @@ from trainkit.job.failed_starts import close_failed_starts
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import silent_hosts
+from trainkit.job.local_queue import Place
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
@@ -58,6 +59,7 @@ from trainkit.job.requeue import (
     resubmit,
     start_host_watch,
 )
+from trainkit.locks import LockBusy
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
@@ -82,6 +84,7 @@ QUERY_PATIENCE_RESTART_S = 300.0
 """How long to retry while Slurm's controller is unavailable, when a step may be restarted."""
 REQUEUE_PATIENCE_S = 600.0
 """How long to retry a requeue while the controller is unavailable; giving up would strand a saved run."""
+QUEUE_POLL_S = 1.0
 START_S = 30.0
 """Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
 
@@ -101,10 +104,13 @@ class Allocation:
     lock_timeout_s = 10.0
     """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
 
-    def __init__(self, run: RunDir, number: int = 0) -> None:
+    def __init__(self, run: RunDir, number: int = 0, *, now: bool = False) -> None:
         self.run = run
         self.number = number
         """The first attempt, which the command that started this process has recorded."""
+        self._now = now
+        self._place: Place | None = None
+        """What it has got of this machine, until this process exits."""
 
     def claim(self) -> AttemptDir | int:
         """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
@@ -142,6 +148,30 @@ class Allocation:
         Returns the outcome and decision that end `attempt` if those failures forbid a restart, else None.
         """
         return None
+
+    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
+        """Wait until a run may start; returns a decision to end it instead. Restarts need not wait again."""
+        if self._place is not None:
+            return None
+        self._place, said = Place(attempt, plan), ""
+        while (reason := self._waits_for(self._place)) is not None:
+            if reason != said:
+                said = reason
+                log_line(f"attempt {attempt.number} {reason}")
+                log_event(self.run, attempt.number, "waiting", reason=reason)
+            if processes.wait_for_notice(QUEUE_POLL_S) is not None:
+                self._place.leave()
+                return Decision("stopped", CANCELLED, EXIT_STOPPED)
+        return None
+
+    def _waits_for(self, place: Place) -> str | None:
+        try:
+            return place.take(now=self._now)
+        except LockBusy as busy:
+            return f"waits for {busy}"
+        except OSError as error:
+            log_line(f"starts without waiting for its turn: the queue of this machine has failed ({error})")
+            return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
@@ -227,6 +257,9 @@ class SlurmAllocation(Allocation):
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             policy = LaunchPlan.read(attempt.plan_file).requeue
             return close_dead_attempts(attempt, policy, self.is_down)
+        return None
+
+    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
         return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:

@@ -1,7 +1,7 @@
 """The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or exits.
 
-``python -m trainkit.job.supervisor RUN_DIR --attempt N`` on one machine, and in the batch shell of a Slurm
-job ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
+``python -m trainkit.job.supervisor RUN_DIR --attempt N [--now]`` on one machine, in the shell of a Slurm job
+``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
 On one machine SIGTERM and SIGINT mean save and exit, SIGUSR2 save and restart; in a Slurm job the cause of
 the signal decides (`decision.termination_cause`). Even when the run folder or its disk fails, the exit code
@@ -167,6 +167,8 @@ class Supervisor:
         outcome = Outcome()
         try:
             plan = self.plan(attempt)
+            if (ended := self.allocation.wait_for_turn(attempt, plan)) is not None:
+                return outcome, ended
             enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             if self.notifier.is_for(plan.notify, "stalled", "slow"):
@@ -284,10 +286,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Everything after --step belongs to the step, options included.
     if len(arguments) > 2 and arguments[1] == "--step":
         return supervise_job(RunDir(arguments[0]), arguments[2:])
-    if len(arguments) == 3 and arguments[1] == "--attempt" and arguments[2].isdigit():
+    now = arguments[3:] == ["--now"]
+    if len(arguments) == 3 + now and arguments[1] == "--attempt" and arguments[2].isdigit():
         _prepare_process()
-        return supervise(Allocation(RunDir(arguments[0]), int(arguments[2])))
-    print("usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N | --step ARGV…)", file=sys.stderr)
+        return supervise(Allocation(RunDir(arguments[0]), int(arguments[2]), now=now))
+    usage = "usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N [--now] | --step ARGV…)"
+    print(usage, file=sys.stderr)
     return EXIT_USAGE
 
 

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cached_property
+from shlex import quote
 from typing import Any
 
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
-from trainkit.run.end import AttemptEnd, Best, end_of
+from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, read_events
 from trainkit.run.files import read_object, seconds_between
 from trainkit.run.group import Point, RunGroup, is_index
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
-from trainkit.run.record import AttemptRecord, attempt_of
-from trainkit.run.rundir import RunDir
+from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -26,8 +27,6 @@ NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
-NEWEST_END = "attempts/latest/end.json"
-"""In a copy of the folder `latest` may be no link."""
 NOT_STARTED = "not started"
 """Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
@@ -168,8 +167,15 @@ class GroupFiles:
         return [
             files.job_id
             for files in self.points
-            if files.job_id is not None and not files.is_over and not self._is_elsewhere(files)
+            if files.job_id is not None
+            and not files.is_over
+            and not self._is_here(files)
+            and not self._is_elsewhere(files)
         ]
+
+    def _is_here(self, files: PointFiles) -> bool:
+        """Whether the newest attempt of a point has a supervisor without Slurm, or will have."""
+        return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
     def _is_elsewhere(self, files: PointFiles) -> bool:
         """Whether the job of a point is on a cluster that cannot be queried from here."""
@@ -211,6 +217,8 @@ class GroupFiles:
     def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
         if files.end is not None and files.is_over:
             return files.end.state or "unknown", files.end.reason
+        if self._is_here(files):
+            return self._state_here(files)
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
         if self._is_elsewhere(files):
@@ -224,6 +232,24 @@ class GroupFiles:
                 return "cancelled", "cancelled before it started"
             return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
         return attempt_state(files.entry, files.end, alive, job, files.seen or Attempt(0), files.has_metrics)
+
+    def _state_here(self, files: PointFiles) -> tuple[str, str | None]:
+        record, run = self.group.record, self.group.run(files.point.index)
+        if files.entry.attempt:
+            alive, seen = is_alive(run, files.entry), files.seen or Attempt(0)
+            return attempt_state(files.entry, files.end, alive, None, seen, files.has_metrics)
+        alive = self._process_alive
+        if alive is False and record.cancelled_at is not None:
+            return "cancelled", "cancelled before it started"
+        if alive is False:
+            again = f"`trainkit resume {quote(str(self.group.path))}` runs what is left"
+            return "died", f"the process that starts the runs has ended; {again}"
+        return ("unknown", None) if alive is None else ("pending", "waits for the runs before it")
+
+    @cached_property
+    def _process_alive(self) -> bool | None:
+        process = self.group.record.process
+        return None if process is None else process.alive()
 
 
 def _read_points(group: RunGroup) -> list[PointFiles]:
@@ -243,7 +269,7 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     folder = f"{group.path}/{index}"
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
-    entry, end = entry or NOT_CREATED, end_of(read_object(f"{folder}/{NEWEST_END}"))
+    entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
     files = PointFiles(group.points[index], job_id, entry, end, best=None if end is None else end.best)
     if files.is_over or not entry.attempt:
@@ -255,11 +281,6 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     is_command = PlanRecord(group.record.plan).is_command
     is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
     return replace(files, seen=seen, best=best, has_metrics=run.metrics_file.exists() or is_printing)
-
-
-def read_newest_end(run: RunDir) -> AttemptEnd | None:
-    """How a run's newest attempt ended; None while it runs."""
-    return end_of(read_object(f"{run.path}/{NEWEST_END}"))
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

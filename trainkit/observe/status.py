@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
-STATE_EVENTS = ("signal", "first_step")
+STATE_EVENTS = ("waiting", "started", "signal", "first_step")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
@@ -282,7 +282,7 @@ def attempt_state(
     `starts` are those of its job that failed, as far as they are known.
     """
     state = _state(entry.attempt, end, alive, seen, has_metrics)
-    reason = None if end is None else end.reason
+    reason = seen.waits_for if end is None else end.reason
     if slurm_job is not None and (end is None or end.resumes):
         return _slurm_state(state, end, slurm_job, entry, starts)
     return state, reason
@@ -304,6 +304,8 @@ def _state(
         return "died"
     if seen.signals:
         return "stopping"
+    if seen.waits_for is not None:
+        return "pending"
     return "running" if has_metrics or seen.first_step is not None else "starting"
 
 

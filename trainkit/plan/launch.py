@@ -185,6 +185,8 @@ class LaunchPlan:
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     replay: tuple[int, int] | None = None
     """First and last step that `trainkit replay` computes again; None for a training."""
+    after: tuple[str, ...] = ()
+    """The folders of runs and groups that must finish before a run on this machine starts."""
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
     version: int = PLAN_VERSION
@@ -221,7 +223,10 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "world_size": self.world_size}
+        values = {**asdict(self), "world_size": self.world_size}
+        if not self.after:
+            del values["after"]
+        return values
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -256,7 +261,16 @@ class LaunchPlan:
         values["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
         notify = values.get("notify", {})
         values["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
-        for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys", "replay"):
+        for name in (
+            "command",
+            "python",
+            "trackers",
+            "node_sizes",
+            "warnings",
+            "launcher_keys",
+            "replay",
+            "after",
+        ):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         if values.get("slurm") is not None:

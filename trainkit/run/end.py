@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -203,6 +204,12 @@ class AttemptEnd:
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
     """How an attempt ended; None while it runs and if its supervisor was killed."""
     return end_of(read_object(attempt.end_file))
+
+
+def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
+    """How the newest attempt of the run in a folder ended; None while it runs."""
+    # In a copy of the folder `latest` may be no link.
+    return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
 def end_of(content: dict[str, Any]) -> AttemptEnd | None:

@@ -1,8 +1,8 @@
-"""A group is a folder of runs submitted as one Slurm array: the points of a sweep, one array task each.
+"""A group is a folder of runs, the points of a sweep: one Slurm array, or one process on this machine.
 
 ``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder ``INDEX/`` per
-point. A point's folder is created when its task starts or a command needs it, so that submitting ten thousand
-points takes no longer than submitting ten.
+point. A point's folder is created when it starts or, on Slurm, when a command needs it, so that submitting
+ten thousand points takes no longer than submitting ten.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.locks import file_lock
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, read_record, write_json
+from trainkit.run.files import read_json, read_record, write_atomic, write_json
+from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir
 
@@ -35,7 +37,7 @@ class Point:
     """One run of a group, as `sweep.json` describes it."""
 
     index: int = -1
-    """Its number in the Slurm array, and the name of its folder."""
+    """Its number in the array, and the name of its folder."""
     values: JsonObject = field(default_factory=dict)
     """The values of the swept keys, by dotted key."""
     config: JsonObject = field(default_factory=dict)
@@ -60,6 +62,8 @@ class GroupRecord:
     """The id of the whole array; None before it is known."""
     array: str = ""
     """What `--array` of sbatch gets."""
+    process: ProcessId | None = None
+    """The process that starts its runs on this machine; None on Slurm."""
     keys: list[str] = field(default_factory=list)
     """The config keys in which its points differ."""
     code: CodeCopy | None = None
@@ -74,8 +78,10 @@ class GroupRecord:
     def to_dict(self, points: Iterable[Point]) -> JsonObject:
         """The JSON of sweep.json."""
         own = {**vars(self), "code": None if self.code is None else self.code.to_dict()}
+        own["process"] = None if self.process is None else asdict(self.process)
         more, last = own.pop("more"), {"points": [point.to_dict() for point in points]}
-        last |= {key: value for key in ("submitted_at", "cancelled_at") if (value := own.pop(key))}
+        optional = ("process", "submitted_at", "cancelled_at")
+        last |= {key: value for key in optional if (value := own.pop(key))}
         return {**own, **last, **more}
 
 
@@ -90,6 +96,9 @@ class RunGroup:
     """The code snapshot of the group; its runs link to it."""
     logs_dir = Child("logs")
     """The output of each task's first start, from its first line on; the runs link to it."""
+    supervisor_lock_file = Child(".supervisor.lock")
+    """Locked by the process that starts its runs on this machine."""
+    process_log = Child("logs/group.log")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -160,6 +169,11 @@ class RunGroup:
         return self.record.name or self.path.name
 
     @property
+    def limit(self) -> int:
+        """How many of its runs this machine runs at once."""
+        return int(self.record.array.partition("%")[2] or 1)
+
+    @property
     def job_id(self) -> str | None:
         """The id of the whole array; None before it is known."""
         return self.record.job_id
@@ -203,23 +217,36 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
         return run
     group, index = found
     point = group.point(index)
+    if group.record.process is not None:
+        raise UsageError(
+            f"{run.path} has not started: the runs of {group.path} start one after another",
+            hint=f"`trainkit status {quote(str(group.path))}` shows them",
+        )
     job_id = job_id or group.task_id(index)
     if job_id is None:
         raise UsageError(
             f"cannot tell whether {group.path} was submitted: its sweep.json has no job id",
             hint="`squeue --me` lists your jobs",
         )
+    create_point_run(group, point, job_id)
+    return run
+
+
+def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -> None:
+    """Create the folder of a point's run; `job_id` is its task on Slurm, None without an attempt.
+
+    Raises UsageError when it cannot be written.
+    """
     try:
         _create(group, point, job_id)
     except OSError as error:
         raise UsageError(
-            f"cannot create the run folder {run.path}: {error.strerror or error}",
+            f"cannot create the run folder {group.run(point.index).path}: {error.strerror or error}",
             hint="check the permissions of its parent folder and the free space of the disk",
         ) from error
-    return run
 
 
-def _create(group: RunGroup, point: Point, job_id: str) -> None:
+def _create(group: RunGroup, point: Point, job_id: str | None) -> None:
     """Create the folder under a temporary name and rename it, so that no reader sees a partial run."""
     run = group.run(point.index)
     stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
@@ -233,7 +260,7 @@ def _create(group: RunGroup, point: Point, job_id: str) -> None:
             raise
 
 
-def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
+def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> None:
     from trainkit.config.yamlfile import dump  # slow to import
 
     record = group.record
@@ -246,12 +273,17 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
         code=record.code,
     )
     plan = json.dumps(changed(record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
-    attempt = open_attempt(stage, dump(changed(record.config, point.config)), plan)
+    config = dump(changed(record.config, point.config))
     shutil.copyfile(group.provenance_file, stage.provenance_file)
-    for copy in (attempt.script_file, stage.script_file):
-        shutil.copyfile(group.script_file, copy)
     if group.code_dir.is_dir():
         stage.code_dir.symlink_to(Path(os.pardir, group.code_dir.name))
+    if job_id is None:
+        write_atomic(stage.config_file, config)
+        write_atomic(stage.plan_file, plan)
+        return
+    attempt = open_attempt(stage, config, plan)
+    for copy in (attempt.script_file, stage.script_file):
+        shutil.copyfile(group.script_file, copy)
     # Slurm writes the output of the task there from its first line on.
     log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
     attempt.supervisor_log.symlink_to(log)

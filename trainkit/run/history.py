@@ -73,6 +73,8 @@ class Attempt:
     signals: list[float] = field(default_factory=list)
     cause: str | None = None
     """Why it was restarted."""
+    waits_for: str | None = None
+    """What it waits for before it starts on this machine."""
     saved: float | None = None
     """When its last checkpoint was published."""
     failure: Event | None = None
@@ -105,8 +107,12 @@ class Attempt:
         if name in ("submitted", "started", "training", "first_step"):
             if getattr(self, name) is None:
                 setattr(self, name, time)
+            if name == "started":
+                self.waits_for = None
             if name == "training":
                 self.start_step = event.step or 0
+        elif name == "waiting":
+            self.waits_for = event.reason
         elif name == "evaluated" and time is not None:
             self.evaluations.append(time)
         elif name == "checkpoint_begin":

@@ -48,10 +48,10 @@ def own_host(environ: Mapping[str, str] = os.environ) -> str:
 class ProcessId:
     """A process of some host."""
 
-    host: str
-    boot_id: str
-    pid: int
-    start_ticks: int | None
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    start_ticks: int | None = None
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:

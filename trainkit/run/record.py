@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.files import read_json, read_object, read_record, utc_now, write_atomic, write_json
-from trainkit.run.process import ProcessId, own_host
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.process import ProcessId, boot_id, own_host
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.slurm.environment import cluster_name
 
 AUTO_RESTART = "comeback"
@@ -253,6 +253,13 @@ def attempt_of(entry: object) -> AttemptRecord | None:
 def record_of(attempt: AttemptDir) -> AttemptRecord:
     """The record of an attempt in job.json, as `JobRecord.of_attempt` returns it."""
     return read_job(attempt.run).of_attempt(attempt.number)
+
+
+def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
+    """Whether the supervisor of a run's attempt on this machine is alive; None when this host cannot tell."""
+    alive = entry.alive()
+    # Another name of this machine, or a container on it: its kernel knows who holds the lock.
+    return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
 
 
 def superseded_by(attempt: AttemptDir) -> AttemptRecord | None:

@@ -158,7 +158,11 @@ def find_run(text: str, *, to_change: bool = False) -> RunDir:
 
     Raises UsageError like `find_run_or_group`, and for a whole group.
     """
-    found = find_run_or_group(text, to_change=to_change)
+    return one_run(find_run_or_group(text, to_change=to_change), text)
+
+
+def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
+    """The run that `find_run_or_group` found for `text`; raises UsageError for a whole group."""
     if isinstance(found, RunDir):
         return found
     indices = sorted(found.points)
@@ -271,7 +275,7 @@ def _run_of_point(group: RunGroup, index: int) -> RunDir:
 
 def _has_job(known: KnownRun, job_id: str) -> bool:
     if known.is_group:
-        return is_job_id(job_id) and known.group.job_id == base_id(job_id)
+        return known.group.job_id == (base_id(job_id) if is_job_id(job_id) else job_id)
     job = read_job(known.run)
     return job_id in [*(entry.job_id for entry in job.attempts), *(job.follow_ups or [])]
 

@@ -89,7 +89,9 @@ def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequenc
     return code
 
 
-def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> AttemptRecord:
+def start_run(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
+) -> AttemptRecord:
     """Start the first attempt of a run that was just created and return its job.json entry.
 
     With the reason ``run`` a local run ends when this process does. The run folder is removed if the attempt
@@ -97,7 +99,7 @@ def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> 
     """
     try:
         with run_lock(run):
-            return start_attempt(run, config, plan, reason, foreground=reason == "run")
+            return start_attempt(run, config, plan, reason, foreground=reason == "run", now=now)
     except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)
@@ -105,11 +107,17 @@ def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> 
 
 
 def start_attempt(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, foreground: bool = False
+    run: RunDir,
+    config: RunConfig,
+    plan: LaunchPlan,
+    reason: str,
+    *,
+    foreground: bool = False,
+    now: bool = False,
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
+    `reason` is one of ``submit run requeue resume``; `foreground` and `now` are for local runs only.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -118,7 +126,7 @@ def start_attempt(
     if backend.template is not None:
         script = _script(run, job, config, plan)
         refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
-    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground)
+    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground, now)
     entry = backend.start(run, new)
     register(run, job.name)
     return entry

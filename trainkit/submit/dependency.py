@@ -1,4 +1,4 @@
-"""The Slurm jobs that ``--after RUN`` waits for."""
+"""What ``--after RUN`` waits for: jobs of Slurm, or run folders on this machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
 
 
-def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
-    """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
-
-    Empty if all have finished. `array` is the job id of a group. Raises UsageError if a run has failed, is
-    unknown, or runs on this machine.
-    """
-    open_runs = [run for run in runs if run.state != "finished"]
-    wrong = [run for run in open_runs if run.state not in UNFINISHED_STATES or run.job_id is None]
+def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
+    """The runs that `text` names that have not finished; raises UsageError if one will not."""
+    found = [run for run in runs if run.state != "finished"]
+    wrong = [run for run in found if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
         first = wrong[0]
         more = f" ({first.reason})" if first.reason else ""
@@ -40,61 +36,70 @@ def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = No
         if first.state == "unknown":
             hint = f"`trainkit status {quote(first.run_dir)}` says why; without --after the run starts now"
         raise UsageError(f"--after {text}: {first.run_dir} is {first.state}{more}", hint=hint)
-    local = next((run for run in open_runs if str(run.job_id).startswith("local-")), None)
+    return found
+
+
+def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
+    """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
+
+    Empty if all have finished. `array` is the job id of a group. Raises UsageError as `open_runs`, and if a
+    run is on this machine.
+    """
+    found = open_runs(text, runs)
+    local = next((run for run in found if str(run.job_id).startswith("local-")), None)
     if local is not None:
         raise UsageError(
             f"--after {text}: {local.run_dir} runs on this machine, and Slurm cannot wait for it",
             hint=f"`trainkit logs {quote(local.run_dir)} -f` returns when it has ended",
         )
     own = f"{array}_"
-    if array is not None and open_runs and all(str(run.job_id).startswith(own) for run in runs):
+    if array is not None and found and all(str(run.job_id).startswith(own) for run in runs):
         return [array]
-    return [str(run.job_id) for run in open_runs]
+    return [str(run.job_id) for run in found]
 
 
-def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:
-    """The plan with a dependency on `job_ids`; `texts` are the runs of --after as typed.
-
-    Raises UsageError for a plan without Slurm.
-    """
-    if plan.slurm is None:
-        raise UsageError(
-            "--after requires Slurm, but this run starts on this machine",
-            hint="`trainkit logs RUN -f` returns when a run has ended",
-        )
+def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[str]) -> LaunchPlan:
+    """The plan with a dependency on the `dependencies` of the runs of --after, which are `texts` as typed."""
     names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
-    if not job_ids:
+    if not waits_for:
         reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
         return replace(plan, reasons=reasons)
-    # Without --kill-on-invalid-dep: a job whose dependency failed stays pending, and `status` reports it.
-    dependency = "afterok:" + ":".join(dict.fromkeys(job_ids))
-    reasons = {**plan.reasons, "after": f"{dependency}: starts once {names} {verb} finished successfully"}
+    # What waits for a run that has failed stays pending, here as on Slurm, and `status` reports it.
+    reason = f"starts once {names} {verb} finished successfully"
+    if plan.slurm is None:
+        return replace(plan, after=tuple(waits_for), reasons={**plan.reasons, "after": reason})
+    dependency = "afterok:" + ":".join(dict.fromkeys(waits_for))
     slurm = replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
-    return replace(plan, slurm=slurm, reasons=reasons)
+    return replace(plan, slurm=slurm, reasons={**plan.reasons, "after": f"{dependency}: {reason}"})
 
 
-def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
-    """The ids of the jobs that must finish successfully for these runs and groups to have finished.
+def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
+    """What must finish for these runs and groups to have finished: jobs of Slurm, or else their folders.
 
-    Raises UsageError for a run that has failed, is unknown or runs on this machine.
+    Raises UsageError for a run that has failed or is unknown, and on Slurm for one on this machine.
     """
-    ids: list[str] = []
+    waits_for: list[str] = []
     for name in names:
         found = find_run_or_group(name, to_change=True)
+        job_id, runs = None, list[Dependency]()
         if isinstance(found, RunDir):
-            ids += dependency_ids(name, [_run(found, warn)])
+            runs = [_run(found, warn, on_slurm)]
         else:
             points = GroupFiles(found)
             status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
-            ids += dependency_ids(name, status.points, found.job_id)
-    return ids
+            job_id, runs = found.job_id, [*status.points]
+        if on_slurm:
+            waits_for += dependency_ids(name, runs, job_id)
+        elif open_runs(name, runs):
+            waits_for.append(str(found.path))
+    return waits_for
 
 
-def _run(run: RunDir, warn: Callable[[str], None]) -> RunStatus:
+def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
     record = read_job(run)
     job = query_job_status(run, record, warn)
     status = read_status(RunHistory(run), record, job.alive, datetime.now(timezone.utc), job.job)
-    if status.state in UNFINISHED_STATES:
+    if on_slurm and status.state in UNFINISHED_STATES:
         num_follow_ups = read_effective(run.config_file).requeue.follow_ups
         if num_follow_ups:
             raise UsageError(

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainkit.backends import backend_named
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.record import CodeCopy
 from trainkit.run.registry import register
-from trainkit.run.rundir import RunDir, submission_token
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import cluster_name
 from trainkit.submit.create import CreatedRun, create_run, new_folder, start_run, write_origin
 from trainkit.submit.secrets import refuse_leaks
@@ -43,34 +44,35 @@ def create_submission(
         code = write_origin(run, config, plan, argv) if code_from is None else _share_origin(code_from, group)
         record = _record(name, submission.points, submission.array.directive, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
-        write_atomic(group.script_file, submission.script(run, code).text)
+        if backend_named(plan.backend).template is not None:
+            write_atomic(group.script_file, submission.script(run, code).text)
         write_json(group.sweep_file, record)
     return CreatedRun(run, name, code)
 
 
-def start_submission(submission: Submission, created: CreatedRun) -> tuple[str, int | None]:
+def start_submission(
+    submission: Submission, created: CreatedRun, *, now: bool = False
+) -> tuple[str, int | None]:
     """Start what `create_submission` has created; returns the job id, and the attempt of a run.
+
+    `now` is that of `NewAttempt`, for a run.
 
     Raises SlurmRefused after removing the folder, and SlurmUnreachable, which keeps it if the job may
     exist.
     """
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
-    entry = start_run(created.run, submission.points[0].config, submission.points[0].plan, "submit")
+    first = submission.points[0]
+    entry = start_run(created.run, first.config, first.plan, "submit", now=now)
     return entry.job_id, entry.attempt
 
 
 def start_group(group: RunGroup, after: str | None = None) -> str:
-    """Submit the array of a group and return its job id; it waits until the job `after` has ended.
+    """Start a group and return its job id; on Slurm it waits until the job `after` has ended.
 
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
     """
-    from trainkit.backends.slurm import removed_unless_submitted, submit_file
-
-    token = submission_token(RunDir(group.path), 1)
-    options = [] if after is None else [f"--dependency=afterany:{after}"]
-    with removed_unless_submitted(group.path, token):
-        job_id = submit_file(group.script_file, token, group.path, options)
+    job_id = backend_named(group.record.backend).start_group(group, after)
     group.update(job_id=job_id, submitted_at=utc_now())
     register(RunDir(group.path), group.name)
     return job_id

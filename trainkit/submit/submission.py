@@ -1,4 +1,4 @@
-"""What one command submits: a run, or the points of a sweep or array as one Slurm array.
+"""What one command submits: a run, or the points of a sweep or array as one group.
 
 A run is a group of one. All points are checked before anything is written, which `start.py` does.
 """
@@ -218,7 +218,6 @@ def plan_submission(
     array: ArraySpec | None,
     workload: Workload,
     *,
-    config_path: str,
     after: Sequence[str],
     will_start: bool,
     warn: Callable[[str], None],
@@ -244,10 +243,10 @@ def plan_submission(
             try:
                 facts = gatherer.facts(loaded, own)
                 if array is not None and not plans:
-                    target = facts.target
-                    if problem := backend_named(target.backend).array_problem(target.reason, config_path):
+                    if problem := backend_named(facts.target.backend).array_problem():
                         raise UsageError(*problem)
-                    refuse_too_large(array, None if will_start else warn)
+                    if facts.target.submits_job:
+                        refuse_too_large(array, None if will_start else warn)
                 plans[key] = plan_run(loaded, facts, own)
             except ConfigError as error:
                 plans[key] = error
@@ -259,10 +258,10 @@ def plan_submission(
     submission = checked(planned, refused, array)
     if not after:
         return submission
-    from trainkit.submit.dependency import job_ids_of, with_dependency  # what reads runs is slow to import
+    from trainkit.submit.dependency import dependencies, with_dependency  # what reads runs is slow to import
 
-    job_ids = () if planned[0].plan.slurm is None else job_ids_of(after, warn)
-    waiting = [replace(item, plan=with_dependency(item.plan, after, job_ids)) for item in planned]
+    waits_for = dependencies(after, warn, on_slurm=planned[0].plan.slurm is not None)
+    waiting = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in planned]
     return Submission(waiting, array)
 
 
@@ -279,6 +278,8 @@ def checked(
     if refused:
         raise ConfigError(list(_with_points(refused, len(planned) + len(refused))))
     first = planned[0]
+    if first.plan.slurm is None:
+        return Submission(planned, array)
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
             f"requeue.follow_ups is {first.config.requeue.follow_ups}, which a group of runs cannot have",
@@ -333,6 +334,8 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
     else:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
+    if not limit and points[0].plan.slurm is None:
+        limit = "; one after another, --array %N runs N at once"
     return f"{plural(len(points), 'run')}: {differs}{limit}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,15 @@ def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, opt
     assert argv[:3] == ("/venv/bin/python", "-m", module)
     assert set(options) <= set(argv)
     assert argv[-2:] == ("train.py", "--x"), "launchers bring their own interpreter"
+
+
+def test_deepspeed_gets_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module sets CUDA_VISIBLE_DEVICES itself."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
+    here = replace(PLAN, backend="local", device="cuda", command=("train.py",), launcher="deepspeed")
+    (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]
+    nodes = json.loads(base64.urlsafe_b64decode(info.partition("=")[2]))
+    assert nodes["node1"] == [4, "GPU-f", 6, 7]
 
 
 def test_script_of() -> None:

@@ -65,8 +65,11 @@ def test_nodes_on_one_machine_share_its_gpus(node_rank, visible, expected):
     assert gpu_slice(PLAN, node_rank, visible) == expected
 
 
-def test_one_node_sees_all_gpus():
-    assert "CUDA_VISIBLE_DEVICES" not in environ(replace(PLAN, num_nodes=1), node_rank=0)
+def test_one_node_sees_all_gpus_that_its_run_has_got():
+    one, name = replace(PLAN, num_nodes=1), "CUDA_VISIBLE_DEVICES"
+    assert name not in environ(one, node_rank=0)
+    found = environ(one, node_rank=0, configured={name: "0,1,2,3"}, inherited={name: "2,3"})
+    assert found[name] == "2,3", "the supervisor has chosen them among those of launch.env"
 
 
 def test_workers_use_the_environment_that_the_plan_names():

@@ -12,10 +12,9 @@ from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_r
 from trainkit.config import RunConfig
 from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.control.resume import start_again
-from trainkit.observe.group import read_newest_end
 from trainkit.observe.logs import run_is_over
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
 from trainkit.run.files import JsonlTail
 from trainkit.run.manifest import partials, published
@@ -223,7 +222,7 @@ class RunWatch:
 
     def end(self) -> AttemptEnd:
         """How the newest attempt ended, as far as that is recorded."""
-        return read_newest_end(self.run) or AttemptEnd()
+        return read_newest_end(self.run.path) or AttemptEnd()
 
 
 OVER = "the run was over before it could be interrupted: give it more steps"

@@ -22,6 +22,7 @@ from pathlib import Path, PurePath
 
 from trainkit.errors import UsageError
 from trainkit.job import processes
+from trainkit.job.local_queue import VISIBLE
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
@@ -82,9 +83,11 @@ def worker_environ(
     environ.setdefault("PYTHONUNBUFFERED", "1")
     for name, value in network.items():
         environ.setdefault(name, value)
-    if plan.is_here and plan.device == "cuda" and plan.num_nodes > 1:
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
-        environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, rank_env.node_rank, visible)
+    if plan.is_here and plan.device == "cuda":
+        # Those that the supervisor has got for the run, of those that launch.env may name.
+        visible = inherited.get(VISIBLE, environ.get(VISIBLE))
+        if visible is not None or plan.num_nodes > 1:
+            environ[VISIBLE] = gpu_slice(plan, rank_env.node_rank, visible)
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
         environ[NONCE_VARIABLE] = rank_env.nonce
@@ -158,7 +161,7 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
     python = plan.python or (sys.executable,)
     if plan.launcher == "lightning":
         return (*python, *script_of(command))
-    module = _LAUNCHERS[plan.launcher](rank_env)
+    module = _LAUNCHERS[plan.launcher](rank_env, _own_gpus(plan, rank_env))
     config = run.path / ACCELERATE_CONFIG
     if config.name in plan.launcher_files:
         # The file says which kind of processes: with --multi_gpu, accelerate would not read it.
@@ -185,7 +188,16 @@ def script_of(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _torchrun(rank_env: RankEnv) -> tuple[str, ...]:
+def _own_gpus(plan: LaunchPlan, rank_env: RankEnv) -> list[int | str]:
+    """The GPUs of a node by number or UUID; on Slurm those of its ranks, counted from 0."""
+    visible = os.environ.get(VISIBLE) if plan.is_here and plan.device == "cuda" else None
+    if visible is None:
+        return list(range(rank_env.local_world_size))
+    names = gpu_slice(plan, rank_env.node_rank, visible).split(",")
+    return [int(name) if name.isdigit() else name for name in names]
+
+
+def _torchrun(rank_env: RankEnv, gpus: Sequence[int | str]) -> tuple[str, ...]:
     return (
         "torch.distributed.run",
         f"--nnodes={rank_env.num_nodes}",
@@ -196,7 +208,7 @@ def _torchrun(rank_env: RankEnv) -> tuple[str, ...]:
     )
 
 
-def _accelerate(rank_env: RankEnv) -> tuple[str, ...]:
+def _accelerate(rank_env: RankEnv, gpus: Sequence[int | str]) -> tuple[str, ...]:
     return (
         "accelerate.commands.launch",
         *(("--multi_gpu",) if rank_env.world_size > 1 else ()),
@@ -208,10 +220,10 @@ def _accelerate(rank_env: RankEnv) -> tuple[str, ...]:
     )
 
 
-def _deepspeed(rank_env: RankEnv) -> tuple[str, ...]:
-    # The `deepspeed` program starts this module on every node, by ssh and from a hostfile.
-    gpus = list(range(rank_env.local_world_size))
-    nodes = {f"node{index}": gpus for index in range(rank_env.num_nodes)}
+def _deepspeed(rank_env: RankEnv, gpus: Sequence[int | str]) -> tuple[str, ...]:
+    # The `deepspeed` program starts this module on every node, by ssh and from a hostfile. The module sets
+    # CUDA_VISIBLE_DEVICES to the GPUs of its own node.
+    nodes = {f"node{index}": list(gpus) for index in range(rank_env.num_nodes)}
     return (
         "deepspeed.launcher.launch",
         f"--world_info={base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()}",

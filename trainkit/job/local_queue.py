@@ -1,0 +1,182 @@
+"""The queue of this machine: a run waits, in order, until as many GPUs or CPU cores are free as it has ranks.
+
+Each GPU, core and waiting run is a file in a folder of this user and machine. The supervisor that has it
+locks it until it exits, so one that was killed, or whose machine went down, leaves nothing behind. GPUs in
+use by processes without such a lock, as those of other users, are not free either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.cluster.machine import NoDriver, gpu_handle, num_usable_cpus, nvml
+from trainkit.folders import ensure_folder, state_folder
+from trainkit.formats import plural
+from trainkit.job.rank_env import visible_gpus
+from trainkit.locks import LockBusy, acquire_lock, file_lock, is_locked, owner_of, release_lock
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import read_newest_end
+from trainkit.run.group import RunGroup
+from trainkit.run.process import PROC
+from trainkit.run.record import record_of
+from trainkit.run.rundir import AttemptDir, RunDir
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOCK_TIMEOUT_S = 10.0
+MAX_USERS = 3
+"""The maximum number of runs that are named as those who use what a run waits for."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A GPU or a CPU core."""
+
+    key: str
+    """The same whatever the GPU is called in CUDA_VISIBLE_DEVICES."""
+    user: str | None = None
+    """The process that uses a GPU, as far as the driver tells."""
+
+
+@dataclass
+class Place:
+    """The place of an attempt in the queue, and what it has got."""
+
+    attempt: AttemptDir
+    plan: LaunchPlan
+    folder: Path = field(default_factory=lambda: state_folder() / "queue" / os.uname().nodename)
+    _ticket: tuple[Path, int] | None = None
+
+    def take(self, *, now: bool) -> str | None:
+        """Lock the GPUs or cores of the attempt until this process exits, and let its ranks see only those.
+
+        Returns what it waits for, None when it has got them; with `now` it also gets those in use. Raises
+        OSError when the folder cannot be written or locked.
+        """
+        if (reason := _unfinished(self.plan)) is not None:
+            return reason
+        os.environ |= {name: value for name, value in self.plan.env.items() if name == VISIBLE}
+        ensure_folder(self.folder, 0o700, parents=True)
+        with file_lock(self.folder / ".lock", LOCK_TIMEOUT_S):
+            ahead = None if now else self._ahead()
+            if ahead is not None:
+                return f"waits behind {ahead}"
+            units = _gpus() if self.plan.device == "cuda" else _cores()
+            count = min(self.plan.world_size, len(units))
+            taken, users = self._lock_free(units, count)
+            if len(taken) < count and not now:
+                for descriptor in taken.values():
+                    release_lock(descriptor)
+                what = plural(count, "GPU" if self.plan.device == "cuda" else "CPU core")
+                in_use = _named(list(dict.fromkeys(users.values())))
+                return f"waits for {what} ({len(taken)} free, in use by {in_use})"
+            self.leave()
+        if self.plan.device == "cuda":
+            # The driver numbers GPUs otherwise than CUDA does by default.
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+            os.environ[VISIBLE] = ",".join([*taken, *users][:count])
+        return None
+
+    def leave(self) -> None:
+        """Leave the queue: the attempt has got what it waited for, or does not start."""
+        if self._ticket is not None:
+            path, descriptor = self._ticket
+            self._ticket = None
+            path.unlink(missing_ok=True)
+            release_lock(descriptor)
+
+    def _ahead(self) -> str | None:
+        """The run before this one, which enters the queue if it is not in it; None if this is the first."""
+        if self._ticket is None:
+            entry = record_of(self.attempt)
+            path = self.folder / f"{self.plan.device}-{entry.submitted_at}-{os.getpid():08d}"
+            self._ticket = path, acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
+        ahead = None
+        for path in sorted(self.folder.glob(f"{self.plan.device}-*")):
+            if path == self._ticket[0]:
+                break
+            if is_locked(path):
+                ahead = owner_of(path)
+            else:
+                path.unlink(missing_ok=True)
+        return ahead
+
+    def _lock_free(self, units: Mapping[str, Unit], count: int) -> tuple[dict[str, int], dict[str, str]]:
+        """The descriptors of up to `count` free units, and the users of the others that were looked at."""
+        taken, users = dict[str, int](), dict[str, str]()
+        for name, unit in units.items():
+            if len(taken) == count:
+                break
+            path = self.folder / f"{unit.key}.lock"
+            try:
+                descriptor = acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
+            except LockBusy:
+                users[name] = owner_of(path)
+                continue
+            if unit.user is None:
+                taken[name] = descriptor
+            else:
+                release_lock(descriptor)
+                users[name] = unit.user
+        return taken, users
+
+
+def _named(users: list[str]) -> str:
+    more = f" and {len(users) - MAX_USERS:,} more" if len(users) > MAX_USERS else ""
+    return f"{', '.join(users[:MAX_USERS])}{more}"
+
+
+def _cores() -> dict[str, Unit]:
+    return {str(index): Unit(f"core {index}") for index in range(num_usable_cpus())}
+
+
+def _gpus() -> dict[str, Unit]:
+    """The GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES; none without a driver."""
+    listed = visible_gpus(os.environ.get(VISIBLE))
+    try:
+        with nvml() as driver:
+            count = driver.nvmlDeviceGetCount()
+            names = map(str, range(count)) if listed is None else listed
+            return {name: _gpu(driver, name) for name in names}
+    except NoDriver:
+        return {}
+
+
+def _gpu(driver: Any, name: str) -> Unit:
+    key, users = name, list[str]()
+    with suppress(driver.NVMLError):  # a GPU that is lost, or a slice: the ranks say so
+        handle = gpu_handle(driver, name)
+        key = str(driver.nvmlDeviceGetUUID(handle))
+        users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
+    return Unit(f"gpu {key}", users[0] if users else None)
+
+
+def _process(pid: int) -> str:
+    name = ""
+    with suppress(OSError):  # in another container, or gone
+        name = f" ({(PROC / str(pid) / 'comm').read_text().strip()})"
+    return f"process {pid}{name}"
+
+
+def _unfinished(plan: LaunchPlan) -> str | None:
+    """Which of the runs and groups that a plan waits for has not finished; None without one."""
+    for folder in plan.after:
+        for run in _runs(Path(folder)):
+            end = read_newest_end(run.path)
+            if end is None or end.resumes:
+                return f"waits for {run.path} to finish"
+            if end.state != "finished":
+                return f"waits for {run.path}, which is {end.state}, to be resumed and to finish"
+    return None
+
+
+def _runs(folder: Path) -> Iterator[RunDir]:
+    group = RunGroup(folder)
+    if group.exists():
+        yield from map(group.run, group.points)
+    else:
+        yield RunDir(folder)
