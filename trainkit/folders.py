@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import getpass
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -71,8 +70,6 @@ PACKAGE = Path(__file__).resolve().parent
 PROJECT_CONFIG = "config.yaml"
 FIRST_RUN = "first-run.yaml"
 """The run config that `trainkit init` writes."""
-RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
-"""What commands take for something else than the name of a run."""
 QUICKSTART = "quickstart"
 NOT_RUNS = ("clusters", "profiles")
 """Folders of shipped files that are layered over a run config and do not describe a run themselves."""

@@ -15,6 +15,8 @@ JsonObject = dict[str, Any]
 What trainkit itself defines is a dataclass.
 """
 GAP = "  "
+RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
+"""What commands take for something else than the name of a run."""
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), max_width: int | None = None) -> str:

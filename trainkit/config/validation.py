@@ -16,7 +16,7 @@ from trainkit.config.suggest import value_hint
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.config.yamlfile import Entry
 from trainkit.errors import Problem
-from trainkit.folders import RESERVED_NAME
+from trainkit.formats import RESERVED_NAME
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:

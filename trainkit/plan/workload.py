@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import ClassVar
 
-from trainkit.folders import RESERVED_NAME
+from trainkit.formats import RESERVED_NAME
 
 PER_RANK = ("python", "lightning")
 """Launchers with which a command starts once per rank, by the agent of its node."""
