@@ -155,6 +155,17 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
     report = report_of(run)
     assert (report.spent["unmeasured"], report.allocated_s, report.goodput) == (8.0, 8.0, None)
     assert "Unknown: the run has no metrics." in render_report(report)
+    for number in (1, 2):  # found in its log
+        record = {
+            "step": number,
+            "time": iso(4 * number),
+            "attempt": 1,
+            "loss": 3.0 - number,
+            "source": "log",
+        }
+        append_jsonl(run.metrics_file, record)
+    report = report_of(run)
+    assert (report.spent["unmeasured"], report.goodput, report.num_records) == (8.0, None, 2)
 
 
 def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):

@@ -41,6 +41,8 @@ class Curves:
     """Attempt -> category -> seconds; they add up to its allocated time."""
     num_records: int
     num_steps_lost: int
+    is_measured: bool = False
+    """Whether the records of an attempt say how long its steps took."""
 
 
 def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
@@ -60,13 +62,15 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             for name, points in curves.series.items():
                 points.setdefault(number, []).extend(_extremes(kept, name))
             begin = attempt.training or attempt.started
-            if begin is None or attempt.ended is None:
-                continue
+            is_timed = number in clocks or any(record.number("step_s") is not None for record in own)
+            if begin is None or attempt.ended is None or not is_timed:
+                continue  # the log of a COMMAND seldom says how long its steps took
             clock = clocks.get(number, (begin, attempt.start_step))
             clocks[number], num_lost = _add_steps(spent[number], attempt, own, clock)
             curves.num_steps_lost += num_lost
     for attempt in attempts:
         _add_ends(spent[attempt.number], attempt, clocks.get(attempt.number))
+    curves.is_measured = bool(clocks)
     return curves
 
 

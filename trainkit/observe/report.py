@@ -138,8 +138,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     world_size = plan.count("world_size")
     nodes = read_nodes(run)
     config = flat_config(run)
-    is_measured = allocated_s > 0 and curves.num_records > 0
-    goodput = spent["productive"] / allocated_s if is_measured else None
+    goodput = spent["productive"] / allocated_s if allocated_s > 0 and curves.is_measured else None
     return Report(
         status=status,
         verdict=_verdict(status, goodput, attempts),

@@ -29,28 +29,28 @@ def losses(text: str, **options) -> dict[int, float]:
 RECORDED = {
     # name: (what counts, names, total steps, steps of an epoch), some steps and losses, validations
     "accelerate": (
-        ("bar", ("loss", "lr"), None, None),
+        ("progress bar", ("loss", "lr"), None, None),
         {1: 9.97, 29: 4.8, 30: 7.81},
         [],
     ),
     "deepspeed": (("step", ("loss",), None, None), {0: 2.69806, 39: 12.54815}, []),
     "hf-trainer": (
-        ("bar", ("loss", "grad_norm", "lr", "val_loss"), 60, None),
+        ("progress bar", ("loss", "grad_norm", "lr", "val_loss"), 60, None),
         {5: 11.51, 20: 3.874, 25: 4.182, 60: 0.8519},
         [(20, 4.669), (40, 2.053), (60, 1.371)],
     ),
     "keras": (
-        ("bar", ("loss", "val_loss"), 64, 16),
+        ("progress bar", ("loss", "val_loss"), 64, 16),
         {1: 12.3641, 16: 11.4186, 17: 12.4267, 64: 10.8303},
         [(16, 13.0181), (32, 12.7959), (48, 12.5814), (64, 12.3673)],
     ),
     "keras-lines": (
-        ("bar", ("loss", "val_loss"), 64, 16),
+        ("progress bar", ("loss", "val_loss"), 64, 16),
         {16: 11.4186, 32: 11.2155, 48: 11.0216, 64: 10.8303},
         [(16, 13.0181), (32, 12.7959), (48, 12.5814), (64, 12.3673)],
     ),
     "lightning": (
-        ("bar", ("loss", "val_loss"), None, 40),
+        ("progress bar", ("loss", "val_loss"), None, 40),
         {10: 5.71, 30: 8.36, 70: 5.13, 80: 3.72},
         [(40, 6.81), (80, 4.34)],
     ),
@@ -65,8 +65,8 @@ RECORDED = {
         [(0, 8.2059), (50, 5.3403), (100, 2.991), (150, 1.7651), (200, 0.9958)],
     ),
     "plain": (("step", ("loss", "lr"), None, None), {10: 6.8161, 200: 0.0029}, []),
-    "rich": (("bar", ("loss",), 100, None), {5: 5.1996, 100: 0.2806}, []),
-    "tqdm": (("bar", ("loss", "lr"), None, 30), {3: 9.1454, 60: 0.8111}, []),
+    "rich": (("progress bar", ("loss",), 100, None), {5: 5.1996, 100: 0.2806}, []),
+    "tqdm": (("progress bar", ("loss", "lr"), None, 30), {3: 9.1454, 60: 0.8111}, []),
 }
 
 

@@ -134,8 +134,6 @@ class Agent(ProcessGroup):
             self._listener = StepListener()
         if self.plan.trackers and rendezvous.has_rank_0:
             self.sender = TrackerSender(self.attempt, self.plan)
-        if self.plan.log_pattern is not None and rendezvous.has_rank_0:
-            self._log_curve = LogCurve(self.attempt, self.plan)
         # With a task for each GPU, every one of them has an agent.
         if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
             self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
@@ -208,7 +206,8 @@ class Agent(ProcessGroup):
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
-        if self._log_curve is not None:
+        if self.plan.log_pattern is not None and self.rendezvous.has_rank_0:
+            self._log_curve = self._log_curve or LogCurve(attempt, self.plan)
             self._log_curve.poll()
 
     def _follow_other_hosts(self, place: HostPlace) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 MAX_LINE = 1000
 """Characters of a line that are read: the end of a longer one."""
-KINDS = ("global step", "step", "iteration", "batch", "bar", "epoch")
+KINDS = ("global step", "step", "iteration", "batch", "progress bar", "epoch")
 """What counts steps, the most likely one first."""
 _COUNTS = {
     **dict.fromkeys(("update", "updates"), "global step"),
@@ -120,7 +120,7 @@ def read_line(line: str) -> Reading:
         begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
         is_position = number["total"] is not None and number["value"].isdigit()
         if is_position and begins.search(before) and ends.match(line, end):
-            found.positions.setdefault("bar", (int(number["value"]), int(number["total"])))
+            found.positions.setdefault("progress bar", (int(number["value"]), int(number["total"])))
         elif words:
             _read_named(found, number, words)
     return found
@@ -245,7 +245,10 @@ class PrintedCurve:
         if self._ignores_epochs:
             reading.positions.pop("epoch", None)
         self._note_epoch(reading)
-        has_value, has_bar = bool(reading.losses) or reading.val_loss is not None, "bar" in reading.positions
+        has_value, has_bar = (
+            bool(reading.losses) or reading.val_loss is not None,
+            "progress bar" in reading.positions,
+        )
         if has_value and (reading.is_part or (has_bar and reading.is_validation)):
             return
         self.num_losses += has_value
@@ -257,7 +260,7 @@ class PrintedCurve:
             self._take(reading)
         elif has_value:
             self._waiting = reading
-            if self._primary is not None and self._primary[0] != "bar":
+            if self._primary is not None and self._primary[0] != "progress bar":
                 self._add_validation(reading, self._step)
 
     def _note_epoch(self, reading: Reading) -> None:
@@ -345,7 +348,7 @@ class PrintedCurve:
         if key != self._primary:
             return
         for step, values in new:
-            self._put(step, values, is_bar=key[0] == "bar")
+            self._put(step, values, is_bar=key[0] == "progress bar")
         self._describe(key[0], counter, values, total)
 
     def _put(self, step: int, values: dict[str, float], *, is_bar: bool) -> None:
