@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import BACKENDS, Login, agents_of, log_of, settings
+from trainkit.run.events import training_curve
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPE = ("--nodes", "2", "--gpus-per-node", "2")
@@ -47,8 +48,9 @@ def test_the_examples_over_two_hosts(examples: Login, launcher: str, script: str
     assert [re.findall(r"rank \d of \d is done", log_of(run, rank)) for rank in range(2)] == [
         [f"rank {rank} of 2 is done"] for rank in range(2)
     ]
-    first, last = (float(log_of(run).split(f"step={step} loss=")[1].split()[0]) for step in (1, 20))
-    assert last < first / 10
+    printed = {int(step): float(loss) for step, loss in re.findall(r"step=(\d+) loss=(\S+)", log_of(run))}
+    assert printed[20] < printed[1] / 10
+    assert {record.step: record.number("loss") for record in training_curve(run)} == printed
     assert agents_of(run) == list(enumerate(examples.cluster.hosts[:2]))
 
 
