@@ -175,6 +175,11 @@ def test_other_values_of_a_step():
         ("epoch 0 iter 9 loss 5\nepoch 1 iter 19 loss 4\nepoch 2 iter 29 loss 3", {9: 5, 19: 4, 29: 3}),
         ("\n".join(f"stage 1 step 1/3 iter {n} loss {n}" for n in (1, 2, 3)), {2: 2, 3: 3}),
         ("micro_step: 4 step: 2 loss: 5\nmicro_step: 8 step: 4 loss: 4", {2: 5, 4: 4}),
+        # Only the second epoch shows which of two is the step.
+        (
+            "\n".join(f"epoch {e} step {n} iter {10 * e + n} loss 1" for e in (0, 1) for n in (1, 5, 9)),
+            dict.fromkeys((1, 5, 9, 11, 15, 19), 1),
+        ),
         # A script that went back to a checkpoint: its steps are computed again.
         ("\n".join(f"step {n} loss {n}" for n in (1, 2, 3, 4, 3, 4, 5)), {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}),
         # Set-up that is numbered too, and a checkpoint that is named.
@@ -187,6 +192,19 @@ def test_other_values_of_a_step():
 )
 def test_the_step_is_what_grows(text, expected):
     assert str(losses(text)) == str({step: float(loss) for step, loss in expected.items()})
+
+
+def test_a_bar_of_epochs_is_not_mixed_with_that_of_their_steps():
+    bar = "{0}:  10%|█  | {1}/{2} [00:01<00:09, 5it/s, loss={3}]"
+    lines = []
+    for epoch in range(2):
+        lines += [bar.format("train", n, 10, epoch * 10 + n) for n in (2, 5, 10)]
+        lines.append(bar.format("epochs", epoch + 1, 2, 99))
+    assert losses("\n".join(lines)) == {step: step for step in (2, 5, 10, 12, 15, 20)}
+    lines = []
+    for epoch, (begin, length) in enumerate(((0, 10), (10, 9), (19, 10))):
+        lines += [bar.format(f"epoch {epoch}", n, length, begin + n) for n in (2, 5, length)]
+    assert losses("\n".join(lines)) == {step: step for step in (2, 5, 10, 12, 15, 19, 21, 24, 29)}
 
 
 def test_several_losses_are_in_doubt():

@@ -44,9 +44,9 @@ class LogCurve:
         self._pattern = None if plan.log_pattern == "auto" else re.compile(plan.log_pattern)
         previous = None
         for event in read_events(attempt.run, "curve"):
-            made = event.record("made_of")
-            kind, length = made.text("kind") or "", made.count("length")
-            previous = Found(kind, (), None, length, made.count("first_epoch"))
+            if (made := event.record("made_of")).values:
+                kind, length = made.text("kind") or "", made.count("length")
+                previous = Found(kind, (), None, length, made.count("first_epoch"))
         is_shared = plan.workload.has_launcher and plan.world_size > 1
         self._curve = PrintedCurve(is_shared=is_shared, previous=previous)
         self._names: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class LogCurve:
         if self._is_off:
             return
         if found is not None:
-            said = found.kind, found.total_steps, found.length
+            said = found.kind, found.total_steps, found.length is not None
             values = {"total_steps": found.total_steps, "made_of": asdict(found)}
             step = "step" if found.kind == "step" else f"step ({found.kind})"
             step += "" if found.length is None else f", counted on after {found.length}"

@@ -184,6 +184,10 @@ class _Counter:
         return self.offset + self.last
 
 
+_Key = tuple[str, int, int | None]
+"""The kind of a position, how plainly the loss is called, and the total."""
+
+
 @dataclass
 class _Source:
     """A source of the curve: one kind of position with one kind of loss."""
@@ -227,8 +231,8 @@ class PrintedCurve:
         self._is_shared = is_shared
         self._previous = previous
         self._counters: dict[tuple[str, int | None], _Counter] = {}
-        self._sources: dict[tuple[str, int], _Source] = {}
-        self._primary: tuple[str, int] | None = None
+        self._sources: dict[_Key, _Source] = {}
+        self._primary: _Key | None = None
         self._epoch: int | None = None
         self._num_epochs: int | None = None
         self._first_epoch = None if previous is None else previous.first_epoch
@@ -245,10 +249,8 @@ class PrintedCurve:
         if self._ignores_epochs:
             reading.positions.pop("epoch", None)
         self._note_epoch(reading)
-        has_value, has_bar = (
-            bool(reading.losses) or reading.val_loss is not None,
-            "progress bar" in reading.positions,
-        )
+        has_value = bool(reading.losses) or reading.val_loss is not None
+        has_bar = "progress bar" in reading.positions
         if has_value and (reading.is_part or (has_bar and reading.is_validation)):
             return
         self.num_losses += has_value
@@ -271,6 +273,7 @@ class PrintedCurve:
                 self._first_epoch = self._epoch
 
     def _take(self, reading: Reading) -> None:
+        self._continue_epochs(reading)
         counted = {kind: self._count(kind, *position) for kind, position in reading.positions.items()}
         kinds = [kind for kind in KINDS if counted.get(kind) is not None]
         if not kinds:
@@ -284,8 +287,27 @@ class PrintedCurve:
         self._add_validation(reading, counter.step if is_own else self._step)
         loss = self._loss_of(reading)
         if loss is not None:
-            rank, value = loss
-            self._add((kind, rank), counter, {"loss": value, **reading.values}, reading.positions[kind][1])
+            (rank, value), total = loss, reading.positions[kind][1]
+            if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
+                # What was taken for the step has begun again, and this has not.
+                self._primary = kind, rank, total
+                self._sources[self._primary] = _Source(is_curve=True)
+            self._add((kind, rank, total), counter, {"loss": value, **reading.values})
+
+    def _continue_epochs(self, reading: Reading) -> None:
+        """Count on in an epoch that is longer or shorter than the one before."""
+        if self._primary is None or self._primary[0] not in reading.positions:
+            return
+        kind, rank, length = self._primary
+        counter, total = self._counters[kind, length], reading.positions[kind][1]
+        if None in (total, length, self._epoch, counter.epoch) or total == length:
+            return
+        if (self._epoch or 0) > (counter.epoch or 0):
+            counter.offset, counter.length = counter.offset + (length or 0), length
+            counter.last, counter.epoch = -1, self._epoch
+            self._counters[kind, total] = counter
+            self._primary = kind, rank, total
+            self._sources[self._primary] = _Source(is_curve=True)
 
     def _add_validation(self, reading: Reading, step: int | None) -> None:
         if step is not None and reading.val_loss is not None and reading.val_loss != self._val_loss:
@@ -328,9 +350,7 @@ class PrintedCurve:
         counter.last, counter.epoch = value, epoch
         return counter.step
 
-    def _add(
-        self, key: tuple[str, int], counter: _Counter, values: dict[str, float], total: int | None
-    ) -> None:
+    def _add(self, key: _Key, counter: _Counter, values: dict[str, float]) -> None:
         source = self._sources.setdefault(key, _Source())
         step = counter.step
         if not source.is_curve:
@@ -349,7 +369,7 @@ class PrintedCurve:
             return
         for step, values in new:
             self._put(step, values, is_bar=key[0] == "progress bar")
-        self._describe(key[0], counter, values, total)
+        self._describe(key[0], counter, values, key[2])
 
     def _put(self, step: int, values: dict[str, float], *, is_bar: bool) -> None:
         self._repeated = self._repeated + 1 if step == self._step else 0
@@ -370,9 +390,9 @@ class PrintedCurve:
         self.found = Found(kind, names, total, counter.length, self._first_epoch)
 
 
-def _order(key: tuple[str, int]) -> tuple[bool, int, int]:
+def _order(key: _Key) -> tuple[bool, int, int]:
     """Which source is the curve: rather one of steps than of epochs, and a plain loss."""
-    kind, rank = key
+    kind, rank, _ = key
     return kind == "epoch", rank, KINDS.index(kind)
 
 
