@@ -141,6 +141,12 @@ def test_a_gpu_is_the_same_by_any_of_its_names(start: Start, listed: str, got: s
     assert str(reason).startswith("waits for 1 GPU (0 free")
 
 
+def test_gpus_that_no_driver_tells_of_stay_visible(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GPUS", "0")
+    assert start("first").take() == (None, None)
+    assert start("second", env={VISIBLE: "3"}).take() == (None, "3")
+
+
 def test_without_gpus_cores_are_shared_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.job.local_queue.num_usable_cpus", lambda: 3)
     assert start("two", 2, device="cpu").take()[0] is None

@@ -52,11 +52,13 @@ class LocalBackend(Backend):
     def start_group(self, group: RunGroup, after: str | None) -> str:
         assert after is None
         argv = module_argv("trainkit.backends.local_group", str(group.path))
+        before, has_ended = group.record.process, False
         child = _start_process(argv, group.process_log, group.record.cwd)
         try:
-            while child.poll() is None:
+            while not has_ended:
+                has_ended = child.poll() is not None
                 process = RunGroup(group.path).record.process
-                if process is not None and process.pid == child.pid:
+                if process is not None and process.pid == child.pid and process != before:
                     return f"local-{child.pid}"
                 time.sleep(self.poll_s)
             message = f"the process of {group.path} has ended with exit code {child.returncode}"

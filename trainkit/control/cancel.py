@@ -142,19 +142,19 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
             os.kill(process.pid, signal.SIGTERM)
     while process.alive():
         time.sleep(POLL_S)
-    num_pending = len([point for point in found if point.state == "pending"])
+    pending = {point.index for point in found if point.state == "pending"}
     results = {
         index: cancel_run(group.run(index), now=now, wait=False, warn=print_note)
         for index in group.points
         if group.run(index).exists()
     }
     saving = [group.run(index) for index, result in results.items() if result.state == "cancelling"]
-    num_running = len([result for result in results.values() if result.state != "ended"])
+    running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
     if wait:
         deadline_s = time.monotonic() + _grace_s(group) + WAIT_MARGIN_S
         saving = [run for run in saving if not _is_gone(run, deadline_s - time.monotonic())]
-    state = "cancelling" if saving else "cancelled" if num_running or num_pending else "ended"
-    return _group_result(group, num_running, num_pending, now, state)
+    state = "cancelling" if saving else "cancelled" if running or pending else "ended"
+    return _group_result(group, len(running), len(pending), now, state)
 
 
 def _is_gone(run: RunDir, timeout_s: float) -> bool:

@@ -75,7 +75,7 @@ class Place:
                 in_use = _named(list(dict.fromkeys(users.values())))
                 return f"waits for {what} ({len(taken)} free, in use by {in_use})"
             self.leave()
-        if self.plan.device == "cuda":
+        if self.plan.device == "cuda" and units:
             # The driver numbers GPUs otherwise than CUDA does by default.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             os.environ[VISIBLE] = ",".join([*taken, *users][:count])
@@ -137,13 +137,11 @@ def _cores() -> dict[str, Unit]:
 def _gpus() -> dict[str, Unit]:
     """The GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES; none without a driver."""
     listed = visible_gpus(os.environ.get(VISIBLE))
-    try:
-        with nvml() as driver:
-            count = driver.nvmlDeviceGetCount()
-            names = map(str, range(count)) if listed is None else listed
-            return {name: _gpu(driver, name) for name in names}
-    except NoDriver:
-        return {}
+    with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
+        count = driver.nvmlDeviceGetCount()
+        names = map(str, range(count)) if listed is None else listed
+        return {name: _gpu(driver, name) for name in names}
+    return {}
 
 
 def _gpu(driver: Any, name: str) -> Unit:
