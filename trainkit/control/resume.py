@@ -53,10 +53,20 @@ FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
 
 
+def refuse_by_hand(run: RunDir) -> None:
+    """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
+    if not run.config_file.exists():
+        raise UsageError(
+            f"{run.path} was not started by trainkit",
+            hint="start its program again: it resumes from the newest checkpoint",
+        )
+
+
 def load_again(
     run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]]
 ) -> tuple[LoadedConfig, Workload]:
     """The config of a run with changed values, and its workload."""
+    refuse_by_hand(run)
     loaded = load_config(run.config_file, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.read(run.plan_file)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
@@ -344,6 +354,7 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
 
     A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending.
     """
+    refuse_by_hand(run)
     with run_lock(run):
         recover_job_id(run)
         wait_until_out_of_queue(run)
