@@ -229,9 +229,7 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
 def test_a_script_without_its_dashes(desk):
     done = types(desk, "run", "python", "train.py")
     assert done.returncode == 2
-    assert (
-        "hint: a program of your own comes after --, as in `trainkit run -- python train.py`" in done.stderr
-    )
+    assert "hint: a program of your own comes after --: `trainkit run -- python train.py`\n" in done.stderr
 
 
 def test_a_breakpoint_needs_a_terminal_and_one_process():
