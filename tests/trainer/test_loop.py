@@ -119,7 +119,8 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one process, by hand: it resumes, ends, and fails, and commands accept it each time."""
     page = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text()
-    code = page.partition("```python\n")[2].partition("```")[0]
+    blocks = (block.partition("```")[0] for block in page.split("```python\n"))
+    code = next(block for block in blocks if "from trainkit.loop import attach" in block)
     (tmp_path / "train.py").write_text(code)
     saids = ("checkpoint step=200 reason=final", "resumed from step-00000200", "resumed from step-00000200")
     for number, said in enumerate(saids):
