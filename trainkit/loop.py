@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
 from types import TracebackType
@@ -47,14 +48,17 @@ from torch.optim import Optimizer
 
 from trainkit import __version__
 from trainkit.data.order import sample_index
-from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
-from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.run.files import utc_now
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
+from trainkit.run.end import Action, AttemptEnd, RankFailure
+from trainkit.run.events import best_result
+from trainkit.run.files import read_object, read_record, utc_now, write_atomic
 from trainkit.run.process import own_host
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.record import add_attempt, create_job, next_attempt_number
+from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 from trainkit.trainer.__main__ import record_failure
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
@@ -74,6 +78,8 @@ from trainkit.trainer.progress import Progress, RankInfo, RankStacks, Watchdog, 
 from trainkit.trainer.stateless_random import stable_key
 
 log = getLogger(__name__)
+GRACE_S = 120.0
+"""How long `trainkit cancel` waits for a run that trainkit did not start."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -102,7 +108,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         raise SystemExit(EXIT_STOPPED)
     if RUN_DIR_VARIABLE not in os.environ:
-        attempt = _own_attempt(RunDir(run_dir or "runs/attached"), world)
+        attempt = _own_attempt(RunDir(run_dir or "runs/attached"), world, env)
     return Attached(env, world, attempt, plan, stop, owns_group=owns_group)
 
 
@@ -134,14 +140,41 @@ def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher
     return make_world(env.rank, device, layout)
 
 
-def _own_attempt(run: RunDir, world: World) -> AttemptDir:
-    """The next attempt of a run that trainkit did not start, created by rank 0."""
+def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
+    """The next attempt of a run that trainkit did not start, created by rank 0, as commands read it."""
     number = 0
     if world.is_main:
         ensure_folder(run.path, parents=True)
-        number = (run.attempt_numbers() or [0])[-1] + 1
-        run.attempt(number).create()
+        with run_lock(run):
+            if not run.job_file.exists():
+                create_job(run, backend="local", name=run.name, cwd=str(Path.cwd()), code=None)
+            number = next_attempt_number(run)
+            attempt = run.attempt(number)
+            attempt.create()
+            plan = _plan_by_hand(env, world.device.type).to_text()
+            for file in (attempt.plan_file, run.plan_file):
+                write_atomic(file, plan)
+            add_attempt(run, number, os.getpid(), "by hand")
+        record_event(attempt, "started", world_size=env.world_size, nodes=env.num_nodes)
     return run.attempt(broadcast_from_main(number, world))
+
+
+def _plan_by_hand(env: RankEnv, device: str) -> LaunchPlan:
+    """What commands show of a run that trainkit did not start."""
+    return LaunchPlan(
+        backend="hosts",  # without a supervisor, which could start it again
+        num_nodes=env.num_nodes,
+        workers_per_node=env.local_world_size,
+        device=device,
+        layout=Layout(dp_replicate=env.world_size),
+        batch=Batch(0, 0, 0, 0),
+        lr=0.0,
+        threads_per_worker=None,
+        grace_s=GRACE_S,
+        reasons={},
+        requeue=RequeuePolicy(on=()),
+        command=tuple(sys.orig_argv),
+    )
 
 
 class Attached:
@@ -181,6 +214,9 @@ class Attached:
         self._stacks = RankStacks(attempt, env.rank, self._progress)
         self._stacks.listen(stop)
         self._owns_group = owns_group
+        self._is_by_hand = plan is None
+        self._outcome: Action | None = None
+        """How the loop has ended, if it has."""
         self._report_failures()
         atexit.register(self._close)
         if plan is not None:
@@ -248,10 +284,12 @@ class Attached:
                 name = self._stop.signal_name or "by another rank"
                 if self.is_main:
                     log.info(f"stopped after step {step} of {total}: asked to stop ({name})")
+                self._outcome = "stopped"
                 raise SystemExit(EXIT_STOPPED)
             if save_every is not None and step % save_every == 0 and step < total:
                 self._save(step, "every_steps", blocking=False)
         self._end(step, "final")
+        self._outcome = "finished"
 
     def save(self, step: int) -> None:
         """Save the tracked objects as the state after `step`, and wait for it; on every rank.
@@ -335,11 +373,34 @@ class Attached:
     def _close(self) -> None:
         """Release what this process holds; when Python exits."""
         self._saver.close()
+        if self._is_by_hand and self.is_main:
+            self._record_end()
         self._stacks.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         # A group that is still referenced when Python exits can end it with SIGABRT.
         gc.collect()
+
+    def _record_end(self) -> None:
+        """Record how a run has ended that trainkit did not start, and so does not supervise."""
+        failure, code, reason = None, EXIT_STOPPED, "the program ended before the last step"
+        if self._outcome == "failed":
+            failure = read_record(RankFailure, read_object(self._attempt.rank_error(self.rank)))
+            code, reason = failure.exit_code or EXIT_FAILED, f"rank {self.rank} failed"
+            failure = replace(failure, more={})
+        elif self._outcome == "finished":
+            code, reason = EXIT_OK, "all steps are done"
+        elif self._outcome == "stopped":
+            reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
+        state: Action = self._outcome or "stopped"
+        try:
+            step, best = self._progress.current.step, best_result(self._attempt.run)
+            end = AttemptEnd(state, state, None, code, reason, failure, step=step, best=best, time=utc_now())
+            end.write(self._attempt)
+        except OSError as error:
+            log.error(f"cannot record the end of the run in {self._attempt.end_file} ({error})")
+        event = "finished" if state == "finished" else "stopped"
+        record_event(self._attempt, event, state=state, exit_code=code, reason=reason)
 
     def _restore(self) -> int:
         """Load the newest intact checkpoint, if there is one; returns its step, else 0."""
@@ -435,6 +496,7 @@ class Attached:
         def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, Exception):
                 record_failure(self._attempt, self._rank_info, error, self._progress.current)
+                self._outcome = "failed"
             else:
                 show(kind, error, trace)
 

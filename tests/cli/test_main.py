@@ -104,12 +104,18 @@ def test_every_command_has_help_with_examples(name, capsys):
         (
             ["submit", "python", "x.py", "--lr", "1"],
             "unknown option --lr",
-            "a program of your own comes after --, as in `trainkit submit -- python train.py`",
+            "a program of your own comes after --: `trainkit submit -- python x.py --lr 1`",
         ),
         (
             ["run", "x.py", "-v"],
             "unknown option -v",
-            "a program of your own comes after --, as in `trainkit run -- python train.py`",
+            "a program of your own comes after --: `trainkit run -- python x.py -v`",
+        ),
+        (
+            ["submit", "--nodes", "2", "--launcher", "torchrun", "x.py", "a b"],
+            "got unexpected extra argument (a b)",
+            "a program of your own comes after --: "
+            "`trainkit submit --nodes 2 --launcher torchrun -- x.py 'a b'`",
         ),
         (["logs", "-n", "2"], "unknown option -n", "did you mean --lines?"),
         (

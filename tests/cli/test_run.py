@@ -1,4 +1,7 @@
+import contextlib
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -6,10 +9,13 @@ import sys
 import pytest
 from steering import is_running, wait_for
 
+from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.__main__ import debug
+from trainkit.trainer.progress import Progress
 
 
 def started(desk, *args):
@@ -223,6 +229,46 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
 def test_a_script_without_its_dashes(desk):
     done = types(desk, "run", "python", "train.py")
     assert done.returncode == 2
-    assert (
-        "hint: a program of your own comes after --, as in `trainkit run -- python train.py`" in done.stderr
+    assert "hint: a program of your own comes after --: `trainkit run -- python train.py`\n" in done.stderr
+
+
+def test_a_breakpoint_needs_a_terminal_and_one_process():
+    with pytest.raises(UsageError, match=r"breakpoint\(\) in .*test_run.py:\d+ needs a terminal"):
+        debug(sys._getframe(), None, Progress())
+
+
+@pytest.mark.slow(seconds=25)
+def test_a_breakpoint_of_a_task_is_in_the_terminal(desk):
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", "init", "--task", "mine"], cwd=desk.folder, env=desk.environ
     )
+    assert done.returncode == 0
+    task = desk.folder / "mine.py"
+    at = "        logits = model(x)\n"
+    task.write_text(task.read_text().replace(at, f"        breakpoint()\n{at}", 1))
+    settings = ("train.steps=2", "train.epochs=null", "train.eval_every=null", "data.num_workers=0")
+    argv = [sys.executable, "-m", "trainkit", "run", "mine.yaml"]
+    terminal, own = pty.openpty()
+    process = subprocess.Popen(
+        [*argv, *(word for item in settings for word in ("--set", item))],
+        **{"cwd": desk.folder, "env": desk.environ, "stdin": own, "stdout": own, "stderr": own},
+    )
+    os.close(own)
+    shown = ""
+    try:
+        for said, typed in (
+            ("(Pdb) ", "p 6 * 7\n"),
+            ("\n42\r\n(Pdb) ", "import sys; sys.breakpointhook = int\n"),
+            ("(Pdb) ", "c\n"),
+        ):
+            shown = ""
+            while said not in shown:
+                shown += os.read(terminal, 4096).decode()
+            os.write(terminal, typed.encode())
+        with contextlib.suppress(OSError):  # the last process has closed the terminal
+            while True:
+                shown += os.read(terminal, 4096).decode()
+    finally:
+        process.kill()
+        os.close(terminal)
+    assert "finished: all workers finished" in shown

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
 from trainkit.config import LoadedConfig, load_config, read_effective
-from trainkit.control.resume import changes, learning_rate_change, refuse_incompatible
+from trainkit.control.resume import changes, expected_time_s, learning_rate_change, refuse_incompatible
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError
-from trainkit.run.files import write_json
-from trainkit.run.manifest import MANIFEST_VERSION
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.manifest import MANIFEST_VERSION, published
 from trainkit.run.rundir import RunDir
 
 
@@ -112,3 +114,20 @@ def test_what_the_learning_rate_does_where_a_run_resumes(
     after = load_config(old.config_file, overrides=overrides, environ={}, layers=False).config
     found = learning_rate_change(old, before, after, lr)
     assert found == said or (found is not None and said is not None and found.startswith(said))
+
+
+@pytest.mark.parametrize(
+    ("steps", "layout", "expected_s"),
+    [(140, Layout(dp_shard=2), 80.0), (60, Layout(dp_shard=2), 0.0), (140, Layout(dp_shard=4), None)],
+)
+def test_the_time_of_the_rest_is_what_was_measured(
+    run: RunDir, steps: int, layout: Layout, expected_s: float | None
+) -> None:
+    plan = LaunchPlan("local", 1, 2, "cpu", Layout(dp_shard=2), Batch(1, 1, 2, 2), 1e-3, 1, 20.0, {})
+    assert expected_time_s(run, plan, steps) is None  # nothing is measured
+    run.plan_file.write_text(plan.to_text())
+    step = published(run.checkpoints_dir)[-1].step
+    for number, step_s in enumerate((9.0, 2.0, 2.0), step - 2):
+        append_jsonl(run.metrics_file, {"step": number, "attempt": 1, "step_s": step_s})
+    found = expected_time_s(run, replace(plan, layout=layout), steps)
+    assert found == (expected_s and expected_s - 2.0 * (step - 100))

@@ -126,6 +126,9 @@ def fix_machine(here: Path) -> None:
     replaced: Any = os
     replaced.uname = lambda: named
     replaced.sched_getaffinity = lambda pid: {0}
+    plenty = shutil.disk_usage("/")._replace(free=10**15)
+    replaced = shutil
+    replaced.disk_usage = lambda path: plenty
     replaced = socket
     replaced.gethostname = lambda: HOST
     replaced = datetime

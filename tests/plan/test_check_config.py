@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def check_config(loaded: LoadedConfig, machine: Machine, target: Target = LOCAL)
 
 def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
     loaded = load_config(None, environ={}, cwd=tmp_path)
-    assert check_config(loaded, CPU) == make_plan(loaded, Facts(CPU))
+    plan = check_config(loaded, CPU)
+    assert plan.checkpoint_bytes == 10_434_048  # 869,504 parameters, each of 4 bytes and 8 for AdamW
+    assert replace(plan, checkpoint_bytes=None) == make_plan(loaded, Facts(CPU))
 
 
 def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:

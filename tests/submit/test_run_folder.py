@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,12 +18,42 @@ from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run
+from trainkit.submit.create import create_run, disk_forecast
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw,relatime 0 0
 server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
 """
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "num_runs", "said"),
+    [
+        (400, 1, None),  # less than a twentieth
+        (99, 1, "  disk                up to 5 checkpoints of 1.0 GiB: 5.0 GiB of 99.0 GiB free in FOLDER"),
+        (
+            99,
+            20,
+            "warning: 20 runs with up to 5 checkpoints of 1.0 GiB: 100.0 GiB of 99.0 GiB free in FOLDER",
+        ),
+        (3, 1, "warning: up to 5 checkpoints of 1.0 GiB: 5.0 GiB of 3.0 GiB free in FOLDER"),
+        (0.5, 1, "a checkpoint needs 1.0 GiB, but FOLDER has only 512.0 MiB free"),
+    ],
+)
+def test_the_space_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, num_runs: int, said: str | None
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
+    folder = tmp_path / "not" / "yet"
+    plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
+    assert disk_forecast(folder, plan, RunConfig()) is None  # of a COMMAND nothing is known
+    plan = replace(plan, checkpoint_bytes=2**30)
+    try:
+        found = disk_forecast(folder, plan, RunConfig(), num_runs)
+    except UsageError as error:
+        found = error.message
+    short = "; lower checkpoint.keep_last (now 3), or free disk space" if said and "warning" in said else ""
+    assert found == (said and said.replace("FOLDER", str(folder)) + short)
 
 
 def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
+from trainkit.cli.main import main
 from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -115,12 +116,16 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         assert mine == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_example_of_the_docs(tmp_path: Path) -> None:
-    """On one process, started by hand; the second start resumes after the last step and ends."""
+def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one process, by hand: it resumes, ends, and fails, and commands accept it each time."""
     page = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text()
-    code = page.partition("```python\n")[2].partition("```")[0]
+    blocks = (block.partition("```")[0] for block in page.split("```python\n"))
+    code = next(block for block in blocks if "from trainkit.loop import attach" in block)
     (tmp_path / "train.py").write_text(code)
-    for said in ("checkpoint step=200 reason=final", "resumed from step-00000200"):
+    saids = ("checkpoint step=200 reason=final", "resumed from step-00000200", "resumed from step-00000200")
+    for number, said in enumerate(saids):
+        if number == 2:
+            (tmp_path / "train.py").write_text(code + "\nraise KeyError('after the last step')\n")
         done = subprocess.run(
             [sys.executable, "train.py"],
             cwd=tmp_path,
@@ -129,8 +134,24 @@ def test_the_example_of_the_docs(tmp_path: Path) -> None:
             text=True,
             timeout=200,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == (number == 2), done.stderr
         assert said in done.stdout
+        folder = str(tmp_path / "runs" / "attached")
+        assert main(["ckpt", "ls", folder]) == 0
+        assert "step-00000200  published" in capsys.readouterr().out
+        for name in ("status", "watch", "report"):
+            assert main([name, folder, "--json"]) == 0
+            shown = json.loads(capsys.readouterr().out)
+            shown = shown["status"] if name == "report" else shown
+            state = "failed" if number == 2 else "finished"
+            assert (shown["state"], shown["step"], shown["attempt"]) == (state, 200, number + 1)
+    assert main(["diagnose", folder, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["code"]["file"]) == ("exception", "train.py")
+    assert "train.py` resumes from the newest checkpoint" in found["advice"][-1]
+    for command in ("resume", "requeue"):
+        assert main([command, folder]) == 2
+        assert "was not started by trainkit\n\nhint: start its program again" in capsys.readouterr().err
     losses = [record["loss"] for record in read_metrics(RunDir(tmp_path / "runs" / "attached"))]
     assert len(losses) == 21
     assert losses[-1] < losses[0]

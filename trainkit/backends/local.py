@@ -21,7 +21,7 @@ from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import Attempt, attempts_of
-from trainkit.run.process import boot_id
+from trainkit.run.process import TERMINAL_VARIABLE, boot_id
 from trainkit.run.record import AttemptRecord, add_attempt, is_alive, open_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import OWN_PREFIX
@@ -76,6 +76,8 @@ class LocalBackend(Backend):
         argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
         point = group_of(attempt.run)
         environ = {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
+        if new.foreground and os.isatty(0):
+            environ[TERMINAL_VARIABLE] = os.ttyname(0)
         cwd = read_job(attempt.run).cwd
         return _start_process(argv, attempt.supervisor_log, cwd, environ, foreground=new.foreground).pid
 

@@ -24,6 +24,7 @@ from trainkit.cli.options import (
     slurm_options,
 )
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.formats import duration
 
 if TYPE_CHECKING:
     from trainkit.run.group import RunGroup
@@ -83,6 +84,7 @@ def command(
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
+        expected_time_s,
         learning_rate_change,
         load_again,
         newest_checkpoint_of,
@@ -135,6 +137,10 @@ def command(
                 click.echo(f"  changed             {change}", err=True)
             if workload.knows_run and (lr := learning_rate_change(source, before, loaded.config, plan.lr)):
                 click.echo(f"  learning rate       {lr}", err=True)
+            time_s = expected_time_s(source, plan, loaded.config.train.steps) if workload.knows_run else None
+            if time_s is not None:
+                left = "at the speed of its newest steps; checkpoints and validations come on top"
+                click.echo(f"  time                about {duration(time_s)} {left}", err=True)
             if fork is None and workload.knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:

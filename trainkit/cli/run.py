@@ -63,7 +63,7 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.create import create_run, start_run
+    from trainkit.submit.create import create_run, disk_forecast, start_run
     from trainkit.submit.plan_run import gather, plan_run
 
     workload = trailing_workload(launcher)
@@ -97,6 +97,8 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
         click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
     folder = named_folder(run_dir)
+    if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
+        click.echo(forecast, err=True)
 
     def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)

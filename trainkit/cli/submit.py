@@ -31,7 +31,6 @@ from trainkit.run.rundir import RUNS_FOLDER, lock_problem
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
     from trainkit.submit.submission import ArraySpec, LoadedPoint, Preview, Submission
 
@@ -197,7 +196,7 @@ def command(
     # Of a run on this machine, this is what a dry run shows: there is no script.
     is_shown = dry_run and plan.slurm is None and not as_json
     click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
-    for line in (*_warnings(plan, folder, workload), *_notes(submission, group, workload)):
+    for line in (*_warnings(submission, folder, workload), *_notes(submission, group, workload)):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
         from trainkit.slurm.client import require_controller
@@ -235,12 +234,16 @@ def command(
     return EXIT_OK
 
 
-def _warnings(plan: LaunchPlan, folder: Path | None, workload: Workload) -> Iterator[str]:
-    """Warnings about the folder and the command; raises UsageError for a folder whose files have no locks."""
+def _warnings(submission: Submission, folder: Path | None, workload: Workload) -> Iterator[str]:
+    """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
+    from trainkit.submit.create import disk_forecast
     from trainkit.submit.secrets import secret_options
 
-    if (problem := lock_problem(folder or Path(RUNS_FOLDER), plan.slurm is not None)) is not None:
+    plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)
+    if (problem := lock_problem(folder, plan.slurm is not None)) is not None:
         yield f"warning: {problem}"
+    if (forecast := disk_forecast(folder, plan, points[0].config, len(points))) is not None:
+        yield forecast
     found = secret_options(workload.argv)
     if found:
         yield (

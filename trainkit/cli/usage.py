@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from shlex import join
 
 import click
 
@@ -80,11 +81,26 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
     takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
-    if isinstance(error, click.UsageError) and takes_command and any(map(PROGRAM.fullmatch, args)):
-        hint = f"a program of your own comes after --, as in `trainkit {args[0]} -- python train.py`"
+    if isinstance(error, click.UsageError) and takes_command and _program_at(args):
+        hint = f"a program of your own comes after --: `{_with_dashes(args)}`"
     if isinstance(error, click.UsageError) and not hint:
         hint = _word_hint(args) or _help_hint(error.ctx, args)
     return TrainkitError(message, hint, error.exit_code or EXIT_FAILED)
+
+
+def _program_at(args: Sequence[str]) -> int:
+    """The index of the program in a command line, 0 without one; the value of --launcher is none."""
+    found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word))
+    return next((index for index in found if args[index - 1] != "--launcher"), 0)
+
+
+def _with_dashes(args: Sequence[str]) -> str:
+    """The command that was meant, where the ``--`` before a program was forgotten."""
+    first = _program_at(args)
+    own, program = args[:first], args[first:]
+    # The launchers start Python themselves.
+    python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
+    return join(["trainkit", *own, "--", *python, *program])
 
 
 def _name(param: click.Parameter) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -35,8 +36,9 @@ from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.slurm_request import with_excluded
 from trainkit.plan.workload import Workload
 from trainkit.run.end import is_over, read_end, read_newest_end
-from trainkit.run.files import read_json, utc_now
+from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup
+from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.manifest import Manifest, newest_intact, published
 from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, change_newest, read_job
@@ -53,10 +55,20 @@ FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
 
 
+def refuse_by_hand(run: RunDir) -> None:
+    """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
+    if not run.config_file.exists():
+        raise UsageError(
+            f"{run.path} was not started by trainkit",
+            hint="start its program again: it resumes from the newest checkpoint",
+        )
+
+
 def load_again(
     run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]]
 ) -> tuple[LoadedConfig, Workload]:
     """The config of a run with changed values, and its workload."""
+    refuse_by_hand(run)
     loaded = load_config(run.config_file, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.read(run.plan_file)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
@@ -65,6 +77,17 @@ def load_again(
         adjustable = loaded.origins.keys() - set(before.launcher_keys)
     origin = loaded.origins["name"].rpartition(":")[0]
     return loaded.adjusting(*adjustable, origin=origin), before.workload
+
+
+def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float | None:
+    """Seconds for the steps up to `steps`, at the speed of the newest attempt; None if it ran otherwise."""
+    before = read_plan(run)
+    layout = (before.record("layout").values, before.record("batch").values, before.text("device"))
+    measured = numbers(RunHistory(run).newest_steps(), "step_s")
+    if steps is None or not measured or layout != (vars(plan.layout), vars(plan.batch), plan.device):
+        return None
+    saved = published(run.checkpoints_dir)
+    return max(0, steps - (saved[-1].step if saved else 0)) * statistics.median(measured)
 
 
 def refuse_finished(run: RunDir, config: RunConfig, loaded: LoadedConfig) -> None:
@@ -344,6 +367,7 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
 
     A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending.
     """
+    refuse_by_hand(run)
     with run_lock(run):
         recover_job_id(run)
         wait_until_out_of_queue(run)

@@ -189,6 +189,8 @@ class LaunchPlan:
     """The folders of runs and groups that must finish before a run on this machine starts."""
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
+    checkpoint_bytes: int | None = None
+    """The size of a checkpoint; None for what trains no model of trainkit."""
     version: int = PLAN_VERSION
 
     @property

@@ -22,8 +22,8 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, Requeu
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
-from trainkit.plan.memory import FLOAT32, memory_of, state_bytes
-from trainkit.plan.model_shape import num_params, resolve_model_shape, vocabulary_note
+from trainkit.plan.memory import checkpoint_bytes, memory_of, state_bytes
+from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
 
@@ -251,6 +251,7 @@ def _check_model(
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
         return plan, [*batch_problems(work)]
+    plan = replace(plan, checkpoint_bytes=checkpoint_bytes(work))
     if found := [*layout_problems(work)]:
         return plan, found
     if plan.device != "cuda":
@@ -299,8 +300,7 @@ def _staging_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machin
     if not config.checkpoint.async_save:
         return None
     ranks_of_a_model = layout.world_size // layout.dp_replicate
-    whole = num_params(work.shape) * (FLOAT32 + work.optimizer_bytes)
-    need = whole * plan.workers_per_node / ranks_of_a_model
+    need = checkpoint_bytes(work) * plan.workers_per_node / ranks_of_a_model
     if plan.slurm is None:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {gib(have or 0)}"

@@ -359,6 +359,11 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
     return max(first, work.itemsize * params.unit + 4 * stream - block_bytes(work))
 
 
+def checkpoint_bytes(work: StepWork) -> int:
+    """The bytes of a checkpoint: the weights, in float32, and the optimizer state."""
+    return round(num_params(work.shape) * (FLOAT32 + work.optimizer_bytes))
+
+
 def state_bytes(shape: ModelShape, optimizer_bytes: float) -> int:
     """The unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
 

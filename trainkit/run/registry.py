@@ -143,7 +143,7 @@ def _known(folder: Path, name: str | None = None, time: str | None = None) -> Kn
         if group.exists():
             return KnownRun(run, name or run.name, time or _modified_at(group.sweep_file), is_group=True)
         if run.exists():
-            return KnownRun(run, name or str(read_job(run).name), time or _modified_at(run.config_file))
+            return KnownRun(run, name or str(read_job(run).name), time or _modified_at(run.attempts_dir))
     except OSError:
         pass  # another user's run, or an unavailable disk: skip only this one
     return None

@@ -119,7 +119,8 @@ class RunDir:
 
     def exists(self) -> bool:
         """Whether this folder exists and contains a run."""
-        return self.config_file.is_file() and self.attempts_dir.is_dir()
+        is_run = self.config_file.is_file() or self.job_file.is_file()  # a loop by hand has no config
+        return is_run and self.attempts_dir.is_dir()
 
 
 class AttemptDir:

@@ -9,6 +9,9 @@ import logging
 import os
 import sys
 import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job.signals import StopRequest
@@ -16,7 +19,7 @@ from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import users_line
 from trainkit.run.files import utc_now, write_json
-from trainkit.run.process import own_host
+from trainkit.run.process import TERMINAL_VARIABLE, own_host
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStacks, Watchdog, watch_deadline
@@ -43,6 +46,9 @@ def main() -> None:
         stacks.listen(stop)
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
+        if "PYTHONBREAKPOINT" not in os.environ:
+            terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 else None
+            sys.breakpointhook = lambda *args, **kwargs: debug(sys._getframe(1), terminal, progress)
         refuse_old_torch()
         worker = "trainkit.trainer.worker" if plan.replay is None else REPLAY_WORKER
         work = importlib.import_module(worker).run_worker
@@ -57,6 +63,25 @@ def main() -> None:
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
+
+
+def debug(frame: FrameType, terminal: str | None, progress: Progress) -> None:
+    """What `breakpoint()` does in the code of a task: debug in the terminal of `trainkit run`."""
+    import pdb
+
+    class Debugger(pdb.Pdb):
+        def interaction(self, *args: Any, **kwargs: Any) -> None:
+            with progress.within("unwatched"):  # the hang watch pauses
+                super().interaction(*args, **kwargs)
+
+    if terminal is None:
+        raise UsageError(
+            f"breakpoint() in {frame.f_code.co_filename}:{frame.f_lineno} needs a terminal and a run of one "
+            "process",
+            hint="type `trainkit run CONFIG --gpus-per-node 1` in a terminal, or remove it",
+        )
+    file = Path(terminal)
+    Debugger(stdin=file.open(), stdout=file.open("w")).set_trace(frame)
 
 
 def refuse_old_torch() -> None:
