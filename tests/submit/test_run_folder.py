@@ -18,7 +18,8 @@ from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, disk_forecast
+from trainkit.submit.create import create_run
+from trainkit.submit.disk import disk_forecast
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw,relatime 0 0

@@ -77,7 +77,8 @@ def command(
     problems, lists all of them and exits with 2.
     """
     from trainkit.config.loaded import origin_lines
-    from trainkit.run.rundir import RUNS_FOLDER, lock_problem
+    from trainkit.run.rundir import RUNS_FOLDER
+    from trainkit.submit.disk import lock_problem
     from trainkit.submit.plan_run import gather, plan_run
     from trainkit.submit.queue_estimate import wait_lines
     from trainkit.submit.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems

@@ -63,7 +63,8 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
     from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.create import create_run, disk_forecast, start_run
+    from trainkit.submit.create import create_run, start_run
+    from trainkit.submit.disk import disk_forecast
     from trainkit.submit.plan_run import gather, plan_run
 
     workload = trailing_workload(launcher)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -27,7 +26,7 @@ from trainkit.cli.options import (
 )
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.formats import JsonObject, shown_value
-from trainkit.run.rundir import RUNS_FOLDER, lock_problem
+from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -226,8 +225,8 @@ def command(
         click.echo(f"{run.path}\n{job_id}")
     if follow and attempt is not None:
         return follow_detachable(run, attempt, to_stderr=as_json)
-    first = quote(str(run.path / str(submission.points[0].index)))
-    hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {first} -f` follows one"
+    first = submission.points[0].index
+    hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {shown}/{first} -f` follows one"
     if spec is None:
         hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
     click.echo(hint, err=True)
@@ -236,7 +235,7 @@ def command(
 
 def _warnings(submission: Submission, folder: Path | None, workload: Workload) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
-    from trainkit.submit.create import disk_forecast
+    from trainkit.submit.disk import disk_forecast, lock_problem
     from trainkit.submit.secrets import secret_options
 
     plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)

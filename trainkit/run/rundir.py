@@ -21,8 +21,6 @@ from trainkit.locks import (
     acquire_lock,
     file_lock,
     is_locked,
-    local_locks,
-    unsupported,
 )
 
 STARTS_FOLDER = "starts"
@@ -290,18 +288,6 @@ def folders_named(parent: Path, name: str) -> Iterator[Path]:
     yield parent / name
     for number in itertools.count(2):
         yield parent / f"{name}-{number}"
-
-
-def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
-    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
-    place = Path(os.path.realpath(folder))
-    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
-    if reason is not None:
-        raise UsageError(
-            f"files in {folder} cannot be locked: {reason}",
-            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
-        )
-    return local_locks(folder) if on_other_hosts else None
 
 
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:

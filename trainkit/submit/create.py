@@ -24,7 +24,6 @@ from trainkit.backends import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
-from trainkit.formats import size
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
@@ -234,38 +233,6 @@ def _empty_folder(folder: Path, option: str) -> Path:
     ensure_folder(folder.parent, parents=True)
     folder.mkdir(mode=0o700)
     return folder
-
-
-PLENTY_SHARE = 0.05
-"""Checkpoints that take less of the free space are not worth a line."""
-
-
-def disk_forecast(folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1) -> str | None:
-    """A line about the checkpoints of runs and the space for them; None where that is plenty, or unknown.
-
-    Raises UsageError if not even one fits.
-    """
-    place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
-    if one is None:
-        return None
-    try:
-        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
-    except OSError:
-        return None  # what creates the folder says what is wrong with it
-    if one * num_runs > free:
-        raise UsageError(
-            f"a checkpoint needs {size(one * num_runs)}, but {folder} has only {size(free)} free",
-            hint="free disk space, or choose a folder on another disk with --run-dir",
-        )
-    most = kept + 1 + (config.checkpoint.best_metric is not None)  # one is being written, one is the best
-    need = most * one * num_runs
-    if need < PLENTY_SHARE * free:
-        return None
-    whose = f"{num_runs} runs with " if num_runs > 1 else ""
-    text = f"{whose}up to {most} checkpoints of {size(one)}: {size(need)} of {size(free)} free in {folder}"
-    if need > free:
-        return f"warning: {text}; lower checkpoint.keep_last (now {kept}), or free disk space"
-    return f"  disk                {text}"
 
 
 def refuse_shared(folder: Path, option: str) -> None:

@@ -1,0 +1,56 @@
+"""Whether the disk of a run folder has the locks and the space that a run needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from trainkit.config import RunConfig
+from trainkit.errors import UsageError
+from trainkit.formats import size
+from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
+from trainkit.plan.launch import LaunchPlan
+
+PLENTY_SHARE = 0.05
+"""Checkpoints that take less of the free space are not worth a line."""
+
+
+def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
+    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
+    place = Path(os.path.realpath(folder))
+    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
+    if reason is not None:
+        raise UsageError(
+            f"files in {folder} cannot be locked: {reason}",
+            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
+        )
+    return local_locks(folder) if on_other_hosts else None
+
+
+def disk_forecast(folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1) -> str | None:
+    """A line about the checkpoints of runs and the space for them; None where that is plenty, or unknown.
+
+    Raises UsageError if not even one fits.
+    """
+    place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
+    if one is None:
+        return None
+    try:
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
+    except OSError:
+        return None  # what creates the folder says what is wrong with it
+    if one * num_runs > free:
+        raise UsageError(
+            f"a checkpoint needs {size(one * num_runs)}, but {folder} has only {size(free)} free",
+            hint="free disk space, or choose a folder on another disk with --run-dir",
+        )
+    most = kept + 1 + (config.checkpoint.best_metric is not None)  # one is being written, one is the best
+    need = most * one * num_runs
+    if need < PLENTY_SHARE * free:
+        return None
+    whose = f"{num_runs} runs with " if num_runs > 1 else ""
+    text = f"{whose}up to {most} checkpoints of {size(one)}: {size(need)} of {size(free)} free in {folder}"
+    if need > free:
+        return f"warning: {text}; lower checkpoint.keep_last (now {kept}), or free disk space"
+    return f"  disk                {text}"
