@@ -75,7 +75,7 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
     if code is not None:
         lines.append(clean(f"  {code.place}: {code.text}".rstrip(": ")))
     if failure.hint:
-        lines.append(f"hint: {failure.hint}")
+        lines.append(clean(f"hint: {failure.hint}"))
     tail = failure.log_tail[-num_log_lines:] if num_log_lines else []
     if tail:
         whose = "that rank" if failure.rank is None else f"rank {failure.rank}"
