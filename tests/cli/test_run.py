@@ -223,7 +223,8 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
     command = ("--dry-run", "--backend", "local", "--", sys.executable, "train.py")
     for options, name in (((), "train"), (("--name", "mine"), "mine"), (("--set", "name=other"), "other")):
         done = types(desk, "submit", *options, *command)
-        assert done.stderr.startswith(f"config: config.yaml (in this folder)\n{name}: 1 node"), done.stderr
+        assert done.stderr.startswith("config: config.yaml (in this folder)\n"), done.stderr
+        assert f"{name}: 1 node x 1 worker" in done.stdout + done.stderr
 
 
 def test_a_script_without_its_dashes(desk):
