@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster clean programs slurm venv venv-test venv-rest
+.PHONY: help demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,9 @@ gpu: ## Check and measure trainkit on one NVIDIA GPU (9 minutes), with the torch
 cluster: venv ## Open a shell in a Slurm cluster of four hosts on this machine.
 	@$(SLURM) install
 	@$(SLURM) shell
+
+lock: venv ## Write requirements-lock.txt, the packages that are tested with their hashes.
+	$(BIN)/python -m tools.lock
 
 clean: ## Remove .venv, builds and caches; keep runs/.
 	rm -rf .venv .venv-oldest .venv-newest build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from configparser import ConfigParser
 from dataclasses import dataclass
@@ -286,6 +287,42 @@ def test_every_package_is_shipped() -> None:
     assert listed == found | {"trainkit._shipped.configs", "trainkit._shipped.templates"}
 
 
+def test_the_lock_has_every_package_that_the_package_needs() -> None:
+    """With a hash each, from no named place; all of them allowed, and torch the one of every install here."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    text = (ROOT / "requirements-lock.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pins = [re.fullmatch(r"([\w.-]+)==([\w.+]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    versions = {canonicalize_name(pin[1]): pin[2] for pin in pins if pin is not None}
+    assert len(versions) == len(lines)
+    assert f"\ntorch=={pinned('constraints.txt')}" in text
+    wanted = setup["options"]["install_requires"].split("\n")[1:]
+    seen = set[str]()
+    while wanted:
+        item = Requirement(wanted.pop())
+        name = canonicalize_name(item.name)
+        if name in seen or (item.marker is not None and not item.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        assert item.specifier.contains(versions[name], prereleases=True), f"`make lock`: {item}"
+        # What a torch with CUDA needs besides is not in it.
+        wanted += [] if name == "torch" else requires(name) or []
+    assert seen <= versions.keys()
+
+
+def pinned(file: str) -> str:
+    lines = (ROOT / file).read_text().splitlines()
+    [pin] = [line.removeprefix("torch==") for line in lines if line.startswith("torch==")]
+    assert all(line.startswith(("#", "torch==")) for line in lines)
+    return pin
+
+
 def test_torch_is_pinned_to_a_version_that_the_package_allows() -> None:
     from packaging.requirements import Requirement
 
@@ -293,12 +330,6 @@ def test_torch_is_pinned_to_a_version_that_the_package_allows() -> None:
     setup.read(ROOT / "setup.cfg")
     wanted = map(Requirement, setup["options"]["install_requires"].split("\n")[1:])
     specifier = next(item.specifier for item in wanted if item.name == "torch")
-
-    def pinned(file: str) -> str:
-        lines = (ROOT / file).read_text().splitlines()
-        [pin] = [line.removeprefix("torch==") for line in lines if line.startswith("torch==")]
-        assert all(line.startswith(("#", "torch==")) for line in lines)
-        return pin
 
     assert pinned("constraints.txt") == "2.13.0"
     assert "2.13.0" in specifier

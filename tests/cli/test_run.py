@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from steering import is_running, wait_for
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json
+from trainkit.run.manifest import find_damage, published
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.__main__ import debug
@@ -130,6 +132,46 @@ def test_death_of_the_foreground_saves_and_ends(desk):
     process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGTERM"
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved):
+    process, run, supervisor = started(desk)
+    moved = desk.folder / "elsewhere"
+    run.path.rename(moved)
+    if not is_moved:
+        shutil.rmtree(moved)
+    shown, words = process.communicate(timeout=120)
+    wait_for(lambda: not is_running(supervisor))
+    assert not run.path.exists()
+    if not is_moved:
+        assert (process.returncode, moved.exists()) == (1, False)
+        assert f"ended: {run.path} was deleted" in words
+        return
+    assert process.returncode == 0
+    assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
+    reason = f"saved after SIGTERM: its folder was moved to {moved}"
+    assert f"stopped: {reason}\n`trainkit resume {moved}` continues it" in words
+    assert read_json(moved / "attempts/001/end.json")["reason"] == reason
+    assert f"its folder was moved to {moved}" in RunDir(moved).attempt(1).supervisor_log.read_text()
+
+
+@pytest.mark.slow(seconds=30)
+def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
+    desk.config.write_text("name: small\ndevice: cpu\ntrain: {steps: 100000, device_batch_size: 1}\n")
+    argv = [sys.executable, "-m", "trainkit", "run", str(desk.config), "--gpus-per-node", "2"]
+    with subprocess.Popen(
+        argv, cwd=desk.folder, env=desk.environ, stderr=subprocess.PIPE, text=True
+    ) as process:
+        run, moved = RunDir(desk.folder / "runs/small"), RunDir(desk.folder / "runs/other")
+        wait_for(lambda: run.metrics_file.exists() and run.metrics_file.read_text().count("\n") > 1)
+        run.path.rename(moved.path)
+        words = process.communicate(timeout=120)[1]
+    assert f"saved after SIGTERM: its folder was moved to {moved.path}" in words
+    assert not run.path.exists()
+    newest = published(moved.checkpoints_dir)[-1]
+    assert newest.step == read_json(moved.attempt(1).end_file)["step"]
+    assert find_damage(newest) == ""
 
 
 def test_config_for_more_nodes_is_refused(desk):

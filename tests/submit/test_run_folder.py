@@ -18,7 +18,7 @@ from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run
+from trainkit.submit.create import create_run, new_folder
 from trainkit.submit.disk import disk_forecast
 
 MOUNTS = """\
@@ -164,6 +164,20 @@ PLAN = LaunchPlan(
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return RunConfig.model_validate({"name": "mine"})
+
+
+@pytest.mark.parametrize("is_cwd", [True, False])
+def test_a_folder_whose_name_is_not_utf_8(tmp_path, monkeypatch, is_cwd):
+    """Refused before anything is written: the files of a run name it."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    if is_cwd:
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+    refused = pytest.raises(UsageError, match=r"the name of .*caf\\xe9 is not UTF-8$")
+    with refused as caught, new_folder("a", None if is_cwd else folder):
+        pass
+    assert caught.value.hint.startswith("rename it")
+    assert not is_cwd or not any(folder.iterdir())
 
 
 def test_new_folders_count_up(config, tmp_path):

@@ -143,11 +143,14 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
 
     `on_poll` is called several times per second. KeyboardInterrupt passes through.
     """
+    run.hold()
     events = JsonlTail(run.events_file, from_start=True)
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
         on_poll()
+        if run.follow():
+            events.path = run.events_file
         _print_events(events, attempt)
         return is_alive()
 
@@ -237,6 +240,10 @@ def _end_soon(run: RunDir) -> AttemptEnd | None:
 
 def print_end(run: RunDir) -> int:
     """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
+    run.follow()
+    if not run.path.is_dir():
+        click.echo(f"ended: {run.path} was deleted while the run was there", err=True)
+        return EXIT_FAILED
     end = _end_soon(run)
     if end is None:
         if not (read_job(run).newest or AttemptRecord()).has_started:

@@ -62,7 +62,12 @@ class AttemptWatch(ProcessGroup):
         """Reports that the attempt is stalled or slow; None without notifications."""
 
     def poll(self) -> None:
-        """End the attempt when it was deleted, or when its ranks hang."""
+        """End the attempt when it was moved or deleted, or when its ranks hang."""
+        if self.attempt.run.follow():
+            self.outcome.moved_to = str(self.attempt.run.path)
+            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.outcome.moved_to}")
+            if self.outcome.stop_signal is None:
+                self.stop_ranks()
         if self._is_deleted():
             self.end_all()
             return
@@ -77,6 +82,10 @@ class AttemptWatch(ProcessGroup):
 
     def end_all(self) -> None:
         """End every process of the attempt immediately."""
+        raise NotImplementedError
+
+    def stop_ranks(self) -> None:
+        """Have the ranks save and exit, and the run stop."""
         raise NotImplementedError
 
     def collect_outcome(self) -> None:
@@ -124,6 +133,10 @@ class LocalAttemptWatch(AttemptWatch):
 
     def end_all(self) -> None:
         self.kill_within(0.0)
+
+    def stop_ranks(self) -> None:
+        self.forward_signal(signal.SIGTERM)
+        self.on_signal(signal.SIGTERM)
 
     def on_signal(self, received: signal.Signals) -> None:
         outcome = self.outcome
@@ -236,8 +249,12 @@ class SlurmAttemptWatch(AttemptWatch):
             return
         self.superseded_by = newer
         log_line(f"attempt {self.attempt.number}: {newer.takeover}")
-        self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
+        self.stop_ranks()
+
+    def stop_ranks(self) -> None:
+        self._unconfirmed_since_s = float("inf")
+        self.outcome.stop_signal = self.outcome.stop_signal or signal.SIGTERM.name
         if SRUN in self.running and self._signal_of_ranks() is None:
             self._notify_ranks()
         self.kill_after_grace()

@@ -72,6 +72,8 @@ class Outcome:
     """Node rank of the agent that was killed before anything else ended."""
     step_may_still_run: bool = False
     """Whether srun had to be killed: Slurm may then still count the step as running."""
+    moved_to: str | None = None
+    """Where the run folder was moved to, which ends the run; None while it stays."""
     out_of_time: bool = False
     """Whether some processes still ran at the end of the grace time."""
     failure: RankFailure | None = None
@@ -143,9 +145,12 @@ def decide(
     is_finished = result.workload.is_finished(was_stopped=was_stopped, is_done=result.is_done)
     if is_finished and all(code == EXIT_OK for code in codes):
         return Decision("finished", "all workers finished", EXIT_OK)
+    saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
+    if result.moved_to is not None and not saved:
+        reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
+        return Decision("failed", reason, EXIT_FAILED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
-    saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
     # A save that fails when a person cancels the run is reported as the failure that it is.
     is_interrupted = result.failed_after_signal and result.cause is not None
     # A command exits with any code when the signal has ended one of its ranks.
@@ -216,6 +221,8 @@ def _after_request(
         summary = f"failed after {result.stop_signal}, before all workers had saved: {what}"
     else:
         summary = f"ended by {result.stop_signal}, and no worker reported a save"
+    if result.moved_to is not None:
+        return Decision("stopped", f"{summary}: its folder was moved to {result.moved_to}", EXIT_STOPPED)
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)

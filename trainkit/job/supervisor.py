@@ -87,6 +87,7 @@ def supervise(allocation: Allocation) -> int:
         return attempt
     redirect_output(attempt.supervisor_log)
     supervisor = Supervisor(allocation)
+    run.hold()
     try:
         become_sole_supervisor(run, allocation.lock_timeout_s)
     except RunLocked as locked:

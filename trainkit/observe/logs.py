@@ -296,7 +296,7 @@ def follow(
     number = first_attempt
     while True:
         attempt = run.attempt(number)
-        tails: dict[Path, LogTail] = {}
+        tails: dict[str, LogTail] = {}
         listed_s = float("-inf")
         while True:
             # Checked before reading, so that everything written before the end is read.
@@ -305,11 +305,12 @@ def follow(
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
-                    if path not in tails:
-                        tails[path] = LogTail(path, 0 if last is None else start_of_last(path, last))
-            for path, tail in tails.items():
+                    if path.name not in tails:
+                        tails[path.name] = LogTail(path, 0 if last is None else start_of_last(path, last))
+                    tails[path.name].path = path  # the run may have been moved
+            for tail in tails.values():
                 for text in tail.read_rest() if passed else tail.read():
-                    yield path.stem, text
+                    yield tail.path.stem, text
             if passed:
                 break
             time.sleep(POLL_S)

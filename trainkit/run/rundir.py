@@ -34,7 +34,8 @@ REJECTED_SUFFIX = ".rejected"
 class Folder(Protocol):
     """What has a path, below which its files are."""
 
-    path: Path
+    @property
+    def path(self) -> Path: ...
 
 
 class Child:
@@ -83,6 +84,28 @@ class RunDir:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
+        self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def follow(self) -> bool:
+        """Whether the held folder was moved since the last call; `path` is then the new one."""
+        if self._held is None:
+            return False
+        held = os.fstat(self._held)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(held, self.path.stat()):
+                return False
+        with contextlib.suppress(OSError):
+            # Of what another host has moved, this one knows the old path only.
+            siblings = (entry for entry in os.scandir(self.path.parent) if entry.inode() == held.st_ino)
+            for found in (Path(f"/proc/self/fd/{self._held}").readlink(), *map(Path, siblings)):
+                if found.is_dir() and os.path.samestat(held, found.stat()):
+                    self.path = found
+                    return True
+        return False
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
@@ -151,7 +174,11 @@ class AttemptDir:
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
         self.number = number
-        self.path = run.attempts_dir / f"{number:03d}"
+
+    @property
+    def path(self) -> Path:
+        """Below the run's, which may be moved."""
+        return self.run.attempts_dir / f"{self.number:03d}"
 
     def node_log(self, node_rank: int) -> Path:
         return self.logs_dir / f"node-{node_rank:04d}.log"

@@ -176,8 +176,13 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
     """A new folder for a run or a group, and its name; removed when the block fails.
 
     `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
-    be written.
+    be written, and when its name or that of the current folder is not UTF-8.
     """
+    for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
+        shown = path.decode(errors="backslashreplace")
+        if shown.encode() != path:
+            message = f"the name of {shown} is not UTF-8"
+            raise UsageError(message, hint="rename it: the files of a run name it, and are UTF-8")
     folder = None
     try:
         if run_dir is None:

@@ -36,6 +36,7 @@ def main() -> None:
     stop.install()
     progress = Progress()
     run = RunDir(sys.argv[1])
+    run.hold()
     attempt = run.attempt(int(os.environ.get("TRAINKIT_JOB_ATTEMPT") or run.attempt_numbers()[-1]))
     rank = int(os.environ.get("RANK", "0"))
     rank_info = RankInfo(rank, int(os.environ.get("NODE_RANK", "0")), own_host())

@@ -299,7 +299,7 @@ class RankRecords:
     """Keeps and writes the records of this rank."""
 
     def __init__(self, attempt: AttemptDir, rank: int, host: str, local_gradient: LocalGradient) -> None:
-        self._file = attempt.rank_record(rank)
+        self._attempt, self._rank = attempt, rank
         self._host = host
         self._local_gradient = local_gradient
         self.values: list[Tensor] = []
@@ -337,10 +337,11 @@ class RankRecords:
     def flush(self) -> None:
         """Write the pending records; those that cannot be written are kept."""
         self._flushed_s = time.monotonic()
+        file = self._attempt.rank_record(self._rank)
         with contextlib.suppress(OSError):
-            ensure_folder(self._file.parent, 0o700)
-        write_pending(self._file, self._pending)
+            ensure_folder(file.parent, 0o700)
+        write_pending(file, self._pending)
         with contextlib.suppress(OSError):
-            if self._file.stat().st_size > MAX_BYTES:
-                lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
-                write_atomic(self._file, "".join(lines[len(lines) // 2 :]))
+            if file.stat().st_size > MAX_BYTES:
+                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+                write_atomic(file, "".join(lines[len(lines) // 2 :]))

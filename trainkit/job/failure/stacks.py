@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from trainkit.folders import ensure_folder
 from trainkit.job import processes
 from trainkit.job.signals import STACKS_SIGNAL
 from trainkit.run.files import as_utc, parse_time, read_json, utc_now, write_json
@@ -106,7 +107,8 @@ def find_requests(attempt: AttemptDir) -> list[Request]:
 def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
     """Request the stacks of one rank, or of all if None. Raises OSError when the folder cannot be written."""
     request = Request(attempt.stacks_dir / "requests" / f"{uuid.uuid4().hex[:12]}.json")
-    request.replies_dir.mkdir(parents=True)
+    for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
+        ensure_folder(folder)
     write_json(request.file, {"rank": rank, "time": utc_now()})
     return request
 

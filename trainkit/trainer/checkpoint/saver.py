@@ -125,6 +125,8 @@ class CheckpointSaver:
         self.finish()
         if request.step == self.last_step:
             return
+        if self._run.follow():
+            log.warning(f"the run folder was moved: it is {self._run.path}")
         if self._world.is_main:
             record_event(self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)

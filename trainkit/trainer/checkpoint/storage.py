@@ -72,7 +72,9 @@ class _HashingFileSystem(FileSystem):
         self.files: dict[str, FileSum] = {}
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        ensure_folder(Path(path), parents=True)
+        # Not the run folder, which may have been moved or deleted.
+        ensure_folder(Path(path).parent)
+        ensure_folder(Path(path))
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
