@@ -14,6 +14,7 @@ FOUND = (
     ("sweep", "sweep.json", None, ("config", "seed"), LONG),
     ("sweep", "sweep.json", None, ("config", "optimizer"), "x"),
     ("finished", "attempts/001/plan.json", None, ("batch",), "x"),
+    ("finished", "metrics.jsonl", 5, ("attempt",), {}),
     ("crashed", "attempts/002/end.json", None, ("verdict", "host"), "\ud800"),
     ("crashed", "events.jsonl", 0, ("event",), "\ud800"),
 )
