@@ -121,13 +121,8 @@ def find_step(run: RunDir, step: int) -> RunStep:
     attempt = run.attempt(number)
     plan = LaunchPlan.read(attempt.plan_file)
     known = [(started[number].step, started[number].samples_seen)]
-    known += [
-        (record.step, seen)
-        for record in records
-        if record.attempt == number
-        and record.step < step
-        and (seen := record.count("samples_seen")) is not None
-    ]
+    own = [record for record in records if record.attempt == number and record.step < step]
+    known += [(record.step, seen) for record in own if (seen := record.count("samples_seen")) is not None]
     at, samples_seen = max(known)
     size = plan.batch.global_batch_size
     start = samples_seen + (step - 1 - at) * size
