@@ -13,6 +13,7 @@ FOUND = (
     ("sweep", "sweep.json", None, ("plan", "batch"), DEEP),
     ("sweep", "sweep.json", None, ("config", "seed"), LONG),
     ("sweep", "sweep.json", None, ("config", "optimizer"), "x"),
+    ("sweep", "sweep.json", None, ("points", 2, "values"), "\0"),
     ("finished", "attempts/001/plan.json", None, ("batch",), "x"),
     ("finished", "metrics.jsonl", 5, ("attempt",), {}),
     ("crashed", "attempts/002/end.json", None, ("verdict", "host"), "\ud800"),
@@ -33,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("name", "file", "line", "place", "value"), FOUND)
 def test_a_change_that_once_broke_a_command(
-    project: Path, name: str, file: str, line: int | None, place: tuple[str, ...], value: object
+    project: Path, name: str, file: str, line: int | None, place: tuple[str | int, ...], value: object
 ) -> None:
     assert list(tried(project, name, Change(Path(file), line, place), value)) == []
 
