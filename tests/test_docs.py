@@ -127,7 +127,9 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
         text=True,
     ) as process:
         if command.endswith(" -f"):
-            followed = RunDir(folder / "runs" / shlex.split(command)[2])
+            name = shlex.split(command)[2]
+            newest = max((folder / "runs").glob("*/job.json"), key=lambda file: file.stat().st_mtime)
+            followed = RunDir(newest.parent if name == "last" else folder / "runs" / name)
             while process.poll() is None and not published(followed.checkpoints_dir):
                 time.sleep(0.02)
             for pid in find_processes(followed).ranks.values():
@@ -162,11 +164,22 @@ def test_every_cheap_command_works(page: str, sandbox: Path) -> None:
 
 
 @pytest.mark.slow(seconds=30)
-@pytest.mark.parametrize("page", pages_with("console slow"))
+@pytest.mark.parametrize("page", [page for page in pages_with("console slow") if page != README.name])
 def test_every_command_works_in_the_order_of_the_text(page: str, sandbox: Path) -> None:
     run_all(commands(page_named(page), "console", "console slow"), sandbox, **SHORT)
-    if page == README.name:
-        assert losses(sandbox / "runs" / "killed") == losses(sandbox / "runs" / "quickstart")
+
+
+@pytest.mark.slow(seconds=60)
+def test_the_readme_typed_twice(sandbox: Path) -> None:
+    found = commands(README, "console", "console slow")
+    for end in ("", "-2"):
+        run_all(found, sandbox, **SHORT)
+        # A second time it overwrites nothing, and says so.
+        found = [line for line in found if not line.startswith("trainkit init --task")]
+        assert losses(sandbox / "runs" / f"killed{end}") == losses(sandbox / "runs" / f"quickstart{end}")
+        killed = json.loads((sandbox / "runs" / f"killed{end}" / "job.json").read_text())
+        assert len(killed["attempts"]) == 2
+    assert "ring.py already exists" in run("trainkit init --task ring", sandbox).stderr
 
 
 def losses(run_folder: Path) -> dict[int, object]:

@@ -72,7 +72,7 @@ What each command does, with examples and the names of its options, in the group
 - CONFIG is a file or a shipped config such as `quickstart` or `models/8b`; without one it is `./config.yaml`,
   else the file that `trainkit init` wrote here, else `quickstart`.
 - Results go to stdout and diagnostics to stderr. With `--json`, which most commands have, the result is one
-  JSON value, and an error is `{"error": …, "hint": …, "exit_code": …}`.
+  JSON value, and an error is `{"error": …, "hint": …, "exit_code": …}`, for a config also with `problems`.
 - `trainkit --debug COMMAND …` shows the traceback of an error, and `--no-color` disables colour.
 
 | exit code | meaning |

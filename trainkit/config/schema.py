@@ -145,7 +145,7 @@ def all_keys() -> tuple[str, ...]:
 def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
     """The dotted keys and values of a dumped config; mappings inside a section are one value."""
     for name, value in dumped.items():
-        if name in sections():
+        if name in sections() and isinstance(value, dict):  # in a file that was damaged it may be none
             for key, inner in value.items():
                 yield f"{name}.{key}", inner
         else:

@@ -357,7 +357,7 @@ def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
     best = None if report.best is None else known.index(report.best)
     label = report.objective.label.capitalize()
     charts = [
-        dot_chart(f"{label} by {key}", key, [point.values[key] for point in known], results, best)
+        dot_chart(f"{label} by {key}", key, [point.values.get(key) for point in known], results, best)
         for key in keys
     ]
     return [chart for chart in charts if chart is not None]

@@ -236,8 +236,12 @@ class LaunchPlan:
 
     @classmethod
     def read(cls, file: Path) -> LaunchPlan:
-        """The plan in a plan.json; raises OSError, ValueError, and UsageError as `from_dict`."""
-        return cls.from_dict(read_json(file))
+        """The plan in a plan.json; raises OSError, and UsageError if it is damaged or a newer one."""
+        try:
+            return cls.from_dict(read_json(file))
+        except ValueError as error:
+            hint = "each folder in attempts/ of the run has the plan of its attempt"
+            raise UsageError(f"{file} cannot be read: {error}", hint=hint) from error
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:

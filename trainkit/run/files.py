@@ -72,7 +72,24 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: str | Path) -> Any:
     """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON."""
     with open(path, encoding="utf-8") as stream:
-        return json.loads(stream.read())
+        return _parsed_json(stream.read())
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _parsed_json(text: str) -> Any:
+    try:
+        return _encodable(json.loads(text), text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def _encodable(value: Any, text: str) -> Any:
+    """The JSON value of a text without halves of surrogate pairs, which no terminal or file takes."""
+    if not _SURROGATE.search(text):
+        return value
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
@@ -136,7 +153,7 @@ def wait_for_json(
 def _read_or_create(path: Path) -> Any:
     """The JSON value in a file, which is created empty if it is missing."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), encoding="utf-8") as stream:
-        return json.loads(stream.read())
+        return _parsed_json(stream.read())
 
 
 def refresh_listing(folder: Path) -> None:
@@ -283,6 +300,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     text = line.decode("utf-8", errors="replace").strip()
     try:
         record, end = DECODER.raw_decode(text)  # twice as fast as `decode`
+        record = _encodable(record, text)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and end == len(text) else None

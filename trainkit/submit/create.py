@@ -187,6 +187,8 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
     try:
         if run_dir is None:
             folder = _next_free_folder(Path(RUNS_FOLDER), name)
+            if folder.name != name:
+                print(f"note: {RUNS_FOLDER}/{name} exists, so this is {folder.name}", file=sys.stderr)
             name = folder.name
         else:
             folder = _empty_folder(run_dir, option)

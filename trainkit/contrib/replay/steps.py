@@ -26,8 +26,8 @@ from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import read_metrics
-from trainkit.run.files import read_json, read_jsonl, read_record
+from trainkit.run.events import read_events, training_curve
+from trainkit.run.files import read_json, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -88,9 +88,9 @@ class StepSample:
 def attempt_starts(run: RunDir) -> dict[int, Start]:
     """Where each attempt began."""
     return {
-        event["attempt"]: read_record(Start, event)
-        for event in read_jsonl(run.events_file, ["training"])
-        if event.get("event") == "training" and "samples_seen" in event
+        event.attempt: read_record(Start, event.values)
+        for event in read_events(run, "training")
+        if event.attempt is not None and event.count("samples_seen") is not None
     }
 
 
@@ -109,10 +109,8 @@ def find_step(run: RunDir, step: int) -> RunStep:
     newest = started[max(started)]
     if not 1 <= step <= newest.total_steps:
         raise UsageError(f"{run.path} has no step {step}", hint=f"its steps are 1 to {newest.total_steps}")
-    records = read_metrics(run)
-    last = dict.fromkeys(started, 0)
-    for record in records:
-        last[record["attempt"]] = record["step"]
+    records = [record for record in training_curve(run) if record.attempt is not None]
+    last = dict.fromkeys(started, 0) | {record.attempt: record.step for record in records}
     able = [number for number in sorted(started) if started[number].step < step]
     number = next((number for number in reversed(able) if last[number] >= step), able[-1] if able else None)
     if number is None:
@@ -123,7 +121,8 @@ def find_step(run: RunDir, step: int) -> RunStep:
     attempt = run.attempt(number)
     plan = LaunchPlan.read(attempt.plan_file)
     known = [(started[number].step, started[number].samples_seen)]
-    known += [(r["step"], r["samples_seen"]) for r in records if r["attempt"] == number and r["step"] < step]
+    own = [record for record in records if record.attempt == number and record.step < step]
+    known += [(record.step, seen) for record in own if (seen := record.count("samples_seen")) is not None]
     at, samples_seen = max(known)
     size = plan.batch.global_batch_size
     start = samples_seen + (step - 1 - at) * size

@@ -1,0 +1,46 @@
+"""Commands that read runs, after one value of a file was changed; `benchmarks.damaged_runs` changes all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.damaged_runs import DEEP, LONG, VALUES, Change, changes, make_project, tried
+
+FOUND = (
+    ("sweep", "sweep.json", None, ("plan", "batch"), DEEP),
+    ("sweep", "sweep.json", None, ("config", "seed"), LONG),
+    ("sweep", "sweep.json", None, ("config", "optimizer"), "x"),
+    ("sweep", "sweep.json", None, ("points", 2, "values"), "\0"),
+    ("finished", "attempts/001/plan.json", None, ("batch",), "x"),
+    ("finished", "metrics.jsonl", 5, ("attempt",), {}),
+    ("crashed", "attempts/002/end.json", None, ("verdict", "host"), "\ud800"),
+    ("crashed", "events.jsonl", 0, ("event",), "\ud800"),
+)
+"""Changes after which a command ended with an exception."""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which commands are typed, on a machine without Slurm."""
+    folder = tmp_path / "project"
+    make_project(folder, ["crashed", "finished", "sbatch", "sweep"])
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "file", "line", "place", "value"), FOUND)
+def test_a_change_that_once_broke_a_command(
+    project: Path, name: str, file: str, line: int | None, place: tuple[str | int, ...], value: object
+) -> None:
+    assert list(tried(project, name, Change(Path(file), line, place), value)) == []
+
+
+@pytest.mark.parametrize("name", ["crashed", "sbatch", "sweep"])
+def test_any_change(project: Path, name: str) -> None:
+    draw = random.Random(0)
+    for change in draw.sample(list(changes(project / "runs" / name)), 3):
+        assert list(tried(project, name, change, draw.choice(VALUES))) == []
