@@ -256,7 +256,7 @@ def test_what_was_typed_wrong(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "problem"),
     [
-        ("tp=3", 4, "--layout tp=3: parallel.tp: is 3: parallel.tp 3 does not divide 4 processes"),
+        ("tp=3", 4, "--layout tp=3: parallel.tp: is 3, which does not divide 4 processes"),
         ("dp_shard=2", 4, "--layout dp_shard=2: parallel.dp_shard: is 2: parallel.dp_replicate 1 x 2 = 2,"),
         ("pp=4,pp_schedule=zbv,pp_microbatches=3", 4, "parallel.pp_microbatches: is 3, which does not"),
         ("pp=2,pp_microbatches=8", 2, "parallel.pp_microbatches: is 8, which does not divide"),

@@ -129,7 +129,8 @@ profile_version: 2
 
 def test_what_is_no_yaml(tmp_path: Path) -> None:
     assert problems(tmp_path, "name: [west") == [
-        "west.yaml:2: invalid YAML: while parsing a flow sequence, did not find expected ',' or ']'"
+        "west.yaml:2: invalid YAML: while parsing a flow sequence, did not find expected ',' or ']'\n"
+        "  hint: close the bracket of line 1; text with a colon, a bracket, # or ${…} needs quotes"
     ]
     assert "duplicate key" in problems(tmp_path, "name: a\nname: b\n")[0]
 

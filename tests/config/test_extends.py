@@ -55,13 +55,15 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
 def test_circle(tmp_path: Path) -> None:
     files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
     assert message(tmp_path, files) == (
-        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: this is circular"
+        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: this is circular\n"
+        "  hint: remove this one, or that of another of these files"
     )
 
 
 def test_itself(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "extends: ./run.yaml\n"}) == (
-        "run.yaml:1: extends: run.yaml extends run.yaml: this is circular"
+        "run.yaml:1: extends: run.yaml extends run.yaml: this is circular\n"
+        "  hint: remove this one, or that of another of these files"
     )
 
 

@@ -195,7 +195,10 @@ def command(
     # Of a run on this machine, this is what a dry run shows: there is no script.
     is_shown = dry_run and plan.slurm is None and not as_json
     click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
-    for line in (*_warnings(submission, folder, workload), *_notes(submission, group, workload)):
+    for line in (
+        *_warnings(submission, folder, workload, starts=not dry_run),
+        *_notes(submission, group, workload),
+    ):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
         from trainkit.slurm.client import require_controller
@@ -233,7 +236,9 @@ def command(
     return EXIT_OK
 
 
-def _warnings(submission: Submission, folder: Path | None, workload: Workload) -> Iterator[str]:
+def _warnings(
+    submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
+) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
     from trainkit.submit.disk import disk_forecast, lock_problem
     from trainkit.submit.secrets import secret_options
@@ -241,7 +246,7 @@ def _warnings(submission: Submission, folder: Path | None, workload: Workload) -
     plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)
     if (problem := lock_problem(folder, plan.slurm is not None)) is not None:
         yield f"warning: {problem}"
-    if (forecast := disk_forecast(folder, plan, points[0].config, len(points))) is not None:
+    if (forecast := disk_forecast(folder, plan, points[0].config, len(points), starts=starts)) is not None:
         yield forecast
     found = secret_options(workload.argv)
     if found:

@@ -28,10 +28,12 @@ def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
     return local_locks(folder) if on_other_hosts else None
 
 
-def disk_forecast(folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1) -> str | None:
+def disk_forecast(
+    folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1, *, starts: bool = True
+) -> str | None:
     """A line about the checkpoints of runs and the space for them; None where that is plenty, or unknown.
 
-    Raises UsageError if not even one fits.
+    Raises UsageError if not even one fits and the runs are about to start.
     """
     place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
     if one is None:
@@ -40,7 +42,7 @@ def disk_forecast(folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: i
         free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
     except OSError:
         return None  # what creates the folder says what is wrong with it
-    if one * num_runs > free:
+    if one * num_runs > free and starts:
         raise UsageError(
             f"a checkpoint needs {size(one * num_runs)}, but {folder} has only {size(free)} free",
             hint="free disk space, or choose a folder on another disk with --run-dir",

@@ -254,8 +254,8 @@ def test_the_list_starts_nothing(place: Place) -> None:
         ),
         (("--steps", "30", "--", "true"), "error: --steps 30 applies to the built-in trainer"),
         (("--launcher", "torchrun"), "error: --launcher torchrun needs a COMMAND"),
-        (("--only", "fire"), "error: invalid value for '--only'"),
-        (("--steps", "5"), "error: invalid value for '--steps'"),
+        (("--only", "fire"), "error: --only fire: must be one of signal, rank"),
+        (("--steps", "5"), "error: --steps 5: must be a whole number of at least 12"),
     ],
 )
 def test_refusals(place: Place, args: tuple[str, ...], words: str) -> None:
