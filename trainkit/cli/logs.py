@@ -241,7 +241,7 @@ def _end_soon(run: RunDir) -> AttemptEnd | None:
 def print_end(run: RunDir) -> int:
     """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     run.follow()
-    if not run.path.is_dir():
+    if not run.attempt_numbers():
         click.echo(f"ended: {run.path} was deleted while the run was there", err=True)
         return EXIT_FAILED
     end = _end_soon(run)
