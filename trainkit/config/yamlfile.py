@@ -176,7 +176,8 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
             hint = "indent with spaces: YAML does not allow tabs"
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown)]) from None
+        hint = "a config is a text file in YAML"
+        raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown, hint)]) from None
     except RecursionError:
         raise ConfigError([Problem("", "the values are nested too deeply", shown)]) from None
     if node is None:
