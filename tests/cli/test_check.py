@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tests.support.webhooks import SECRET, webhook
 from trainkit import locks
 from trainkit.cli.main import main
+from trainkit.config import yamlfile
 
 
 @pytest.fixture
@@ -369,3 +372,15 @@ def test_what_cannot_be_simulated(
 ) -> None:
     assert main(["check", run_config, *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["check"], ["submit", "--dry-run", "--sweep", "seed=1,2"]])
+def test_a_config_from_standard_input(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is read once, although several points are loaded from it."""
+    for text, code in ((b"extends: quickstart\nname: mine\n", 0), (b"\ntrain: {steps: x}\n", 2)):
+        yamlfile._standard_input.cache_clear()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert main([command[0], "-", *command[1:]]) == code
+    assert "standard input:2: train.steps: must be a whole number" in capsys.readouterr().err

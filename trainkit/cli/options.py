@@ -142,8 +142,8 @@ shape_options = combined(
 
 
 CONFIG_HELP = (
-    "CONFIG is a file or a shipped config such as quickstart or models/8b. Default: ./config.yaml, else the "
-    "file that `trainkit init` wrote here, else quickstart."
+    "CONFIG is a file, - for standard input, or a shipped config such as quickstart or models/8b. Default: "
+    "./config.yaml, else the file that `trainkit init` wrote here, else quickstart."
 )
 
 

@@ -8,7 +8,15 @@ from shlex import quote
 
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import CONFIG_VERSION, SIMILAR, is_known, sections
-from trainkit.config.yamlfile import Entry, entry_at, merge, overlay, parse_value, read_yaml_file
+from trainkit.config.yamlfile import (
+    STANDARD_INPUT,
+    Entry,
+    entry_at,
+    merge,
+    overlay,
+    parse_value,
+    read_yaml_file,
+)
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
 from trainkit.formats import did_you_mean, near
@@ -48,7 +56,9 @@ class Layers:
         self.problems: list[Problem] = []
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
-        """The config with this name and its path: a file takes precedence over a shipped config."""
+        """The config with this name and its path: a file before a shipped config; ``-`` is standard input."""
+        if Path(name) == STANDARD_INPUT:
+            return self._file(STANDARD_INPUT, ()), STANDARD_INPUT
         path = self.cwd / Path(name).expanduser()
         shipped = None if path.is_file() else find_shipped_config(str(name))
         if shipped is None and (not path.exists() or path.suffix == ".py"):
@@ -181,6 +191,8 @@ class Layers:
 
     def shown(self, path: Path) -> str:
         """A path as origins show it: relative if it is in the working folder."""
+        if path == STANDARD_INPUT:
+            return "standard input"
         absolute = self.cwd / path
         try:
             return str(absolute.relative_to(self.cwd))

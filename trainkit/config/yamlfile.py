@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from trainkit.errors import ConfigError, Problem
 
 TAG = "tag:yaml.org,2002:"
 MAX_FILE_BYTES = 10_000_000
+STANDARD_INPUT = Path("-")
 MAX_VALUES = 100_000
 """Aliases of aliases make any number of values out of a few hundred bytes."""
 _PATTERNS = {
@@ -220,6 +223,8 @@ def _reason(error: yaml.YAMLError) -> str:
 
 def _read_text(path: Path, shown: str) -> str:
     try:
+        if path == STANDARD_INPUT:
+            return _standard_input().decode("utf-8-sig")
         found = path.stat()
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError
@@ -238,6 +243,12 @@ def _read_text(path: Path, shown: str) -> str:
     except OSError as error:
         message, problem_hint = f"the file cannot be read: {error.strerror}", ""
     raise ConfigError([Problem("", message, shown, problem_hint)])
+
+
+@cache
+def _standard_input() -> bytes:
+    """What a command reads once, although it loads its config several times."""
+    return sys.stdin.buffer.read(MAX_FILE_BYTES)
 
 
 class _Builder:
