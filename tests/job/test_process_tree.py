@@ -356,7 +356,7 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job):
     wait_for(second.end_file.exists)
     end = read_json(second.end_file)
     assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)
-    assert "JSONDecodeError" in end["reason"]
+    assert "plan.json cannot be read: Expecting property name" in end["reason"]
     wait_for(lambda: entry.alive() is False)
 
 

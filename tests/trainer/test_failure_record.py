@@ -82,6 +82,8 @@ def test_record(tmp_path, step, capsys):
     value = json.loads(attempt.rank_error(3).read_text())
     assert 'raise ValueError("a bug")' in value.pop("traceback")
     assert value.pop("time").endswith("Z")
+    code = value.pop("code")
+    assert (Path(code["file"]).name, code["text"]) == (Path(__file__).name, 'raise ValueError("a bug")')
     assert value == {
         **vars(WHO),
         "step": step,

@@ -226,8 +226,11 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.
     optimizer, expected = ShardedAdamW(weights(mine), EIGHT_BIT), reference(theirs)
     pieces = ShardedAdamW(weights(in_pieces), EIGHT_BIT)
     for step in range(6):
-        for model in (mine, in_pieces, theirs):
-            backward(model, step)
+        # Gradients of one model for all: a single other rounding would change all that follow.
+        backward(theirs, step)
+        for model in (mine, in_pieces):
+            for param, source in zip(model.parameters(), theirs.parameters(), strict=True):
+                param.grad = None if source.grad is None else source.grad.clone()
         optimizer.collect_gradients()
         optimizer.step(1e-2, ONE, ZERO)
         optimizer.zero_grad()

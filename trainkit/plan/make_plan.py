@@ -251,9 +251,10 @@ def _check_model(
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
         return plan, [*batch_problems(work)]
-    plan = replace(plan, checkpoint_bytes=checkpoint_bytes(work))
     if found := [*layout_problems(work)]:
         return plan, found
+    size = checkpoint_bytes(work)
+    plan = replace(plan, checkpoint_bytes=size)
     if plan.device != "cuda":
         problem = _host_problem(config, plan, work, machine)
         return plan, [] if problem is None else [problem]
@@ -264,7 +265,7 @@ def _check_model(
     else:
         reason, problem = _check_gpu_memory(work, gpu)
         plan = replace(plan, reasons={**plan.reasons, "memory": reason})
-    problem = problem or _staging_problem(config, plan, work, machine)
+    problem = problem or _staging_problem(config, plan, size, machine)
     return plan, [] if problem is None else [problem]
 
 
@@ -294,13 +295,13 @@ def _check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     return text, Problem(key, message, hint=hint)
 
 
-def _staging_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
-    """The problem if a node has too little memory for asynchronous saves."""
+def _staging_problem(config: RunConfig, plan: LaunchPlan, size: int, machine: Machine) -> Problem | None:
+    """The problem if a node has too little memory for asynchronous saves of checkpoints of this `size`."""
     resources, layout = config.resources, plan.layout
     if not config.checkpoint.async_save:
         return None
     ranks_of_a_model = layout.world_size // layout.dp_replicate
-    need = checkpoint_bytes(work) * plan.workers_per_node / ranks_of_a_model
+    need = size * plan.workers_per_node / ranks_of_a_model
     if plan.slurm is None:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {gib(have or 0)}"
