@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from shlex import join
+from shlex import join, quote
 
 import click
 
@@ -70,6 +70,9 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     """Convert a click error; most are usage errors and exit with 2."""
     message, hint = error.format_message().rstrip("."), ""
     message = message[:1].lower() + message[1:]
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
+    args = args[: args.index("--")] if "--" in args else args  # what follows is not trainkit's
     if isinstance(error, click.NoSuchOption):
         message = f"unknown option {error.option_name}"
         hint = _option_hint(error, args)
@@ -77,26 +80,31 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
         message = f"{_name(error.param)} is missing"
         hint = _example(error.ctx)
     elif isinstance(error, click.BadOptionUsage):
-        message = f"{error.option_name} needs a value"
+        is_flag = any(error.option_name in item.opts and item.is_flag for item in _options(context))
+        message = f"{error.option_name} {'takes no' if is_flag else 'needs a'} value"
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
-    takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
-    if isinstance(error, click.UsageError) and takes_command and _program_at(args):
-        hint = f"a program of your own comes after --: `{_with_dashes(args)}`"
+    if isinstance(error, click.UsageError) and takes_command and (first := _program_at(args, context)):
+        hint = f"a program of your own comes after --: `{_with_dashes(args, first)}`"
     if isinstance(error, click.UsageError) and not hint:
         hint = _word_hint(args) or _help_hint(error.ctx, args)
     return TrainkitError(message, hint, error.exit_code or EXIT_FAILED)
 
 
-def _program_at(args: Sequence[str]) -> int:
-    """The index of the program in a command line, 0 without one; the value of --launcher is none."""
-    found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word))
-    return next((index for index in found if args[index - 1] != "--launcher"), 0)
+def _options(context: click.Context | None) -> list[click.Option]:
+    params = [] if context is None else context.command.params
+    return [item for item in params if isinstance(item, click.Option)]
 
 
-def _with_dashes(args: Sequence[str]) -> str:
+def _program_at(args: Sequence[str], context: click.Context | None) -> int:
+    """The index of the program in a command line, 0 without one; the value of an option is none."""
+    with_value = {name for item in _options(context) if not item.is_flag for name in item.opts}
+    found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word) and "=" not in word)
+    return next((index for index in found if args[index - 1] not in with_value), 0)
+
+
+def _with_dashes(args: Sequence[str], first: int) -> str:
     """The command that was meant, where the ``--`` before a program was forgotten."""
-    first = _program_at(args)
     own, program = args[:first], args[first:]
     # The launchers start Python themselves.
     python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
@@ -115,7 +123,8 @@ def _example(context: click.Context | None) -> str:
 
 
 def _help_hint(context: click.Context | None, args: Sequence[str]) -> str:
-    path = f"trainkit {args[0]}" if context is None else context.command_path
+    words = ["trainkit", *(word for word in args[:1] if not word.startswith("-"))]
+    path = " ".join(words) if context is None else context.command_path
     return f"see `{path} --help`"
 
 
@@ -125,17 +134,20 @@ def _word_hint(args: Sequence[str]) -> str:
         if word[:1] in DASHES:
             return f"{word} begins with a dash that is not -: write --{word.lstrip(DASHES + '-')}"
         if (found := SETTING.fullmatch(word)) is not None:
-            return f"did you mean --set {found['key']}={found['value']}?"
+            return _setting_hint(found)
     return ""
+
+
+def _setting_hint(found: re.Match[str]) -> str:
+    return f"did you mean --set {quote(found['key'] + '=' + found['value'])}?"
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     """The option that was meant, by its name here, or the key of the config that has no option."""
     from difflib import get_close_matches
 
-    params = [] if error.ctx is None else error.ctx.command.params
-    known = [name for item in params if isinstance(item, click.Option) for name in item.opts]
-    typed = next((word for word in args if f"-{word}" in known), error.option_name)
+    known = [name for item in _options(error.ctx) for name in item.opts]
+    typed = next((word for word in args if word[:1] == "-" and f"-{word}" in known), error.option_name)
     if typed != error.option_name:
         return f"did you mean -{typed}?"
     same = [name for name in known if typed in OTHER_NAMES.get(name, ())]
@@ -143,9 +155,12 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     if close:
         return f"did you mean {' or '.join(sorted(close))}?"
     if typed in ("--config", "-c", "--file") and error.ctx is not None:
-        return f"CONFIG has no option: `{error.ctx.command_path} {_typed([typed], args)}`"
+        value = _typed([typed], args)
+        return (
+            f"CONFIG has no option: `{error.ctx.command_path} {'CONFIG' if value is None else quote(value)}`"
+        )
     if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, args)), None)):
-        return f"did you mean --set {found['key']}={found['value']}?"
+        return _setting_hint(found)
     if "--set" in known:
         from trainkit.config.schema import OTHER_KEYS, all_keys
 
@@ -153,7 +168,7 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         key = OTHER_KEYS.get(word) or next((key for key in all_keys() if key.endswith(f".{word}")), None)
         if key is not None:
             value = _typed([typed], args)
-            return f"did you mean --set {key}={'…' if value is None else value}?"
+            return f"did you mean --set {quote(f'{key}={value}') if value is not None else f'{key}=…'}?"
     return ""
 
 
@@ -197,4 +212,4 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
 
     meant = first_accepted(readings(value, choices), accept)
     message = f"{param.opts[0]} {value}: must be {words}"
-    return message, "" if meant is None else f"did you mean {param.opts[0]} {meant}?"
+    return message, "" if meant is None else f"did you mean {param.opts[0]} {quote(meant)}?"

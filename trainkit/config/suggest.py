@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from shlex import quote
 
 from pydantic import ValidationError
@@ -24,6 +25,7 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
 _WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
 _DURATION = re.compile(r"(\d+)\s*(m|min|minutes?|h|hours?|d|days?)")
+MAX_WHOLE = 10**18
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 _MEMORY = re.compile(r"(\d+)\s*([KMGT])I?B?")
 
@@ -37,8 +39,8 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
         yield re.sub("[,_]", "", bare)
     if _DECIMAL_COMMA.fullmatch(bare):
         yield bare.replace(",", ".")
-    if _WHOLE.fullmatch(bare):
-        yield str(int(float(bare)))
+    if _WHOLE.fullmatch(bare) and abs(Decimal(bare)) < MAX_WHOLE:
+        yield str(int(Decimal(bare)))
     if small in WORDS:
         yield WORDS[small]
     if (match := near(small, words)) is not None:

@@ -196,7 +196,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
 def _duration_s(attempt: AttemptDir) -> float:
     """Seconds that an attempt has run; for an earlier attempt, until the last write to its logs."""
     entry = record_of(attempt)
-    is_newest = attempt.number == max(attempt.run.attempt_numbers())
+    is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     end = datetime.now(timezone.utc) if is_newest else last_log_write(attempt)
     return seconds_between(entry.started_at or entry.submitted_at, end) or 0.0
 

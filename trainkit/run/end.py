@@ -36,7 +36,7 @@ SIGNALLED = 128
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_INSTALLED = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d")
+_INSTALLED = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/|/torchinductor_")
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

@@ -94,18 +94,28 @@ class RunDir:
         """Whether the held folder was moved since the last call; `path` is then the new one."""
         if self._held is None:
             return False
-        held = os.fstat(self._held)
-        with contextlib.suppress(OSError):
+        try:
+            held = os.fstat(self._held)
             if os.path.samestat(held, self.path.stat()):
                 return False
-        with contextlib.suppress(OSError):
-            # Of what another host has moved, this one knows the old path only.
-            siblings = (entry for entry in os.scandir(self.path.parent) if entry.inode() == held.st_ino)
-            for found in (Path(f"/proc/self/fd/{self._held}").readlink(), *map(Path, siblings)):
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return False  # a file system that does not answer has moved nothing
+        for found in self._places(held.st_ino):
+            with contextlib.suppress(OSError):
                 if found.is_dir() and os.path.samestat(held, found.stat()):
                     self.path = found
                     return True
         return False
+
+    def _places(self, inode: int) -> Iterator[Path]:
+        """Where the held folder may be now."""
+        with contextlib.suppress(OSError):
+            yield Path(f"/proc/self/fd/{self._held}").readlink()
+        with contextlib.suppress(OSError):
+            # Of what another host has moved, this one knows the old path only.
+            yield from (Path(entry) for entry in os.scandir(self.path.parent) if entry.inode() == inode)
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"

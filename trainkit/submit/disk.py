@@ -43,8 +43,9 @@ def disk_forecast(
     except OSError:
         return None  # what creates the folder says what is wrong with it
     if one * num_runs > free and starts:
+        whose = "a checkpoint needs" if num_runs == 1 else f"one checkpoint of each of {num_runs} runs needs"
         raise UsageError(
-            f"a checkpoint needs {size(one * num_runs)}, but {folder} has only {size(free)} free",
+            f"{whose} {size(one * num_runs)}, but {folder} has only {size(free)} free",
             hint="free disk space, or choose a folder on another disk with --run-dir",
         )
     most = kept + 1 + (config.checkpoint.best_metric is not None)  # one is being written, one is the best

@@ -201,7 +201,7 @@ def join_world(
         # It is the only one that this rank sees, but may not be bound to this task alone.
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = LOCAL_TIMEOUT if env.master_addr == LOOPBACK else COLLECTIVE_TIMEOUT
+    timeout = COLLECTIVE_TIMEOUT if file is None else LOCAL_TIMEOUT
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     return make_world(env.rank, device, layout, timeout)
 

@@ -105,7 +105,7 @@ def join_and_build(
         partial(_is_writing_log, attempt),
         mesh_of_one=config.parallel.wraps_one,
         on_arrival=partial(progress.enter, "connect"),
-        store_file=attempt.store_file,
+        store_file=attempt.store_file if plan.slurm is None else None,
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")

@@ -45,14 +45,16 @@ class CopyFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in found if spec is not None), None)
-        if spec is None or (file := self.counterpart(spec.origin or "")) is None:
+        file = None if spec is None else self.counterpart(spec.origin or "")
+        if spec is None or file is None:
             return spec
         folders = spec.submodule_search_locations
         if folders is not None:
             folders = [self.counterpart(folder) or folder for folder in folders]
-        return spec_from_file_location(name, file, submodule_search_locations=folders)
+        return spec_from_file_location(name, file, submodule_search_locations=folders) or spec
 
     def counterpart(self, path: str) -> str | None:
         """The copy of a file or folder; None without one, such as for packages of an environment."""
