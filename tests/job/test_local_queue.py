@@ -164,7 +164,7 @@ def test_a_run_waits_for_others_to_finish(start: Start, tmp_path: Path) -> None:
 
     assert last.take()[0] == f"waits for {tmp_path}/a to finish"
     end(first, "failed")
-    assert last.take()[0] == f"waits for {tmp_path}/a, which is failed, to be resumed and to finish"
+    assert last.take()[0] == f"waits for {tmp_path}/a, which ended as failed, to be resumed and to finish"
     end(first, "finished")
     for index in (0, 1):
         assert last.take()[0] == f"waits for {group.run(index).path} to finish"

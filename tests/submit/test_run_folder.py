@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -209,3 +210,23 @@ def test_copy_of_a_checkpoint_is_published_by_a_rename(tmp_path):
     assert copy_checkpoint(source.checkpoint_dir(5), target) == target.checkpoint_dir(5)
     assert (target.checkpoint_dir(5) / "rank-0" / "data").read_text() == "x"
     assert [path.name for path in target.checkpoints_dir.iterdir()] == ["step-00000005"]
+
+
+def test_a_held_folder_is_followed_also_with_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "runs" / "mine")
+    run.path.mkdir(parents=True)
+    run.hold()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert run.follow()
+    assert run.path == tmp_path / "elsewhere" / "mine"
+    assert not run.follow()
+
+    def stale(path: Path, **_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stale)
+        assert not run.follow(), "a file system that does not answer has moved nothing"
+    assert run.path == tmp_path / "elsewhere" / "mine"

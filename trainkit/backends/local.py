@@ -50,7 +50,8 @@ class LocalBackend(Backend):
         return entry
 
     def start_group(self, group: RunGroup, after: str | None) -> str:
-        assert after is None
+        if after is not None:
+            raise UsageError("a group on this machine waits for no job", hint="leave --after out")
         argv = module_argv("trainkit.backends.local_group", str(group.path))
         before, has_ended = group.record.process, False
         child = _start_process(argv, group.process_log, group.record.cwd)
@@ -65,7 +66,7 @@ class LocalBackend(Backend):
             raise TrainkitError(message, hint=f"its output: {group.process_log.read_text(errors='replace')}")
         except BaseException:
             child.kill()
-            if group.job_id is None:
+            if before is None and not any(group.run(index).path.exists() for index in group.points):
                 shutil.rmtree(group.path, ignore_errors=True)
             raise
 

@@ -192,6 +192,8 @@ def command(
         warn=warn,
     )
     plan = submission.plan
+    if now and plan.slurm is not None:
+        raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
     # Of a run on this machine, this is what a dry run shows: there is no script.
     is_shown = dry_run and plan.slurm is None and not as_json
     click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)

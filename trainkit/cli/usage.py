@@ -80,7 +80,7 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
         message = f"{_name(error.param)} is missing"
         hint = _example(error.ctx)
     elif isinstance(error, click.BadOptionUsage):
-        is_flag = any(error.option_name in item.opts and item.is_flag for item in _options(context))
+        is_flag = any(word.startswith(f"{error.option_name}=") for word in args)
         message = f"{error.option_name} {'takes no' if is_flag else 'needs a'} value"
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
@@ -155,10 +155,8 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     if close:
         return f"did you mean {' or '.join(sorted(close))}?"
     if typed in ("--config", "-c", "--file") and error.ctx is not None:
-        value = _typed([typed], args)
-        return (
-            f"CONFIG has no option: `{error.ctx.command_path} {'CONFIG' if value is None else quote(value)}`"
-        )
+        named = quote(_typed([typed], args) or "CONFIG")
+        return f"CONFIG has no option: `{error.ctx.command_path} {named}`"
     if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, args)), None)):
         return _setting_hint(found)
     if "--set" in known:

@@ -14,7 +14,7 @@ from shlex import quote
 from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, print_note, require_this_cluster, step_of
-from trainkit.errors import UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
@@ -137,17 +137,22 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).points
     group.update(cancelled_at=utc_now())
-    if process.alive():
+    # Of a copy of the folder, the process belongs to the original: a lock is that of one folder.
+    while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
-    while process.alive():
+            os.kill(process.pid, signal.SIGCONT)  # one that is stopped would not see it
         time.sleep(POLL_S)
     pending = {point.index for point in found if point.state == "pending"}
-    results = {
-        index: cancel_run(group.run(index), now=now, wait=False, warn=print_note)
-        for index in group.points
-        if group.run(index).exists()
-    }
+    results, problems = dict[int, CancelResult](), list[Exception]()
+    for index in group.points:
+        if group.run(index).exists():
+            try:
+                results[index] = cancel_run(group.run(index), now=now, wait=False, warn=print_note)
+            except (OSError, TrainkitError) as error:
+                problems.append(error)
+    if problems:  # the others are cancelled
+        raise problems[0]
     saving = [group.run(index) for index, result in results.items() if result.state == "cancelling"]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
     if wait:

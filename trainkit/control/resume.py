@@ -120,6 +120,8 @@ def plan_again(
     target = target or make_target(loaded, run=run.path)
     facts = gather(loaded, workload, target=target, resumes=bool(published(run.checkpoints_dir)))
     plan = plan_run(loaded, facts, workload, code_dir=code_dir)
+    if plan.slurm is None and run.plan_file.is_file():
+        plan = replace(plan, after=LaunchPlan.read(run.plan_file).after)  # what it has not waited for yet
     if workload.knows_run:
         refuse_incompatible(run, loaded, facts.data)
     return plan
@@ -327,7 +329,7 @@ def resume_group(group: RunGroup, process: ProcessId) -> str:
             f"cannot tell from here whether {group.path} is running: it was started on {process.host}",
             hint=f"run `trainkit resume {path}` on that host",
         )
-    if alive:
+    if alive and group.has_process():
         raise UsageError(
             f"{group.path} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
         )

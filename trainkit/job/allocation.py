@@ -85,6 +85,8 @@ QUERY_PATIENCE_RESTART_S = 300.0
 REQUEUE_PATIENCE_S = 600.0
 """How long to retry a requeue while the controller is unavailable; giving up would strand a saved run."""
 QUEUE_POLL_S = 1.0
+QUEUE_PATIENCE = 60
+"""Errors of the queue after which a run starts without it."""
 START_S = 30.0
 """Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
 
@@ -109,6 +111,7 @@ class Allocation:
         self.number = number
         """The first attempt, which the command that started this process has recorded."""
         self._now = now
+        self._queue_errors = 0
         self._place: Place | None = None
         """What it has got of this machine, until this process exits."""
 
@@ -158,7 +161,8 @@ class Allocation:
             if reason != said:
                 said = reason
                 log_line(f"attempt {attempt.number} {reason}")
-                log_event(self.run, attempt.number, "waiting", reason=reason)
+                with contextlib.suppress(OSError):  # it is in the log of the supervisor
+                    log_event(self.run, attempt.number, "waiting", reason=reason)
             if processes.wait_for_notice(QUEUE_POLL_S) is not None:
                 self._place.leave()
                 return Decision("stopped", CANCELLED, EXIT_STOPPED)
@@ -170,7 +174,11 @@ class Allocation:
         except LockBusy as busy:
             return f"waits for {busy}"
         except OSError as error:
+            self._queue_errors += 1
+            if self._queue_errors < QUEUE_PATIENCE:
+                return f"waits for the queue of this machine ({error.strerror})"
             log_line(f"starts without waiting for its turn: the queue of this machine has failed ({error})")
+            place.leave()
             return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:

@@ -21,9 +21,9 @@ from trainkit.job.rank_env import visible_gpus
 from trainkit.locks import LockBusy, acquire_lock, file_lock, is_locked, owner_of, release_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, group_of
 from trainkit.run.process import PROC
-from trainkit.run.record import record_of
+from trainkit.run.record import is_alive, read_job, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -166,10 +166,18 @@ def _unfinished(plan: LaunchPlan) -> str | None:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)
             if end is None or end.resumes:
-                return f"waits for {run.path} to finish"
+                return f"waits for {run.path}{_trouble(run)} to finish"
             if end.state != "finished":
-                return f"waits for {run.path}, which is {end.state}, to be resumed and to finish"
+                return f"waits for {run.path}, which ended as {end.state}, to be resumed and to finish"
     return None
+
+
+def _trouble(run: RunDir) -> str:
+    """What a person has to do first, where a run does not continue by itself."""
+    if not run.path.exists():
+        return ", which does not exist," if group_of(run) is None else ""
+    newest = read_job(run).newest
+    return ", which has died, to be resumed and" if newest and is_alive(run, newest) is False else ""
 
 
 def _runs(folder: Path) -> Iterator[RunDir]:

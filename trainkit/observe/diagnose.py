@@ -167,7 +167,9 @@ class _Case:
             if isinstance(record, dict):
                 failure, log = read_record(RankFailure, record), RANK_FILE.fullmatch(path.stem)
                 if failure.code is None:  # written before the key, or without a traceback
-                    lines = str(failure.more.get("traceback") or "").splitlines() or failure.log_tail
+                    lines = str(failure.more.get("traceback") or "").splitlines()
+                    if not lines and failure.type not in ("exit", "RankKilled", None):
+                        lines = failure.log_tail
                     failure = replace(failure, code=self._users_line(lines))
                 text = record_text(path, self.run.path, failure)
                 found.append(_First(failure, text, int(log[1]) if log else None))

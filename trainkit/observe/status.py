@@ -73,7 +73,7 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
     """
     lines, code = [clean(" ".join(failure.line.split()))], failure.code
     if code is not None:
-        lines.append(clean(f"  {code.place}: {code.text}".rstrip(": ")))
+        lines.append(clean(f"  {code.shown}"))
     if failure.hint:
         lines.append(clean(f"hint: {failure.hint}"))
     tail = failure.log_tail[-num_log_lines:] if num_log_lines else []

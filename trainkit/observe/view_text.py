@@ -99,7 +99,7 @@ def _title(view: RunView, size: Size) -> Text:
 def _sentence(view: RunView, size: Size) -> list[Text]:
     failed = view.status.failure
     code = None if failed is None else failed.code
-    place = None if code is None else clean(f"  {code.place}: {code.text}".rstrip(": "))
+    place = None if code is None else clean(f"  {code.shown}")
     sentences = (view.failure, place, view.sentence, view.hint and f"hint: {view.hint}")
     return [
         Text(line)

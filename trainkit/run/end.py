@@ -54,6 +54,11 @@ class CodeLine:
     def place(self) -> str:
         return f"{self.file}:{self.line}"
 
+    @property
+    def shown(self) -> str:
+        """The place, with the text if it is known."""
+        return f"{self.place}: {self.text}" if self.text else self.place
+
     def in_tree(self, job: JobRecord) -> CodeLine:
         """The line in the tree that the user edits, if the run has executed a copy of it."""
         file, code = self.file, job.code

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
-from trainkit.locks import file_lock
+from trainkit.locks import file_lock, is_locked
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_record, write_atomic, write_json
 from trainkit.run.process import ProcessId
@@ -168,6 +168,10 @@ class RunGroup:
     def name(self) -> str:
         return self.record.name or self.path.name
 
+    def has_process(self) -> bool:
+        """Whether a process that starts its runs is there: that of a copied folder is the original's."""
+        return is_locked(self.supervisor_lock_file)
+
     @property
     def limit(self) -> int:
         """How many of its runs this machine runs at once."""
@@ -217,10 +221,13 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
         return run
     group, index = found
     point = group.point(index)
-    if group.record.process is not None:
+    if (process := group.record.process) is not None:
+        path, starts, hint = quote(str(group.path)), "start one after another", "status {}` shows them"
+        if process.alive() is False:
+            starts, hint = "do not start any more", "resume {}` starts them"
         raise UsageError(
-            f"{run.path} has not started: the runs of {group.path} start one after another",
-            hint=f"`trainkit status {quote(str(group.path))}` shows them",
+            f"{run.path} has not started: the runs of {group.path} {starts}",
+            hint=f"`trainkit {hint.format(path)}",
         )
     job_id = job_id or group.task_id(index)
     if job_id is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 from shlex import quote
 
 from trainkit.backends.jobs import query_job_status
@@ -32,7 +33,10 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         more = f" ({first.reason})" if first.reason else ""
         if len(runs) > 1:
             more = f"; {len(wrong):,} of {len(runs):,} runs will not finish"
-        hint = f"resume it first: `trainkit resume {quote(first.run_dir)}`"
+        is_here = any(str(run.job_id).startswith("local-") for run in runs)
+        whole = isinstance(first, PointStatus) and is_here
+        named = str(Path(first.run_dir).parent) if whole else first.run_dir
+        hint = f"resume it first: `trainkit resume {quote(named)}`"
         if first.state == "unknown":
             hint = f"`trainkit status {quote(first.run_dir)}` says why; without --after the run starts now"
         raise UsageError(f"--after {text}: {first.run_dir} is {first.state}{more}", hint=hint)

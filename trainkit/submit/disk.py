@@ -43,11 +43,10 @@ def disk_forecast(
     except OSError:
         return None  # what creates the folder says what is wrong with it
     if one * num_runs > free and starts:
-        whose = "a checkpoint needs" if num_runs == 1 else f"one checkpoint of each of {num_runs} runs needs"
-        raise UsageError(
-            f"{whose} {size(one * num_runs)}, but {folder} has only {size(free)} free",
-            hint="free disk space, or choose a folder on another disk with --run-dir",
-        )
+        message = f"a checkpoint needs {size(one)}, but {folder} has only {size(free)} free"
+        if num_runs > 1:
+            message = f"{num_runs} runs with a checkpoint each need {size(one * num_runs)}: {message}"
+        raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
     most = kept + 1 + (config.checkpoint.best_metric is not None)  # one is being written, one is the best
     need = most * one * num_runs
     if need < PLENTY_SHARE * free:

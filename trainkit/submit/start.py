@@ -17,7 +17,7 @@ from trainkit.run.record import CodeCopy
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import cluster_name
-from trainkit.submit.create import CreatedRun, create_run, new_folder, start_run, write_origin
+from trainkit.submit.create import CreatedRun, create_run, defer_sigint, new_folder, start_run, write_origin
 from trainkit.submit.secrets import refuse_leaks
 from trainkit.submit.submission import PlannedPoint, Submission
 
@@ -72,9 +72,10 @@ def start_group(group: RunGroup, after: str | None = None) -> str:
 
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
     """
-    job_id = backend_named(group.record.backend).start_group(group, after)
-    group.update(job_id=job_id, submitted_at=utc_now())
-    register(RunDir(group.path), group.name)
+    with defer_sigint():  # a group that has started and is not listed could not be cancelled
+        job_id = backend_named(group.record.backend).start_group(group, after)
+        group.update(job_id=job_id, submitted_at=utc_now())
+        register(RunDir(group.path), group.name)
     return job_id
 
 
