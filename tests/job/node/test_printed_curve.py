@@ -19,6 +19,7 @@ def read(text: str | bytes, **options) -> PrintedCurve:
     curve = PrintedCurve(**options)
     for line in shown_lines((text if isinstance(text, bytes) else text.encode()) + b"\n")[0]:
         curve.read(line)
+    curve.finish()
     return curve
 
 
@@ -234,6 +235,14 @@ def test_validation_losses():
     curve = read(text)
     assert [values["loss"] for values in curve.records.values()] == [3.0, 2.5, 2.0, 1.5]
     assert curve.evaluations == [(20, 2.75), (30, 2.25)]
+
+
+@pytest.mark.parametrize("between", ["", "saved the best\n"])
+def test_a_validation_loss_after_each_bar(between):
+    bar = "Epoch {0}/3:  {1}%|█  | {1}/50 [00:01<00:09, 9it/s, loss=1.5]\r"
+    epochs = ("".join(bar.format(e, n) for n in range(1, 51)) + f"\nval_loss: 0.{5 - e}\n" for e in (1, 2, 3))
+    found = read("".join(epoch + between for epoch in epochs))
+    assert found.evaluations == [(50, 0.4), (100, 0.3), (150, 0.2)]
 
 
 def test_an_attempt_counts_on_from_the_epoch_in_which_it_resumes():

@@ -256,14 +256,20 @@ class PrintedCurve:
         self.num_losses += has_value
         if self._waiting is not None and has_bar and not has_value:
             reading = replace(self._waiting, positions=reading.positions)
-            has_value = True
-        self._waiting = None
+            has_value, self._waiting = True, None
+        self.finish()
         if has_value and reading.positions:
             self._take(reading)
         elif has_value:
             self._waiting = reading
             if self._primary is not None and self._primary[0] != "progress bar":
                 self._add_validation(reading, self._step)
+
+    def finish(self) -> None:
+        """Add a validation loss that no redraw of a bar has taken, as the last one of a log."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and self._primary is not None and self._primary[0] == "progress bar":
+            self._add_validation(waiting, self._step)
 
     def _note_epoch(self, reading: Reading) -> None:
         if "epoch" in reading.positions:
