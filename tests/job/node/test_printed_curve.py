@@ -169,6 +169,18 @@ def test_other_values_of_a_step():
     assert reading.values == {"lr": 1e-3, "grad_norm": 0.25, "tokens_per_s": 1_234_567}
 
 
+def test_a_number_with_a_decimal_comma_is_not_cut():
+    for text, loss in {
+        "1,45": {},
+        "1,2345": {},
+        "1234,567": {},
+        "1,234": {"": 1234.0},
+        "1,": {"": 1.0},
+    }.items():
+        reading = read_line(f"step 4 loss {text}, lr 0.5")
+        assert (reading.positions, reading.losses, reading.values) == ({"step": (4, None)}, loss, {"lr": 0.5})
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

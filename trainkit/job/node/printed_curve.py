@@ -61,6 +61,8 @@ _NUMBER = re.compile(
     r"|[-+]?(?:nan|inf)\b)(?:\s{0,9}/\s{0,9}(?P<total>\d+)(?![\d/.]))?(?P<unit>%|[a-z]*)",
     re.IGNORECASE,
 )
+_DECIMAL_COMMA = re.compile(r",\d")
+"""What follows a number of which only a part was read, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
 """What ends the words that belong to the number before."""
 _BEFORE_A_NUMBER = " \t:=\"'[("
@@ -121,7 +123,7 @@ def read_line(line: str) -> Reading:
         is_position = number["total"] is not None and number["value"].isdigit()
         if is_position and begins.search(before) and ends.match(line, end):
             found.positions.setdefault("progress bar", (int(number["value"]), int(number["total"])))
-        elif words:
+        elif words and not _DECIMAL_COMMA.match(line, end):
             _read_named(found, number, words)
     return found
 
