@@ -127,6 +127,7 @@ LINES = {
         *((1, 10), (1, 20), (1, 30)),
     ),
     "scikit-learn": ("Iteration {1}, loss = {2}", (0, 1), (0, 2), (0, 3)),
+    "number sign": ("Iteration #{1}: loss = {2}", (0, 1), (0, 2), (0, 3)),
     "JSON": ('{{"step": {1}, "loss": {2}, "lr": 0.001}}', (0, 1), (0, 2), (0, 3)),
     "DeepSpeed pipeline": (
         "steps: {1} loss: {2} iter time (s): 0.012 samples/sec: 123.4",

@@ -65,7 +65,7 @@ _DECIMAL_COMMA = re.compile(r",\d")
 """What follows a number of which only a part was read, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
 """What ends the words that belong to the number before."""
-_BEFORE_A_NUMBER = " \t:=\"'[("
+_BEFORE_A_NUMBER = " \t:=\"'[(#"
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _PART = re.compile(r"[a-z]+")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
