@@ -46,6 +46,15 @@ def test_by_value_also_of_a_point(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed(capsys, "--where", "optimizer.lr=1e-4", "--where", "seed=7") == []
 
 
+def test_by_an_entry_of_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for index, value in enumerate("ba"):
+        file = RunDir(tmp_path / "runs" / f"run-{index}").config_file
+        file.write_text(file.read_text().replace("  env: {}", f"  env: {{X: {value}}}"))
+    made_up_sweep(tmp_path / "runs" / "of-env", {"launch.env.X": ["b", "c"]})
+    assert sorted(listed(capsys, "--where", "launch.env.X=b")) == ["of-env", "run-0"]
+    assert listed(capsys, "--sort", "launch.env.X")[:2] == ["run-1", "run-0"]
+
+
 def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
     """What has no single value comes last."""
     assert listed(capsys, "--sort", "optimizer.lr") == ["run-2", "run-0", "run-1", "sweep"]

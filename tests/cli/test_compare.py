@@ -70,3 +70,15 @@ def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFix
     assert out.endswith("their configs are the same\n")
     assert main(["compare", "mine/0", "mine/0"]) == 2
     assert "one run cannot be compared" in capsys.readouterr().err
+
+
+def test_a_config_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "mine" / "0" / "config.yaml").write_text("{")
+    assert main(["compare", "mine/0", "mine/1", "mine/2"]) == 0
+    shown = capsys.readouterr()
+    figures, differences = shown.out.split("\n\n")
+    assert shown.err == "warning: 0: its config cannot be read\n"
+    assert [line.split()[0] for line in figures.splitlines()] == ["RUN", "0", "1", "2"]
+    assert [line.split() for line in differences.splitlines()] == [["1", "2"], ["seed", "1", "2"]]
+    assert main(["compare", "mine/0", "mine/1"]) == 0
+    assert capsys.readouterr().out.endswith("\n\ntheir configs cannot be compared\n")

@@ -181,9 +181,16 @@ def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None
 
 @pytest.mark.parametrize(
     ("pattern", "words"),
-    [("step (", "is no regular expression: missing )"), ("loss (?P<loss>.)", "which has no group step")],
+    [
+        ("step (", "is no regular expression: missing )"),
+        ("loss (?P<loss>.)", "which has no group step"),
+        *(
+            (f"(?P<step>.) (?P<{name}>.)", f"whose group {name} would replace the {name} of each record")
+            for name in ("time", "attempt", "source")
+        ),
+    ],
 )
-def test_a_pattern_that_finds_no_step(tmp_path: Path, pattern: str, words: str) -> None:
+def test_a_pattern_that_cannot_be_used(tmp_path: Path, pattern: str, words: str) -> None:
     assert words in (problem(tmp_path, f"logging.pattern={pattern}") or "")
 
 

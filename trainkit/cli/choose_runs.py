@@ -117,9 +117,18 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
     if isinstance(status, RunStatus):
-        return [flat_config(RunDir(status.run_dir))]
-    common = dict(flatten(RunGroup(status.run_dir).record.config))
-    return [{**common, **point.values} for point in status.points]
+        return [_with_entries(flat_config(RunDir(status.run_dir)))]
+    common = _with_entries(dict(flatten(RunGroup(status.run_dir).record.config)))
+    return [{**common, **_with_entries(point.values)} for point in status.points]
+
+
+def _with_entries(config: FlatConfig) -> FlatConfig:
+    """The config with the entries of its mappings, such as those of launch.env, by their dotted keys."""
+    found = dict(config)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found |= _with_entries({f"{key}.{name}": inner for name, inner in value.items()})
+    return found
 
 
 def _order(value: Any) -> tuple[bool, bool, float, str]:

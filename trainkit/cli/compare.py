@@ -12,7 +12,7 @@ from shlex import join
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples
+from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.status import look_at
 from trainkit.errors import EXIT_OK, UsageError
@@ -67,7 +67,10 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     reports = [read_report(*look_at(run)[:2], now) for run in runs]
     compared = [_compared(name, report) for name, report in zip(_labels(runs), reports, strict=True)]
     values = [_values(report) for report in reports]
-    texts = [{key: shown_value(value) for key, value in own.items()} for own in values]
+    for run, own in zip(compared, values, strict=True):
+        if not own:
+            warn(f"{run.run}: its config cannot be read")
+    texts = [{key: shown_value(value) for key, value in own.items()} for own in values if own]
     keys = [key for key in sorted(set().union(*texts)) if len({own.get(key) for own in texts}) > 1]
     differing = [{key: own.get(key) for key in keys} for own in values]
     if as_json:
@@ -81,7 +84,8 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
             writer.writerow([*vars(run).values(), *shown])
     else:
         click.echo(_figures(compared, reports))
-        click.echo(f"\n{_differences(compared, keys, differing)}")
+        columns = zip(compared, differing, values, strict=True)
+        click.echo(f"\n{_differences(keys, [(run.run, own) for run, own, known in columns if known])}")
     return EXIT_OK
 
 
@@ -122,7 +126,9 @@ def _compared(name: str, report: Report) -> ComparedRun:
 
 
 def _values(report: Report) -> dict[str, object]:
-    """What was asked for: the config without the name, and the COMMAND."""
+    """What was asked for: the config without the name, and the COMMAND; empty without a readable config."""
+    if not report.config:
+        return {}
     asked: dict[str, object] = {key: value for key, value in report.config.items() if key != "name"}
     if report.status.command is not None:
         asked["COMMAND"] = join(report.status.command)
@@ -152,10 +158,10 @@ def _loss_curve(report: Report) -> list[tuple[int, float]]:
     return sorted({int(step): value for step, value in points}.items())
 
 
-def _differences(
-    runs: Sequence[ComparedRun], keys: Sequence[str], differing: Sequence[dict[str, object]]
-) -> str:
+def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
     """A row per key, or, of more runs than keys, a row per run."""
+    if len(runs) < 2:
+        return "their configs cannot be compared"
     if not keys:
         return "their configs are the same"
 
@@ -163,6 +169,6 @@ def _differences(
         whole = "-" if value is None else shown_value(value)
         return whole if len(whole) <= MAX_CELL else whole[: MAX_CELL - 1] + "…"
 
-    rows = [["", *(run.run for run in runs)]]
-    rows += [[key, *(text(own[key]) for own in differing)] for key in keys]
+    rows = [["", *(name for name, _ in runs)]]
+    rows += [[key, *(text(own[key]) for _, own in runs)] for key in keys]
     return table(rows if len(runs) <= max(len(keys), 4) else list(zip(*rows, strict=True)))

@@ -202,6 +202,10 @@ def _best_metric(loaded: LoadedConfig) -> Iterator[Problem]:
         yield loaded.problem(key, message, "set train.eval_every")
 
 
+_NOT_GROUPS = ("time", "attempt", "source")
+"""The keys of a record in metrics.jsonl that are not found by the pattern."""
+
+
 def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
     pattern = loaded.config.logging.pattern
     if pattern in (None, "auto"):
@@ -214,6 +218,10 @@ def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
         return
     if "step" not in groups:
         yield loaded.problem("logging.pattern", f"is {pattern!r}, which has no group step", hint)
+    for name in _NOT_GROUPS:
+        if name in groups:
+            message = f"is {pattern!r}, whose group {name} would replace the {name} of each record"
+            yield loaded.problem("logging.pattern", message, "rename the group")
 
 
 def _tracking_uri(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -94,6 +94,13 @@ def test_an_attempt_that_resumes_computes_steps_again_and_counts_epochs_on(attem
     assert len(list(read_jsonl(run.metrics_file))) == 5
 
 
+def test_the_last_line_is_a_validation_loss(attempt):
+    bar = "train:  10%|█  | {0}/3 [00:01<00:09, 5it/s, loss=1.5]\r"
+    prints(attempt, "".join(map(bar.format, (1, 2, 3))) + "\nval_loss: 0.5\n")
+    LogCurve(attempt, PLAN).poll(is_over=True)
+    assert [event.values["val_loss"] for event in read_events(attempt.run, "evaluated")] == [0.5]
+
+
 def test_work_is_bounded(attempt, monkeypatch):
     monkeypatch.setattr(log_curve, "READ_BYTES", 40_000)
     prints(attempt, "".join(f"step {n} loss 1\n" for n in range(100_000)))

@@ -19,6 +19,7 @@ def read(text: str | bytes, **options) -> PrintedCurve:
     curve = PrintedCurve(**options)
     for line in shown_lines((text if isinstance(text, bytes) else text.encode()) + b"\n")[0]:
         curve.read(line)
+    curve.finish()
     return curve
 
 
@@ -126,6 +127,7 @@ LINES = {
         *((1, 10), (1, 20), (1, 30)),
     ),
     "scikit-learn": ("Iteration {1}, loss = {2}", (0, 1), (0, 2), (0, 3)),
+    "number sign": ("Iteration #{1}: loss = {2}", (0, 1), (0, 2), (0, 3)),
     "JSON": ('{{"step": {1}, "loss": {2}, "lr": 0.001}}', (0, 1), (0, 2), (0, 3)),
     "DeepSpeed pipeline": (
         "steps: {1} loss: {2} iter time (s): 0.012 samples/sec: 123.4",
@@ -166,6 +168,18 @@ def test_other_values_of_a_step():
     line = "step 1 | loss: 2.5 | lr 1.0e-03 | norm: 3 | grad norm: 0.25 | 12 ms | tok/sec: 1,234,567 (45.2%)"
     reading = read_line(line)
     assert reading.values == {"lr": 1e-3, "grad_norm": 0.25, "tokens_per_s": 1_234_567}
+
+
+def test_a_number_with_a_decimal_comma_is_not_cut():
+    for text, loss in {
+        "1,45": {},
+        "1,2345": {},
+        "1234,567": {},
+        "1,234": {"": 1234.0},
+        "1,": {"": 1.0},
+    }.items():
+        reading = read_line(f"step 4 loss {text}, lr 0.5")
+        assert (reading.positions, reading.losses, reading.values) == ({"step": (4, None)}, loss, {"lr": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -234,6 +248,14 @@ def test_validation_losses():
     curve = read(text)
     assert [values["loss"] for values in curve.records.values()] == [3.0, 2.5, 2.0, 1.5]
     assert curve.evaluations == [(20, 2.75), (30, 2.25)]
+
+
+@pytest.mark.parametrize("between", ["", "saved the best\n"])
+def test_a_validation_loss_after_each_bar(between):
+    bar = "Epoch {0}/3:  {1}%|█  | {1}/50 [00:01<00:09, 9it/s, loss=1.5]\r"
+    epochs = ("".join(bar.format(e, n) for n in range(1, 51)) + f"\nval_loss: 0.{5 - e}\n" for e in (1, 2, 3))
+    found = read("".join(epoch + between for epoch in epochs))
+    assert found.evaluations == [(50, 0.4), (100, 0.3), (150, 0.2)]
 
 
 def test_an_attempt_counts_on_from_the_epoch_in_which_it_resumes():

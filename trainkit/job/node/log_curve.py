@@ -63,6 +63,8 @@ class LogCurve:
         if self._pattern is None:
             for line in lines:
                 self._curve.read(line)
+            if is_over:
+                self._curve.finish()
         else:
             self._match(self._pattern, lines)
         if self._curve.records or self._curve.evaluations:

@@ -61,9 +61,11 @@ _NUMBER = re.compile(
     r"|[-+]?(?:nan|inf)\b)(?:\s{0,9}/\s{0,9}(?P<total>\d+)(?![\d/.]))?(?P<unit>%|[a-z]*)",
     re.IGNORECASE,
 )
+_DECIMAL_COMMA = re.compile(r",\d")
+"""What follows a number of which only a part was read, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
 """What ends the words that belong to the number before."""
-_BEFORE_A_NUMBER = " \t:=\"'[("
+_BEFORE_A_NUMBER = " \t:=\"'[(#"
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _PART = re.compile(r"[a-z]+")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
@@ -121,7 +123,7 @@ def read_line(line: str) -> Reading:
         is_position = number["total"] is not None and number["value"].isdigit()
         if is_position and begins.search(before) and ends.match(line, end):
             found.positions.setdefault("progress bar", (int(number["value"]), int(number["total"])))
-        elif words:
+        elif words and not _DECIMAL_COMMA.match(line, end):
             _read_named(found, number, words)
     return found
 
@@ -256,14 +258,20 @@ class PrintedCurve:
         self.num_losses += has_value
         if self._waiting is not None and has_bar and not has_value:
             reading = replace(self._waiting, positions=reading.positions)
-            has_value = True
-        self._waiting = None
+            has_value, self._waiting = True, None
+        self.finish()
         if has_value and reading.positions:
             self._take(reading)
         elif has_value:
             self._waiting = reading
             if self._primary is not None and self._primary[0] != "progress bar":
                 self._add_validation(reading, self._step)
+
+    def finish(self) -> None:
+        """Add a validation loss that no redraw of a bar has taken, as the last one of a log."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and self._primary is not None and self._primary[0] == "progress bar":
+            self._add_validation(waiting, self._step)
 
     def _note_epoch(self, reading: Reading) -> None:
         if "epoch" in reading.positions:
