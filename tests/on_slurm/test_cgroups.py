@@ -110,7 +110,7 @@ def test_a_kill_for_memory_is_named(login: Login) -> None:
         assert end["verdict"]["type"] == "OutOfMemory", login.logs_and_attempts(run)
         assert end["verdict"]["host"] == agents_of(run)[0][1]
         shown = login.trainkit("status", str(run.path)).stdout
-        assert "OutOfMemory: killed by SIGKILL: out of memory\nhint        raise resources.mem" in shown
+        assert "OutOfMemory: killed by SIGKILL: out of memory\nhint: raise resources.mem" in shown
 
 
 def test_no_process_is_left(login: Login) -> None:

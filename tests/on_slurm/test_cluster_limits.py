@@ -136,7 +136,7 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
 def test_one_thing_too_much(login: Login, args: Sequence[str], problem: str, hint: str) -> None:
     done = login.trainkit("submit", QUICKSTART, *args)
     assert done.returncode == 2
-    first, _, second = done.stderr.partition("\n  hint: ")
+    first, _, second = done.stderr.partition("\n\nhint: ")
     assert first.rstrip("\n") == "error: " + problem.format(name=login.cluster.name)
     assert second.startswith(hint.format(name=login.cluster.name))
     assert not (login.folder / "runs").exists()

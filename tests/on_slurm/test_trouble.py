@@ -189,7 +189,9 @@ def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> N
     assert (status["state"], status["reason"], status["step"]) == ("died", words, None)
     found = diagnosed(login, run, 1)
     assert (found["name"], status["warnings"]) == ("log-not-opened", [])
-    assert f"`trainkit resume {run.path}` starts the run again with a new log folder" in found["advice"][0]
+    assert (
+        f"`trainkit resume runs/{run.name}` starts the run again with a new log folder" in found["advice"][0]
+    )
     resumed = login.trainkit("resume", str(run.path), *settings("resources.extra.hold=false"))
     assert resumed.returncode == 0, resumed.stderr
     assert login.wait_for_end(run, 2)["state"] == "finished"

@@ -12,6 +12,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -266,10 +267,12 @@ def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
     return sorted(found)
 
 
-def _input(path: str, name: str, role: str, form: str, compressed: bool) -> Input:
+def _input(
+    path: str, name: str, role: str, form: str, compressed: bool, status: os.stat_result | None = None
+) -> Input:
     try:
         # A path object for each file triples the time that a large source takes.
-        status = os.stat(path)  # noqa: PTH116
+        status = status or os.stat(path)  # noqa: PTH116
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
@@ -284,7 +287,13 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     """The sources of the interpreter, split by file: a hash of its name determines the split."""
     root = stdlib_folder()
     names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
-    found = [name for name in names if name.endswith(".py") and os.path.isfile(f"{root}/{name}")]  # noqa: PTH113
+    found: dict[str, os.stat_result] = {}
+    for name in names:
+        if name.endswith(".py"):
+            with suppress(OSError):  # a link to nowhere
+                status = os.stat(f"{root}/{name}")  # noqa: PTH116
+                if stat.S_ISREG(status.st_mode):
+                    found[name] = status
     if not found:
         raise UsageError(
             f"the standard library of this Python has no sources in {root}",
@@ -294,9 +303,9 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
     below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
     validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
-    for name in found:
+    for name, status in found.items():
         file_role = role if role != BOTH else VAL if name in validation else TRAIN
-        yield _input(f"{root}/{name}", name, file_role, TEXT, False)
+        yield _input(f"{root}/{name}", name, file_role, TEXT, False, status)
 
 
 def _is_stdlib_folder(folder: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 
 from trainkit.errors import UsageError
 from trainkit.job.spare_children import AGENT_VARIABLE, LAUNCHER_PID_VARIABLE, RANK_PID_VARIABLE
@@ -143,3 +145,16 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
                 "--node-rank I --master-addr HOST --master-port PORT`; if there is no launcher, "
                 f"`unset {name}`",
             )
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def store_file(nonce: str) -> Path | None:
+    """The file by which ranks of one machine find each other; None where memory has no file system.
+
+    In memory, since a full disk keeps no rank from starting. Only the ranks of the attempt know its name.
+    """
+    if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
+        return None
+    return SHARED_MEMORY / f"trainkit-{hashlib.sha256(f'store {nonce}'.encode()).hexdigest()}"

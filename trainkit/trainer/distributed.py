@@ -463,7 +463,8 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
 
 
 def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
-    """The store in a file of the attempt's folder, which only its user can open."""
+    """The store in a file that only its user can open."""
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     store = FileStore(str(file))
     store.set_timeout(timeout)
     return PrefixStore(_digest(env, "keys"), store)

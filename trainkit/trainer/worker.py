@@ -19,7 +19,7 @@ from trainkit import __version__
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
-from trainkit.job.rank_env import find_rank_env
+from trainkit.job.rank_env import find_rank_env, store_file
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import compiles
@@ -105,7 +105,7 @@ def join_and_build(
         partial(_is_writing_log, attempt),
         mesh_of_one=config.parallel.wraps_one,
         on_arrival=partial(progress.enter, "connect"),
-        store_file=attempt.store_file if plan.slurm is None else None,
+        store_file=(store_file(env.nonce) or attempt.store_file) if plan.slurm is None else None,
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")

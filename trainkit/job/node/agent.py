@@ -52,7 +52,7 @@ from trainkit.job.node.worker_env import (
 )
 from trainkit.job.preflight import require_node
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, redirect_output
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, store_file
 from trainkit.job.signals import (
     AGENT_SIGNAL,
     combine_exit_codes,
@@ -316,7 +316,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt = RunDir(args.run_dir).attempt(args.attempt)
     plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
-    return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port, nonce))
+    try:
+        return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port, nonce))
+    finally:
+        if args.node_rank == 0 and (store := store_file(nonce)) is not None:
+            store.unlink(missing_ok=True)
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
