@@ -149,8 +149,8 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
 
     def poll() -> bool | None:
         on_poll()
-        if run.follow():
-            events.path = run.events_file
+        run.follow()
+        events.path = run.events_file
         _print_events(events, attempt)
         return is_alive()
 

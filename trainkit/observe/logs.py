@@ -301,6 +301,8 @@ def follow(
         while True:
             # Checked before reading, so that everything written before the end is read.
             over = run_is_over(run, is_alive())
+            if over and run.follow():
+                continue  # it was moved while it was looked at
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()
