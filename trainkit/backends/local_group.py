@@ -16,7 +16,7 @@ from trainkit.backends import SUPERVISOR_EXIT_S, NewAttempt, backend_named
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError
 from trainkit.locks import LockBusy, acquire_lock
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import read_end
+from trainkit.run.end import read_newest_end
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup, create_point_run
 from trainkit.run.process import ProcessId
@@ -50,8 +50,7 @@ def _is_active(run: RunDir) -> bool:
 
 def _is_done(run: RunDir, began: str) -> bool:
     """Whether a run has finished, or was ended on purpose since this process began."""
-    newest = read_job(run).newest
-    end = None if newest is None else read_end(run.attempt(newest.attempt))
+    end = read_newest_end(run.path)
     return end is not None and (end.state == "finished" or (end.time or "") >= began)
 
 

@@ -211,15 +211,16 @@ def read_status(
     end = None if attempt is None else read_end(run.attempt(attempt))
     metrics = history.newest_steps()
     last = metrics[-1] if metrics else StepRecord({})
-    step, loss, printed = last.count("step"), last.number("loss"), None
+    step, loss, has_log = last.count("step"), last.number("loss"), False
     if plan.is_command and attempt is not None and not metrics:
-        config, log = read_config(run.config_file), run.attempt(attempt).rank_log(0)
-        if log.exists():
-            printed = printed_metrics(log, None if config is None else config.logging.pattern)
-            step, loss = printed
+        log = run.attempt(attempt).rank_log(0)
+        has_log = log.exists()
+        if has_log and "log_pattern" not in plan.values:  # the agents of an earlier version found no curve
+            config = read_config(run.config_file)
+            step, loss = printed_metrics(log, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
-    seen, has_metrics = events.attempt(attempt), bool(own_metrics) or printed is not None
+    seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
     state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
