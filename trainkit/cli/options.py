@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,8 +131,21 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
+class NodesType(click.ParamType):
+    """A number of nodes, or a range of them such as 2-8, which the config checks."""
+
+    name = "nodes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if re.fullmatch(r"\d+-\d+", str(value)):
+            return str(value)
+        return click.IntRange(min=1).convert(value, param, ctx)
+
+
 shape_options = combined(
-    click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Number of nodes."),
+    click.option(
+        "--nodes", type=NodesType(), metavar="N", help="Number of nodes, or a range of them such as 2-8."
+    ),
     click.option(
         "--gpus-per-node",
         type=click.IntRange(min=1),

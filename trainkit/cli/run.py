@@ -84,9 +84,9 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
 
         refuse_foreign_ranks()
     loaded = request.load_to_plan(workload, target)
-    if place is None and loaded.config.resources.nodes != 1:
+    if place is None and loaded.config.resources.most_nodes != 1:
         raise UsageError(
-            f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.nodes} nodes, "
+            f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.most_nodes} nodes, "
             "but `trainkit run` uses one",
             hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, start it on every "
             "host with --nodes N --node-rank I --master-addr HOST --master-port PORT",

@@ -136,7 +136,7 @@ class Cluster:
         """What the section `resources` requests here, before a plan derives the workers of a node."""
         names = (None,) if resources.partition is None else map(str.strip, resources.partition.split(","))
         return ResourceRequest(
-            nodes=resources.nodes,
+            nodes=resources.most_nodes,
             spare_nodes=resources.spare_nodes,
             gpu_type=resources.gpu_type,
             mem_mib=None if resources.mem is None else memory_mib(resources.mem),

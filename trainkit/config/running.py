@@ -13,6 +13,7 @@ DataParallelDegree = Literal[-1] | AtLeastOne
 OneLine = Annotated[
     str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"allowed": "one line of text"})
 ]
+NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d*-[1-9]\d*$")]
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
@@ -93,7 +94,11 @@ class CheckpointConfig(Section):
 class ResourcesConfig(Section):
     """Resources that the run requests; keys for Slurm have no effect without it."""
 
-    nodes: AtLeastOne = Field(default=1, description="Number of nodes.")
+    nodes: AtLeastOne | NodeRange = Field(
+        default=1,
+        description="Number of nodes; with a range such as 2-8, as many of them as Slurm has.",
+        json_schema_extra={"allowed": "a whole number of at least 1, or a range such as 2-8"},
+    )
     gpus_per_node: AtLeastOne | Literal["auto"] = Field(
         default="auto",
         description="Training processes per node: one per GPU, or CPU workers on nodes without GPUs.",
@@ -133,6 +138,16 @@ class ResourcesConfig(Section):
         default=0,
         description="Nodes to allocate in addition to `nodes`, as replacements for nodes that fail.",
     )
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The lower end of the range `nodes`."""
+        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition("-")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        """The upper end of the range `nodes`."""
+        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition("-")[2])
 
 
 class LaunchConfig(Section):

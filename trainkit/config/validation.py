@@ -104,6 +104,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     if RESERVED_NAME.fullmatch(name):
         message = f"is {name}, which commands take for {'the newest run' if name == 'last' else 'a job id'}"
         yield loaded.problem("name", message, f"choose another, such as run-{name}")
+    yield from _nodes(loaded)
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)
@@ -120,6 +121,19 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         message = "is set, but model.init_from is null"
         yield loaded.problem("model.init_include", message, "set model.init_from to a run folder")
     yield from _hf(loaded)
+
+
+def _nodes(loaded: LoadedConfig) -> Iterator[Problem]:
+    resources = loaded.config.resources
+    if isinstance(resources.nodes, int):
+        return
+    if resources.fewest_nodes >= resources.most_nodes:
+        message, hint = f"is {resources.nodes}, which is no range", "write the fewest nodes first, as in 2-8"
+        yield loaded.problem("resources.nodes", message, hint)
+    elif resources.spare_nodes:
+        message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
+        hint = "remove it: of a range, the nodes above the fewest are the spare ones"
+        yield loaded.problem("resources.spare_nodes", message, hint)
 
 
 def _hf(loaded: LoadedConfig) -> Iterator[Problem]:

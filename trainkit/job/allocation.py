@@ -71,6 +71,7 @@ from trainkit.run.record import (
     record_of,
     reopen_attempt,
     superseded_by,
+    write_plan,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
@@ -181,6 +182,10 @@ class Allocation:
             place.leave()
             return None
 
+    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
+        """The plan for the nodes that there are, which becomes that of the attempt."""
+        return plan
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
         entry = read_job(self.run).newest
@@ -270,11 +275,17 @@ class SlurmAllocation(Allocation):
     def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
         return None
 
+    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
+        fitting = plan.at(len(self.good_hosts))
+        if fitting is not plan:
+            retry_on_disk_error(lambda: write_plan(attempt, fitting.to_text()))
+        return fitting
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         view = retry_on_disk_error(lambda: supervisor_view(attempt))
         others = [host for host in self.good_hosts if host != self.hosts[0]]
         is_watched = self._host_watch is not None and not processes.ended(self._host_watch)
-        if plan.spare_nodes and others and not is_watched:
+        if plan.may_lose_nodes and others and not is_watched:
             self._host_watch = start_host_watch(others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts)
@@ -329,7 +340,7 @@ class SlurmAllocation(Allocation):
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
-        return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.num_nodes else ()
+        return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.fewest_nodes else ()
 
     def is_down(self, host: str) -> bool:
         """Whether Slurm reports a host as unavailable; False when Slurm does not respond."""
@@ -370,7 +381,7 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            restart=is_ours and len(self.good_hosts) >= plan.num_nodes and self.has_time(plan),
+            restart=is_ours and len(self.good_hosts) >= plan.fewest_nodes and self.has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
             follow_up=bool(read_job(self.run).waiting),

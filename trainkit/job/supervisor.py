@@ -167,7 +167,7 @@ class Supervisor:
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         outcome = Outcome()
         try:
-            plan = self.plan(attempt)
+            plan = self._plans[attempt.number] = self.allocation.fitted(attempt, self.plan(attempt))
             if (ended := self.allocation.wait_for_turn(attempt, plan)) is not None:
                 return outcome, ended
             enter_work_folder(attempt.run, plan)

@@ -198,7 +198,7 @@ def find_hardware(
         raise _unknown(gpu_type, names, machine)
     size = _node_size(config, machine, target, gpu)
     if num_gpus is None:
-        return Hardware(gpu, config.resources.nodes * size, size)
+        return Hardware(gpu, config.resources.most_nodes * size, size)
     size = min(size, num_gpus)
     if num_gpus % size:
         raise UsageError(
@@ -232,7 +232,7 @@ def _node_size(config: RunConfig, machine: Machine, target: Target, gpu: Gpu) ->
     if on_cluster:
         return max(on_cluster)
     if target.cluster is None and machine.num_gpus:
-        return max(1, machine.num_gpus // config.resources.nodes)
+        return max(1, machine.num_gpus // config.resources.most_nodes)
     return gpu.node_size
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
+from trainkit.formats import JsonObject
 from trainkit.plan.workload import Workload, workload_of
 from trainkit.run.files import read_json
 
@@ -191,6 +192,8 @@ class LaunchPlan:
     """What could not be checked, or may be slow, one sentence each."""
     checkpoint_bytes: int | None = None
     """The size of a checkpoint; None for what trains no model of trainkit."""
+    sizes: dict[str, JsonObject] = field(default_factory=dict)
+    """Another number of nodes that an attempt may have -> what changes in the plan then."""
     version: int = PLAN_VERSION
 
     @property
@@ -202,6 +205,32 @@ class LaunchPlan:
     def has_supervisor(self) -> bool:
         """Whether a process of its own watches all ranks; in a step and on hosts by hand none does."""
         return self.backend not in ("srun", "hosts")
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The fewest nodes that an attempt may have."""
+        return min([self.num_nodes, *map(int, self.sizes)])
+
+    @property
+    def may_lose_nodes(self) -> bool:
+        """Whether the run goes on in its job when a node is lost."""
+        return bool(self.spare_nodes) or bool(self.sizes)
+
+    def at(self, num_nodes: int) -> LaunchPlan:
+        """The plan for as many nodes as an attempt may have of `num_nodes`, or for the fewest."""
+        planned = [self.num_nodes, *map(int, self.sizes)]
+        size = max((size for size in planned if size <= num_nodes), default=self.fewest_nodes)
+        if size == self.num_nodes:
+            return self
+        from trainkit.run.group import changed, difference  # only a range of nodes needs it
+
+        own = {**self.to_dict(), "sizes": {}}
+        plans = {name: changed(own, change) for name, change in self.sizes.items()}
+        chosen = plans.pop(str(size))
+        others = {**plans, str(self.num_nodes): own}
+        return LaunchPlan.from_dict(
+            {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
+        )
 
     @cached_property
     def workload(self) -> Workload:
@@ -226,8 +255,9 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {**asdict(self), "world_size": self.world_size}
-        if not self.after:
-            del values["after"]
+        for name in ("after", "sizes"):
+            if not values[name]:
+                del values[name]
         return values
 
     def to_text(self) -> str:

@@ -38,10 +38,10 @@ class LaunchDraft:
     @property
     def nodes_here(self) -> int:
         """The number of nodes that share this machine."""
-        return 1 if self.is_one_node else self.loaded.config.resources.nodes
+        return 1 if self.is_one_node else self.loaded.config.resources.most_nodes
 
     def _workers_here(self, world_size: int) -> int:
-        return world_size * self.nodes_here // self.loaded.config.resources.nodes
+        return world_size * self.nodes_here // self.loaded.config.resources.most_nodes
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Report too many CPU workers: a typo in --nodes must not start a thousand processes here."""

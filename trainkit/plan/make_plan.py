@@ -132,7 +132,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
     device = draft.device()
     workers_per_node = draft.workers_per_node(device)
     sizes = target.node_sizes
-    num_nodes = config.resources.nodes if sizes is None else len(sizes)
+    num_nodes = config.resources.most_nodes if sizes is None else len(sizes)
     world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
     given, typed = LauncherInput(), tuple[str, ...]()
     if not workload.is_command:

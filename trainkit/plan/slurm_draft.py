@@ -180,7 +180,7 @@ class SlurmDraft(LaunchDraft):
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (
-                f"{spare}: the job gets {asked.all_nodes} nodes, and {config.resources.nodes} of them train"
+                f"{spare}: the job gets {asked.all_nodes} nodes, and {asked.nodes} of them train"
             )
         request = with_excluded(request, self._bad_nodes(asked))
         return replace(request, version=self.cluster.slurm_version)

@@ -112,7 +112,7 @@ def make_request(
     resources = config.resources
     sbatch: Options = {
         "job-name": config.name,
-        "nodes": resources.nodes + resources.spare_nodes,
+        "nodes": resources.most_nodes + resources.spare_nodes,
         "ntasks-per-node": tasks_per_node,
     }
     if resources.spare_nodes:
@@ -136,8 +136,8 @@ def make_request(
     sbatch |= _requeue_option(config.requeue.on, expedite)
     sbatch |= resources.extra
     srun: Options = {
-        "nodes": resources.nodes,
-        "ntasks": resources.nodes * tasks_per_node,
+        "nodes": resources.most_nodes,
+        "ntasks": resources.most_nodes * tasks_per_node,
         "ntasks-per-node": tasks_per_node,
         "kill-on-bad-exit": 0,
         "wait": 0,

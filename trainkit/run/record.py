@@ -326,19 +326,20 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     attempt = run.attempt(next_attempt_number(run))
     attempt.create()
     try:
-        for own, newest, text in (
-            (attempt.config_file, run.config_file, config_text),
-            (attempt.plan_file, run.plan_file, plan_text),
-        ):
-            write_atomic(own, text)
-            write_atomic(newest, text)
-        for name, text in _launcher_files(plan_text).items():
-            write_atomic(attempt.path / name, text)
-            write_atomic(run.path / name, text)
+        for file in (attempt.config_file, run.config_file):
+            write_atomic(file, config_text)
+        write_plan(attempt, plan_text)
     except OSError:
         discard_attempt(attempt)
         raise
     return attempt
+
+
+def write_plan(attempt: AttemptDir, text: str) -> None:
+    """Write the plan of the newest attempt and its launcher files, which become those of the run too."""
+    for name, content in {attempt.plan_file.name: text, **_launcher_files(text)}.items():
+        write_atomic(attempt.path / name, content)
+        write_atomic(attempt.run.path / name, content)
 
 
 def _launcher_files(plan_text: str) -> dict[str, str]:

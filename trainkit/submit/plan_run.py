@@ -24,7 +24,8 @@ from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.plan.facts import Environment, Facts, Interpreter
 from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan, problems
+from trainkit.plan.make_plan import problems
+from trainkit.plan.node_range import plan_nodes
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 from trainkit.slurm.environment import RANK_VARIABLES, conf_file
@@ -149,7 +150,7 @@ def plan_run(
     all problems.
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
-    plan = make_plan(loaded, facts, workload)
+    plan = plan_nodes(loaded, facts, workload)
     reasons, warnings, values = dict(plan.reasons), list(plan.warnings), dict[str, Any]()
     untested = next((key for key in _EXPERIMENTAL if getattr(launch, key) is not None), None)
     if plan.slurm is not None and untested is not None:

@@ -55,7 +55,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
     Inside an allocation it takes the nodes of that. Raises ConfigError with every problem of the config.
     """
     worker = module_argv("trainkit.contrib.doctor.node", to_json(request))
-    num_nodes = loaded.config.resources.nodes
+    num_nodes = loaded.config.resources.most_nodes
     # A node that cannot start its task must not keep the others waiting.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     shape = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
@@ -182,7 +182,7 @@ def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Ite
 
     Waits at most `timeout_s` for the nodes to become free.
     """
-    num_nodes = loaded.config.resources.nodes
+    num_nodes = loaded.config.resources.most_nodes
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     with shared_file(request.folder) as shared:
         if isinstance(shared, Finding):

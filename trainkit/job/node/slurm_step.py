@@ -162,17 +162,22 @@ def step_argv(
 ) -> list[str]:
     """The argv that starts the ranks on the first of these hosts, derived from the step in the batch script.
 
-    Without spare nodes the step uses all hosts of the job, and its argv is unchanged. Set `overlap` when
-    Slurm may still count an earlier step as running, which then occupies the job's memory: a step on an
-    unreachable host cannot be ended.
+    Without spare nodes or a range of nodes the step uses all hosts of the job, and its argv is
+    unchanged. Set `overlap` when Slurm may still count an earlier step as running, which then occupies the
+    job's memory: a step on an unreachable host cannot be ended.
     Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
         good = f"{len(hosts)} of the job's are good: {','.join(hosts) or 'none'}"
         raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
     options = ["--overlap", "--mem=0"] if overlap else []
-    if plan.spare_nodes:
+    if plan.may_lose_nodes:
         options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
+    if plan.sizes and plan.slurm is not None:
+        # The script has those of the most nodes, and the last of two options counts.
+        sized = {f"--{name}=": plan.slurm.srun[name] for name in ("nodes", "ntasks")}
+        step = [word for word in step if not word.startswith(tuple(sized))]
+        options += [f"{name}{value}" for name, value in sized.items()]
     if not options:
         return list(step)
     srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
