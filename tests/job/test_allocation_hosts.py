@@ -17,11 +17,14 @@ from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.requeue import lost_hosts
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan
+from trainkit.plan.node_range import plan_nodes
 from trainkit.plan.slurm_request import option_argv
 from trainkit.run.files import append_jsonl
+from trainkit.run.record import open_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.jobs import JobDetails
+from trainkit.slurm.states import JobState
 
 HOSTS = ("h18", "h19", "h1", "h2")
 
@@ -30,7 +33,7 @@ def plan(*overrides: str) -> LaunchPlan:
     given = ["device=cpu", "train.global_batch_size=null", "resources.nodes=2", *overrides]
     loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
     machine = Machine(2, 0, (), "a login node")
-    return make_plan(loaded, Facts(machine, Target("sbatch", "a test", Cluster("unknown"))))
+    return plan_nodes(loaded, Facts(machine, Target("sbatch", "a test", Cluster("unknown"))))
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:
@@ -58,6 +61,28 @@ def test_with_spares_the_step_has_its_hosts(per: str) -> None:
     assert argv[:2] == ["srun", "--nodelist=h19,h1"]
     assert [argv[0], *argv[2:]] == step(made)
     assert {"--nodes=2", f"--ntasks={8 if per == 'gpu' else 2}"} < set(argv)
+
+
+def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("resources.nodes=1-4", "train.global_batch_size=16", "train.device_batch_size=4")
+    argv = step_argv(step(made), made.at(3), ["h19", "h1", "h2"])
+    assert argv[1:4] == ["--nodelist=h19,h1", "--nodes=2", "--ntasks=2"]
+    assert not {"--nodes=4", "--ntasks=4"} & set(argv)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "h[1-3]")
+    run = RunDir(tmp_path)
+    attempt = open_attempt(run, "", made.to_text())
+    allocation = SlurmAllocation(run, "7", step(made))
+    fitted = allocation.fitted(attempt, made)
+    assert (fitted.num_nodes, LaunchPlan.read(attempt.plan_file)) == (2, fitted)
+    assert LaunchPlan.read(run.plan_file) == fitted
+    allocation.bad["h2"] = "lost"
+    assert allocation.fitted(attempt, fitted) is fitted
+    allocation.bad["h1"] = "lost"
+    allocation.job = JobDetails(JobState.RUNNING, "", False, 0, True, None)
+    assert allocation.restart_options(fitted).restart
+    assert allocation.fitted(attempt, fitted).num_nodes == 1
+    allocation.bad["h3"] = "lost"
+    assert not allocation.restart_options(fitted).restart
 
 
 def test_a_template_may_have_put_something_before_srun() -> None:

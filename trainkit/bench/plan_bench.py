@@ -157,6 +157,10 @@ class PlannedBench:
         own = bench_values(loaded.config, self.kind, length, self.request.keep_name)
         if self.kind == "settings":
             _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
+        resources = loaded.config.resources
+        if resources.fewest_nodes < resources.most_nodes:
+            message = f"{loaded.origins['resources.nodes']}: a bench measures one number of nodes"
+            raise UsageError(message, hint=f"for example --nodes {resources.most_nodes}")
         facts = self.gatherer.facts(loaded)
         target = facts.target
         if target.submits_job and (problem := backend_named(target.backend).array_problem()):

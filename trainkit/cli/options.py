@@ -131,7 +131,7 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
-class NodesType(click.ParamType):
+class NodesType(click.ParamType):  # type: ignore[type-arg]
     """A number of nodes, or a range of them such as 2-8, which the config checks."""
 
     name = "nodes"

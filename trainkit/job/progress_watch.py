@@ -92,7 +92,7 @@ class SlowHostWatch:
         """Why the run must not be stopped to continue without a host; None when it can continue."""
         previous = list(previous_ends(self._attempt).values())
         refusal = slow_restart_refusal(previous, self._plan.requeue)
-        if refusal is not None or len(self._hosts) > self._plan.num_nodes:
+        if refusal is not None or len(self._hosts) > self._plan.fewest_nodes:
             return refusal
         try:
             found = [] if self._plan.slurm is None else excludable([host], self._plan.slurm)

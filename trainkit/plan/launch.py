@@ -213,7 +213,7 @@ class LaunchPlan:
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Whether the run goes on in its job when a node is lost."""
+        """Whether the run continues in its job when a node is lost."""
         return bool(self.spare_nodes) or bool(self.sizes)
 
     def at(self, num_nodes: int) -> LaunchPlan:

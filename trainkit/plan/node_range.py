@@ -10,10 +10,16 @@ from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
+from trainkit.plan.slurm_request import Options
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.group import difference
 
 KEY = "resources.nodes"
+FULL_RANGES = (24, 11)
+"""A version of Slurm that takes a list, ``--nodes=2,4``, and gives a job with tasks as many nodes as it has.
+
+22.05 takes a range only, and counts nodes by tasks: with ``--ntasks-per-node`` it gives the fewest.
+"""
 
 
 def plan_nodes(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
@@ -40,7 +46,7 @@ def plan_nodes(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER)
             refused[num_nodes] = error
     if not plans:
         raise refused[resources.most_nodes]
-    return _joined(plans, refused)
+    return _joined(plans, refused, is_old=(facts.target.cluster.slurm_version or ()) < FULL_RANGES)
 
 
 def _with(loaded: LoadedConfig, num_nodes: int, global_batch_size: int | None) -> LoadedConfig:
@@ -49,24 +55,32 @@ def _with(loaded: LoadedConfig, num_nodes: int, global_batch_size: int | None) -
     return with_values(loaded, {KEY: num_nodes, **batch}, origin)
 
 
-def _joined(plans: list[LaunchPlan], refused: dict[int, ConfigError]) -> LaunchPlan:
+def _joined(plans: list[LaunchPlan], refused: dict[int, ConfigError], *, is_old: bool) -> LaunchPlan:
     """The first plan, with what changes in it for the other numbers of nodes."""
-    first, last = plans[0], plans[-1]
-    nodes = f"{last.num_nodes}-{first.num_nodes}" if len(plans) > 1 else str(first.num_nodes)
-    note = f"{', '.join(str(plan.num_nodes) for plan in reversed(plans))}: as many as Slurm has"
+    sizes = [plan.num_nodes for plan in reversed(plans)]
+    is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
+    nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
+    note = f"{', '.join(map(str, sizes))}: as many as Slurm has"
     if refused:
         why = refused[max(refused)].problems[0]
         note += f"; not {', '.join(map(str, sorted(refused)))}: {why.key} {why.message}"
-    own, *others = (_in_job(plan, nodes, first, note) for plan in plans)
+    if len(plans) == 1:
+        return replace(plans[0], reasons={"nodes": note, **plans[0].reasons})
+    own, *others = (_in_job(plan, nodes, plans[0], note, is_old) for plan in plans)
     base = own.to_dict()
     return replace(own, sizes={str(one.num_nodes): difference(base, one.to_dict()) for one in others})
 
 
-def _in_job(plan: LaunchPlan, nodes: str, first: LaunchPlan, note: str) -> LaunchPlan:
+def _in_job(plan: LaunchPlan, nodes: str, first: LaunchPlan, note: str, is_old: bool) -> LaunchPlan:
     """The plan as that of the job which requests all of `nodes`."""
     assert plan.slurm is not None
     # The job survives the loss of a node, and the run continues on the others.
-    options = {"nodes": nodes} | ({"no-kill": True} if "-" in nodes else {})
-    reasons = {"nodes": note, **plan.reasons, "lr": first.reasons.get("lr", "")}
-    slurm = replace(plan.slurm, sbatch={**plan.slurm.sbatch, **options})
-    return replace(plan, slurm=slurm, lr=first.lr, reasons=reasons)
+    sbatch: Options = {**plan.slurm.sbatch, "nodes": nodes, "no-kill": True}
+    srun = plan.slurm.srun
+    if is_old:
+        tasks, cpus = int(sbatch.pop("ntasks-per-node")), int(sbatch.get("cpus-per-task", 1))
+        sbatch["cpus-per-task"], srun = tasks * cpus, {**srun, "cpus-per-task": cpus}
+    reasons = {"nodes": note, **plan.reasons}
+    if "lr" in reasons:
+        reasons["lr"] = first.reasons["lr"]
+    return replace(plan, slurm=replace(plan.slurm, sbatch=sbatch, srun=srun), lr=first.lr, reasons=reasons)

@@ -1,0 +1,61 @@
+"""A run whose job gets as many nodes as there are: fewer, then more, then one less, with one curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.on_slurm import survival
+from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
+from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
+from tests.support.runs import train
+from trainkit.run.events import read_metrics
+
+
+def losses(folder: Path, config: Path) -> list[float]:
+    """The curve of the config on one process of this machine."""
+    sections = yaml.safe_load(config.read_text())
+    overrides = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section in ("model", "data", "train", "checkpoint")
+        for key, value in sections[section].items()
+    ]
+    return [r["loss"] for r in read_metrics(train(folder / "run", overrides).run)]
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str) -> None:
+    login.script(survival.WAITS_IN_EACH_STEP, "sitecustomize.py")
+    config = survival.survivor_config(login.folder, batch_size=2)
+    config.write_text(config.read_text().replace("global_batch_size: 4", "global_batch_size: 8"))
+    wrap = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--parsable"]
+    other = login.run(["sbatch", *wrap, "--wrap=sleep 600"], check=True).stdout.strip()
+    login.cluster.wait_for_job(other, "RUNNING")
+    per = "node" if backend == "submitit" else "gpu"
+    run = login.submit(
+        *("--nodes", "1-4", "--backend", backend, "--per", per),
+        *settings("requeue.max_crashes=5"),
+        config=config,
+    )
+    wait_for_steps(run, 1, 15)
+    assert len(survival.hosts_of(run, 1)) == 2
+    assert login.status(run)["num_nodes"] == 2
+    login.run(["scancel", other], check=True)
+    wait_for(lambda: [*login.cluster.node_states().values()].count("idle") == 2, "two idle hosts")
+    assert login.trainkit("requeue", str(run.path)).returncode == 0
+    wait_for_steps(run, 2, 15)
+    assert len(survival.hosts_of(run, 2)) == 4
+    job_id = login.job_id(run)
+    login.cluster.kill_host(2)
+    wait_for_steps(run, 3, 1)
+    assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
+    assert (login.job_id(run), len(run.attempt_numbers())) == (job_id, 3)
+    assert len(survival.hosts_of(run, 3)) == 2  # of three: the batch cannot be divided by three
+    expected = losses(tmp_path, config)
+    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
+    before = survival.steps_of(run, 1)
+    assert survival.steps_of(run, 2)[0] == before[-1] + 1  # asked: no step is lost

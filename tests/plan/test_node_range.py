@@ -1,0 +1,103 @@
+"""A job with as many nodes as Slurm has: a plan for each number, with one batch and one learning rate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import LOCAL, Target
+from trainkit.config import load_config
+from trainkit.errors import ConfigError
+from trainkit.plan.facts import Facts
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import make_plan
+from trainkit.plan.node_range import plan_nodes
+from trainkit.plan.workload import TRAINER, Workload, workload_of
+
+LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+NODES = Partition("gpu", is_default=True, max_nodes=8, nodes=(NodeKind(8, 32, 256_000, {"a100": 4}),))
+WEST = Cluster("west", (NODES,), slurm_version=(22, 5, 8))
+
+
+def plan(*overrides: str, target: Target | None = None, workload: Workload = TRAINER) -> LaunchPlan:
+    given = ["train.device_batch_size=2", "train.global_batch_size=null", *overrides]
+    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
+    return plan_nodes(loaded, Facts(LOGIN, target or Target("sbatch", "a test", WEST)), workload)
+
+
+def test_every_number_has_the_batch_and_the_learning_rate_of_the_largest() -> None:
+    made = plan("resources.nodes=2-8", "optimizer.lr_scale=linear", "optimizer.lr=1e-3")
+    assert (made.num_nodes, [*made.sizes], made.fewest_nodes) == (8, ["4", "2"], 2)
+    assert made.reasons["nodes"].startswith("2, 4, 8: as many as Slurm has; not 3, 5, 6, 7: ")
+    assert "is 64, which is not a multiple of 56 (28 data-parallel processes" in made.reasons["nodes"]
+    for given, size, accumulation in ((8, 8, 1), (7, 4, 2), (4, 4, 2), (3, 2, 4), (1, 2, 4)):
+        here = made.at(given)
+        assert (here.num_nodes, here.batch.accumulation_steps) == (size, accumulation)
+        assert (here.batch.global_batch_size, here.layout.dp, here.lr) == (64, 4 * size, made.lr)
+        assert here.slurm is not None
+        assert (here.slurm.sbatch["nodes"], here.slurm.sbatch["no-kill"]) == ("2-8", True)
+        assert (here.slurm.srun["nodes"], here.slurm.srun["ntasks"]) == (size, 4 * size)
+        # From each there is a way to all others, also through the file.
+        there = LaunchPlan.from_dict(json.loads(here.to_text()))
+        assert there == here
+        assert there.at(8) == made.at(8)
+    assert made.at(9) is made
+
+
+def test_what_is_asked_of_slurm() -> None:
+    newer = Target("sbatch", "a test", replace(WEST, slurm_version=(24, 11, 5)))
+    for target, nodes in ((None, "2-8"), (newer, "2,4,8")):
+        request = plan("resources.nodes=2-8", target=target).slurm
+        assert request is not None
+        assert request.sbatch["nodes"] == nodes
+        # The same tasks and CPUs, asked for in the way of each.
+        old = target is None
+        assert request.sbatch.get("ntasks-per-node") == (None if old else 4)
+        cpus = request.sbatch["cpus-per-task"], request.srun.get("cpus-per-task")
+        assert cpus == ((32, 8) if old else (8, None))
+        assert request.srun["ntasks-per-node"] == 4
+    # More than the partition allows, and a number that is possible alone.
+    for asked, nodes in (("2-16", "2-8"), ("3-7", "4"), ("8-9", "8")):
+        made = plan(f"resources.nodes={asked}", "train.global_batch_size=64")
+        assert made.slurm is not None
+        assert str(made.slurm.sbatch["nodes"]) == nodes
+        assert made.may_lose_nodes == (nodes == "2-8")
+
+
+def test_a_command_has_no_batch() -> None:
+    made = plan("resources.nodes=1-3", workload=workload_of(("python", "train.py"), "python"))
+    assert [made.at(count).world_size for count in (1, 2, 3)] == [4, 8, 12]
+    assert "lr" not in made.reasons
+
+
+def test_on_this_machine_there_are_as_many_as_one_asks_for() -> None:
+    made = plan("resources.nodes=2-4", target=LOCAL)
+    assert (made.num_nodes, made.sizes) == (4, {})
+    assert made.reasons["nodes"] == "4: the most of 2-4, which this machine simulates"
+
+
+def test_one_number_is_the_plan_that_it_always_was() -> None:
+    loaded = load_config(None, overrides=["resources.nodes=2"], environ={}, cwd=Path("/nowhere"))
+    facts = Facts(LOGIN, Target("sbatch", "a test", WEST))
+    assert plan_nodes(loaded, facts) == make_plan(loaded, facts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["resources.nodes=4-2"], "resources.nodes: is 4-2, which is no range"),
+        (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
+        (["resources.nodes=few"], 'a whole number of at least 1, or a range such as 2-8, not "few"'),
+        (["resources.nodes=9-12"], "is 12, but a job in partition gpu can have at most 8 nodes"),
+        (["resources.nodes=2-3", "train.global_batch_size=7"], "train.global_batch_size"),
+    ],
+)
+def test_what_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(*overrides)
+    assert message in error.value.render()
