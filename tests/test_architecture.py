@@ -26,7 +26,7 @@ SLACK = (5, 400)
 
 ALLOWED = {
     # What everybody may know.
-    "__init__": set(),  # the version
+    "__init__": set(),  # the version, and by their names what the Python API is
     "errors": set(),
     "folders": set(),
     "locks": set(),
@@ -105,6 +105,12 @@ ALLOWED = {
     "cli": {
         *("errors", "run", "config", "data", "cluster", "plan"),
         *("slurm", "job", "backends", "control", "submit", "observe", "bench", "formats", "folders", "locks"),
+    },
+    # Runs from Python: what the commands do from a shell.
+    "function": {"errors", "folders", "run"},
+    "api": {
+        *("errors", "formats", "run", "config", "plan", "backends", "control", "observe"),
+        *("submit", "cli.options", "cli.submit", "cli.status", "function"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "contrib.doctor": {  # checks machines before there is a run

@@ -306,11 +306,13 @@ def anchor_of(heading: str) -> str:
 API_INTRO = """\
 # Python API
 
-What a program of your own imports: the public names of `trainkit.loop`, for
-[a loop of your own](own-script.md), and of `trainkit.task`, for [a task of your own](own-task.md). Everything
-else may change in any release.
+What a program of your own imports: from `trainkit`, to start runs from Python, also those of
+[a function](coming-from.md#submitit); from `trainkit.loop`, for [a loop of your own](own-script.md); and from
+`trainkit.task`, for [a task of your own](own-task.md). Everything else may change in any release.
 """
 API = {
+    "api": ("submit", "sweep", "map_array", "runs", "Run", "Group", "RunError"),
+    "function": ("Requeue",),
     "loop": ("attach", "Attached"),
     "task": (
         *("Task", "Loss", "Samples", "Stream", "ParameterOptions", "TokenSamples"),
@@ -318,7 +320,9 @@ API = {
     ),
     "adapters": ("add_adapters",),
 }
-"""Module -> its public names; what is imported from `adapters` is a part of `task`."""
+"""Module -> its public names."""
+API_HEADINGS = {"api": "trainkit", "function": "", "adapters": ""}
+"""What is imported from `adapters` is a part of `task`."""
 
 
 def api_text() -> str:
@@ -327,8 +331,8 @@ def api_text() -> str:
     for module, names in API.items():
         source = (DOCS.parent / "trainkit" / f"{module}.py").read_text(encoding="utf-8")
         nodes = {getattr(node, "name", ""): node for node in ast.parse(source).body}
-        if module != "adapters":
-            parts.append(f"## trainkit.{module}\n")
+        if heading := API_HEADINGS.get(module, f"trainkit.{module}"):
+            parts.append(f"## {heading}\n")
         for name in names:
             parts.extend(_documented(nodes[name]))
     return "\n".join(parts)

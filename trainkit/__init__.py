@@ -1,3 +1,40 @@
 """trainkit: one YAML config from a laptop to a thousand GPUs, and back after every interruption."""
 
 __version__ = "0.1.0"
+
+# For type checkers, __init__.pyi says where each name comes from.
+_MODULES = {
+    "trainkit.api": ("Group", "Run", "RunError", "map_array", "runs", "submit", "sweep"),
+    "trainkit.errors": ("ConfigError", "SlurmError", "TrainkitError", "UsageError"),
+    "trainkit.function": ("Requeue",),
+}
+__all__ = [
+    "ConfigError",
+    "Group",
+    "Requeue",
+    "Run",
+    "RunError",
+    "SlurmError",
+    "TrainkitError",
+    "UsageError",
+    "__version__",
+    "map_array",
+    "runs",
+    "submit",
+    "sweep",
+]
+
+
+def __getattr__(name: str) -> object:
+    """A name of the Python API, whose module is imported when it is first used."""
+    from importlib import import_module
+
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(module), name)
+            return value
+    raise AttributeError(f"module 'trainkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -64,7 +64,7 @@ class GroupRequest:
                 )
             found = sweep_points(self.sweeps, workload.argv)
             limit = None if spec is None else spec.limit
-            return ArraySpec(tuple(range(len(found))), limit), _swept(request, found)
+            return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
         loaded = request.load_to_plan(workload)
         if spec is None:
             return None, iter([LoadedPoint(0, {}, loaded)])
@@ -81,7 +81,7 @@ class GroupRequest:
         )
 
 
-def _swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
+def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.schema import is_known
     from trainkit.plan.sweep import key_without_seed

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -148,10 +149,11 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
 def defer_sigint() -> Iterator[None]:
     """Defer the KeyboardInterrupt of a SIGINT to the end of the block; a second SIGINT raises it immediately.
 
-    Only for the main thread. An ignored SIGINT stays ignored. Child processes in the terminal's foreground
-    group receive Ctrl-C themselves.
+    Only in the main thread, which gets the signals. An ignored SIGINT stays ignored. Child processes in the
+    terminal's foreground group receive Ctrl-C themselves.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
     interrupted = False

@@ -1,0 +1,266 @@
+"""Runs from Python: what `trainkit.submit` and its like start, return and raise."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit import api
+from trainkit.errors import ConfigError, UsageError
+from trainkit.function import Call, Requeue, by_value, read_pickle, write_pickle
+from trainkit.run.files import read_json
+
+ROOT = Path(__file__).resolve().parents[1]
+ONCE = {"max_crashes": 0}
+LIMIT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, and an own list of runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ".config"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def add(one: int, other: int = 1) -> tuple[int, str]:
+    print("adds", one, other)
+    return one + other, os.environ["RANK"]
+
+
+def fail(what: str) -> None:
+    raise LookupError(f"no {what}")
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def fail_unpicklable() -> None:
+    raise Unpicklable(1, 2)
+
+
+class Counts:
+    """Counts to a number; after a notice where it was."""
+
+    def __init__(self) -> None:
+        self.number, self.saved_at = 0, 0
+
+    def __call__(self, upto: int, file: Path) -> tuple[int, int, str]:
+        while self.number < upto or not file.exists():
+            time.sleep(0.01)
+            self.number += 1
+        return self.number, self.saved_at, os.environ["TRAINKIT_JOB_ATTEMPT"]
+
+    def checkpoint(self, upto: int, file: Path) -> Requeue:
+        self.saved_at = self.number
+        file.touch()
+        return Requeue(self, self.saved_at, file)
+
+
+def wait_until_running(run: api.Run) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not list(run.path.glob("attempts/001/results")):
+        assert time.monotonic() < deadline_s, run.status
+        time.sleep(0.05)
+    time.sleep(0.5)  # until the call has begun
+
+
+def test_the_import_is_lazy() -> None:
+    code = (
+        "import sys; before = {*sys.modules}; import trainkit; new = {*sys.modules} - before;"
+        "assert not {'click', 'pydantic', 'torch', 'yaml', 'asyncio'} & new, new;"
+        "trainkit.Run; assert 'torch' not in sys.modules;"
+        "assert {'submit', 'Run', 'sweep'} < {*dir(trainkit)}"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
+        trainkit.sumbit  # noqa: B018
+    for name in trainkit.__all__:
+        assert getattr(trainkit, name) is not None
+
+
+def test_a_pickle_of_others_is_not_loaded(folder: Path) -> None:
+    file = folder / "call.pkl"
+    write_pickle(file, Call(add, (1,)))
+    assert (file.stat().st_mode & 0o777, read_pickle(file).args) == (0o600, (1,))
+    link = folder / "link.pkl"
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_pickle(link)
+    file.chmod(0o640)
+    with pytest.raises(UsageError, match="is not loaded"):
+        read_pickle(file)
+    if os.geteuid() == 0:
+        file.chmod(0o600)
+        os.chown(file, 65534, 65534)
+        with pytest.raises(UsageError, match="is not loaded"):
+            read_pickle(file)
+
+
+def test_a_module_goes_with_its_function_unless_the_job_has_it(folder: Path, monkeypatch) -> None:
+    (folder / "here.py").write_text("def f(): return 1\n")
+    (folder / "lib").mkdir()
+    (folder / "lib" / "elsewhere.py").write_text("def f(): return 1\n")
+    monkeypatch.setattr(sys, "path", [str(folder), str(folder / "lib"), *sys.path])
+    import elsewhere  # type: ignore[import-not-found]
+    import here  # type: ignore[import-not-found]
+
+    found = {}
+    for module in (here, elsewhere):
+        with by_value(module.f):
+            write_pickle(folder / "f.pkl", module.f)
+        found[module.__name__] = b"co_" in (folder / "f.pkl").read_bytes() or (
+            str(folder / "lib").encode() in (folder / "f.pkl").read_bytes()
+        )
+    assert found == {"here": False, "elsewhere": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {}, "not one thing to run, but none or several"),
+        ((add,), {"command": ["true"]}, "not one thing to run, but none or several"),
+        (("quickstart", 1), {}, "1 arguments, but no function"),
+        (("quickstart",), {"train": {"stepz": 5}}, "train.stepz=5: train.stepz: unknown key"),
+        (("quickstart",), {"train.steps": -1}, "train.steps=-1: train.steps: must be a whole number"),
+        (({"train": {"steps": "ten"}},), {}, "config['train.steps']: train.steps: must be"),
+        (("quickstart",), {"time": "soon"}, "resources.time: must be a time such as"),
+        (("no-such-config",), {}, "no-such-config"),
+    ],
+)
+def test_what_is_refused(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        api.submit(*arguments, **options)
+    assert message in error.value.render()
+    assert not Path("runs").exists()
+
+
+def test_a_config_in_python() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    options = {"train": {"steps": 9}, "nodes": 2, "tags": ("a",)}
+    config = {"seed": 3, "train": {"steps": 7, "log_every": 1}, "launch": {"env": {"A": "1"}}}
+    interpolated = {**config, "train": {"steps": "${seed}", "log_every": 1}}
+    for given in (config, omegaconf.OmegaConf.create(interpolated)):
+        flags = api._given(given, None, None, options).request.flags
+        assert {key: value for key, (_, value) in flags.items()} == {
+            **{"seed": 3, "train.log_every": 1, "launch.env": {"A": "1"}},
+            **{"train.steps": 9, "resources.nodes": 2, "tags": ["a"]},
+        }
+    with pytest.raises(ConfigError, match="unknown key"):
+        api.submit(omegaconf.OmegaConf.create({"trian": {"steps": 1}}))
+
+
+@pytest.mark.slow(seconds=15)
+@pytest.mark.smoke
+def test_a_function(folder: Path) -> None:
+    run = api.submit(add, 1, 2, gpus_per_node=2, note="two ranks", tags=["sum"], device="cpu")
+    assert (run.result(LIMIT_S), run.results()) == ((3, "0"), [(3, "0"), (3, "1")])
+    assert (run.name, run.path, run.status.state, run.done()) == (
+        "add",
+        folder / "runs/add",
+        "finished",
+        True,
+    )
+    assert run.logs(1) == "adds 1 2\n"
+    assert run.exception() is None
+    assert "<td>finished</td>" in run._repr_html_()
+    assert api.Run("add").result() == (3, "0")
+    assert [again.path for again in api.runs()] == [run.path]
+    failed = api.submit(functools.partial(fail, what="luck"), requeue=ONCE, name="unlucky")
+    with pytest.raises(LookupError, match="no luck") as error:
+        failed.result(LIMIT_S)
+    assert f'{__file__}", line ' in str(error.value.__cause__)
+    assert failed.status.failure is not None
+    assert (failed.status.failure.type, failed.status.failure.message) == ("LookupError", "no luck")
+    with pytest.raises(trainkit.RunError, match="1 and 2"):
+        api.submit(fail_unpicklable, requeue=ONCE).result(LIMIT_S)
+    lost = api.submit(os._exit, 3, requeue=ONCE)
+    assert "diagnose" in lost.exception(LIMIT_S).hint
+    assert asyncio.run(_awaited()) == [(2, "0"), (3, "0")]
+
+
+async def _awaited() -> list[tuple[int, str]]:
+    return [*await asyncio.gather(*(_value(api.submit(add, number)) for number in (1, 2)))]
+
+
+async def _value(run: api.Run) -> tuple[int, str]:
+    return await run
+
+
+@pytest.mark.slow(seconds=15)
+def test_an_array_of_eight_and_a_sweep() -> None:
+    group = api.map_array(add, range(8), [10] * 9, limit=2, name="eight")
+    assert (len(group), [value for value, _ in group.results(LIMIT_S)]) == (8, [*range(10, 18)])
+    assert ([run.name for run in group[2:4]], group[-1].result()[0]) == (["eight/2", "eight/3"], 17)
+    assert group.status.states == {"finished": 8}
+    assert api.Group("eight").path == group.path
+    swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
+    assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
+    with pytest.raises(UsageError, match="is one run, not a group"):
+        api.Group(group[0].path)
+    with pytest.raises(UsageError, match="nothing to call"):
+        api.map_array(add, [])
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_notice_a_cancel_and_a_resume(folder: Path) -> None:
+    run = api.submit(Counts(), 10, folder / "asked")
+    wait_until_running(run)
+    with pytest.raises(TimeoutError):
+        run.wait(0.1)
+    subprocess.run([sys.executable, "-m", "trainkit", "requeue", str(run.path)], check=True, env=os.environ)
+    number, saved_at, attempt = run.result(LIMIT_S)
+    assert (number, attempt) == (saved_at, "2")
+    assert saved_at > 0
+    run = api.submit(Counts(), 10, folder / "later", name="cancelled")
+    wait_until_running(run)
+    # By another process, as a colleague on the same account would.
+    subprocess.run([sys.executable, "-m", "trainkit", "cancel", "cancelled"], check=True, env=os.environ)
+    error = run.exception(LIMIT_S)
+    assert isinstance(error, trainkit.RunError)
+    assert "resume" in error.hint
+    number, saved_at, attempt = run.resume().result(LIMIT_S)
+    assert (number, attempt) == (saved_at, "2")
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_training_and_a_command(folder: Path) -> None:
+    run = api.submit("quickstart", train={"steps": 4}, **{"train.log_every": 1}, name="trained", device="cpu")
+    assert [record["step"] for record in run.wait(LIMIT_S).metrics()] == [1, 2, 3, 4]
+    with pytest.raises(trainkit.RunError, match="has no result"):
+        run.result()
+    assert len(run.resume(train={"steps": 5}).wait(LIMIT_S).metrics()) == 5
+    assert read_json(run.path / "attempts/002/end.json")["state"] == "finished"
+    script = folder / "script.py"
+    script.write_text("print('here')\n")
+    run = api.submit(command=[sys.executable, script])
+    assert (run.wait(LIMIT_S).name, run.logs()) == ("script", "here\n")
+
+
+@pytest.mark.slow(seconds=15)
+def test_in_a_notebook(folder: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    cells = [
+        "from trainkit import api\nfactor = 3",
+        "def times(x):\n    return x * factor",
+        "run = api.submit(times, 14); run.result(100)",
+        "run",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    client = nbclient.NotebookClient(book, timeout=LIMIT_S, resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    results = [cell.outputs[-1].data for cell in book.cells[2:]]
+    assert results[0]["text/plain"] == "42"
+    assert "<td>finished</td>" in results[1]["text/html"]

@@ -1,0 +1,525 @@
+"""Runs from Python: `submit`, `sweep` and `map_array` start them, `Run` and `Group` are what one has of them.
+
+They are the runs of the command line, in the same folders: ``trainkit status`` shows them, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import itertools
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.formats import relative_path
+from trainkit.run.group import RunGroup
+
+if TYPE_CHECKING:
+    from trainkit.cli.options import ConfigRequest
+    from trainkit.function import Call
+    from trainkit.observe.group import GroupStatus
+    from trainkit.observe.status import RunStatus
+    from trainkit.plan.workload import Workload
+    from trainkit.run.end import AttemptEnd
+    from trainkit.submit.submission import ArraySpec, LoadedPoint
+
+Config = str | Path | Mapping[str, Any] | None
+"""A file, the name of a shipped config, or its sections: a dictionary or OmegaConf's ``DictConfig``."""
+Work = Config | Callable[..., Any]
+
+POLL_S = 0.2
+GROUP_POLL_S = 2.0
+SLURM_POLL_S = 10.0
+"""Between two questions to Slurm about a group."""
+
+
+class RunError(TrainkitError):
+    """A run has no result: it failed, was cancelled or is gone. `hint` says what to do."""
+
+
+class RemoteTraceback(Exception):
+    """Where the function of a run raised its exception; the cause of that exception."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+def submit(
+    work: Work = None,
+    /,
+    *args: Any,
+    config: Config = None,
+    command: Sequence[str] = (),
+    launcher: str = "python",
+    run_dir: str | Path | None = None,
+    profile: str | None = None,
+    after: Iterable[str | Path | Run] = (),
+    now: bool = False,
+    **options: Any,
+) -> Run:
+    """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
+
+    `work` is a config, which the built-in trainer trains, or a function, which each rank calls with `args`
+    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments. `command` runs a
+    program instead. A function or a command may have a `config` for its job.
+
+    `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
+    ``name``, ``note`` and ``tags``, and keys of the config: sections as ``train={"steps": 50}``, single keys
+    as ``**{"train.steps": 50}``. Raises UsageError, ConfigError and SlurmError, each with a hint.
+    """
+    given = _given(work, config, profile, options, command, launcher)
+    from trainkit.submit.submission import LoadedPoint
+
+    calls = {} if given.function is None else {0: _call(given.function, args)}
+    if args and given.function is None:
+        raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
+    loaded = given.request.load_to_plan(given.workload)
+    where = None if run_dir is None else Path(run_dir)
+    folder = _start([LoadedPoint(0, {}, loaded)], None, given, calls, after=after, now=now, run_dir=where)
+    return Run(folder)
+
+
+def sweep(
+    work: Work,
+    values: Mapping[str, Sequence[Any]],
+    /,
+    *,
+    limit: int | None = None,
+    config: Config = None,
+    run_dir: str | Path | None = None,
+    after: Iterable[str | Path | Run] = (),
+    profile: str | None = None,
+    **options: Any,
+) -> Group:
+    """Start a run for each combination of `values`, at most `limit` at once, as ``submit --sweep`` does.
+
+    They are values of config keys, or the keyword arguments of a function. Without a `limit` Slurm decides,
+    and on this machine the runs start one after another. Raises what `submit` raises.
+    """
+    given = _given(work, config, profile, options)
+    points = itertools.product(*values.values())
+    found = [dict(zip(values, point, strict=True)) for point in points]
+    if given.function is not None:
+        calls = {index: _call(given.function, (), own) for index, own in enumerate(found)}
+        return _start_calls(given, calls, limit, after, run_dir)
+    from trainkit.cli.submit import swept
+    from trainkit.submit.submission import ArraySpec
+
+    array = ArraySpec(tuple(range(len(found))), limit)
+    where = None if run_dir is None else Path(run_dir)
+    return Group(_start(swept(given.request, found), array, given, {}, after=after, run_dir=where))
+
+
+def map_array(
+    function: Callable[..., Any],
+    /,
+    *iterables: Iterable[Any],
+    limit: int | None = None,
+    config: Config = None,
+    run_dir: str | Path | None = None,
+    after: Iterable[str | Path | Run] = (),
+    profile: str | None = None,
+    **options: Any,
+) -> Group:
+    """Start a run of a function for each item of `iterables`, at most `limit` at once, as one group.
+
+    Like `map`, it stops with the shortest of them. Raises what `submit` raises.
+    """
+    given = _given(function, config, profile, options)
+    calls = {index: _call(function, args) for index, args in enumerate(zip(*iterables, strict=False))}
+    return _start_calls(given, calls, limit, after, run_dir)
+
+
+def runs() -> list[Run | Group]:
+    """All runs and groups that are known on this machine, the newest first."""
+    from trainkit.run.registry import iter_known_runs
+
+    return [Group(known.run.path) if known.is_group else Run(known.run.path) for known in iter_known_runs()]
+
+
+class Run:
+    """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none."""
+
+    def __init__(self, run: str | Path) -> None:
+        from trainkit.run.registry import find_run
+
+        self._folder = find_run(str(run))
+        self._folder.hold()
+
+    @property
+    def path(self) -> Path:
+        """Its folder, also after it was moved."""
+        self._folder.follow()
+        return self._folder.path
+
+    @property
+    def name(self) -> str:
+        """Its name, that of its config, script or function."""
+        from trainkit.run.record import read_job
+
+        return read_job(self._folder).name or self.path.name
+
+    @property
+    def status(self) -> RunStatus:
+        """What ``trainkit status`` shows: ``state``, ``step``, ``loss``, ``attempt``, ``job_id`` and more."""
+        from trainkit.backends.jobs import query_job_status
+        from trainkit.observe.status import read_status
+        from trainkit.run.history import RunHistory
+        from trainkit.run.record import read_job
+
+        self._folder.follow()
+        record = read_job(self._folder)
+        job = query_job_status(self._folder, record, _warn)
+        return read_status(RunHistory(self._folder), record, job.alive, datetime.now(timezone.utc), job.job)
+
+    def done(self) -> bool:
+        """Whether it has ended and does not restart by itself."""
+        return not self.status.is_active
+
+    def wait(self, timeout_s: float | None = None) -> Run:
+        """Wait until it has ended, after all its restarts; raises TimeoutError."""
+        from trainkit.backends.jobs import liveness_probe
+        from trainkit.observe.logs import run_is_over
+
+        is_alive, until_s = liveness_probe(self._folder), _deadline_s(timeout_s)
+        while not run_is_over(self._folder, is_alive()) or self._folder.follow():
+            _sleep(POLL_S, until_s, f"{self._folder.path} has not ended after {timeout_s} s")
+        return self
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl, each step once; ``pandas.DataFrame`` makes a table of them."""
+        from trainkit.run.events import read_metrics
+
+        return read_metrics(self._folder)
+
+    def logs(self, rank: int = 0) -> str:
+        """What a rank of the newest attempt has printed so far."""
+        from trainkit.run.registry import find_attempt
+
+        log = find_attempt(self._folder, None).rank_log(rank)
+        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+    def cancel(self, *, now: bool = False, wait: bool = False) -> None:
+        """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
+        from trainkit.control.cancel import cancel_run
+
+        cancel_run(self._folder, now=now, wait=wait, warn=_warn)
+
+    def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
+        """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
+        from trainkit.backends.jobs import require_not_running
+        from trainkit.config import read_effective
+        from trainkit.control import resume
+
+        run = self._folder
+        require_not_running(run, "resume")
+        resume.note_dead_job(run, _warn)
+        flags = _flags({}, options)
+        loaded, workload = resume.load_again(run, (), flags)
+        if workload.knows_run:
+            resume.refuse_finished(run, read_effective(run.config_file), loaded)
+        from trainkit.run.record import read_job
+
+        with resume.submission_folder(run, new_code) as code_dir:
+            stays = "launch.backend" not in flags
+            target = resume.same_place(read_job(run).newest, loaded) if stays else None
+            plan = resume.plan_again(run, loaded, workload, target, code_dir)
+            resume.resume_run(run, loaded.config, plan, new_code=new_code, now=now)
+        return self
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """The value of its function, that of rank 0, once it has ended.
+
+        Raises what the function raised, with its traceback as the cause, RunError if the run ended
+        otherwise, and TimeoutError.
+        """
+        return self.results(timeout_s)[0]
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        """The values of all ranks; raises like `result`."""
+        from trainkit.function import read_pickle, result_file
+        from trainkit.run.end import read_end
+
+        self.wait(timeout_s)
+        numbers = self._folder.attempt_numbers()
+        attempt = self._folder.attempt(numbers[-1]) if numbers else None
+        end = None if attempt is None else read_end(attempt)
+        found = []
+        for file in sorted(result_file(attempt, 0).parent.glob("rank-*.pkl")) if attempt is not None else ():
+            found.append(read_pickle(file))
+            if found[-1].error is not None:
+                raise found[-1].error from RemoteTraceback(found[-1].traceback)
+            if found[-1].traceback:
+                raise RunError(f"the function of {self._folder.path} raised:\n\n{found[-1].traceback}")
+        if end is None or end.state != "finished" or not found:
+            raise self._error(end)
+        return [item.value for item in found]
+
+    def exception(self, timeout_s: float | None = None) -> Exception | None:
+        """What `result` would raise; None if it would return."""
+        try:
+            self.results(timeout_s)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _error(self, end: AttemptEnd | None) -> RunError:
+        shown = relative_path(str(self._folder.path), Path.cwd())
+        if end is not None and end.state == "finished":
+            return RunError(f"{shown} has no result", hint="only a run of a function has one")
+        status = self.status
+        what = f"{shown} is {status.state}" + (f": {status.reason}" if status.reason else "")
+        if status.failure is not None:
+            return RunError(what, hint=f"`trainkit diagnose {shown}` names the cause")
+        return RunError(what, hint=f"`trainkit resume {shown}`, or its method resume, continues it")
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.result).__await__()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self._folder.path)!r})"
+
+    def _repr_html_(self) -> str:
+        status = self.status
+        values = {
+            "run": status.name,
+            "state": status.state,
+            "step": status.step and f"{status.step} of {status.total_steps or '?'}",
+            "loss": None if status.loss is None else f"{status.loss:.4g}",
+            "why": status.reason,
+            "folder": str(self._folder.path),
+        }
+        return _table([[name, value] for name, value in values.items() if value is not None])
+
+
+class Group(Sequence[Run]):
+    """A group of runs, by its folder or name: a sequence of `Run`. Raises UsageError if there is none."""
+
+    def __init__(self, group: str | Path) -> None:
+        from trainkit.run.registry import find_run_or_group
+
+        found = find_run_or_group(str(group))
+        if not isinstance(found, RunGroup):
+            raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
+        self._group = found
+        self._indices = sorted(found.points)
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self._group.path
+
+    @property
+    def status(self) -> GroupStatus:
+        """What ``trainkit status`` shows of a group: the state and result of each run."""
+        from trainkit.cli.status import query_group
+
+        return query_group(self._group)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Run]: ...
+    def __getitem__(self, index: int | slice) -> Run | list[Run]:
+        chosen = self._indices[index]
+        if isinstance(chosen, int):
+            return Run(self._group.path / str(chosen))
+        return [Run(self._group.path / str(one)) for one in chosen]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def wait(self, timeout_s: float | None = None) -> Group:
+        """Wait until all runs have ended; raises TimeoutError."""
+        poll_s = SLURM_POLL_S if self._group.record.process is None else GROUP_POLL_S
+        until_s = _deadline_s(timeout_s)
+        while self.status.is_active:
+            _sleep(poll_s, until_s, f"{self.path} has not ended after {timeout_s} s")
+        return self
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        """The value of each run, in their order; raises like `Run.result` for the first that has none."""
+        self.wait(timeout_s)
+        return [run.result() for run in self]
+
+    def cancel(self, *, now: bool = False, wait: bool = False) -> None:
+        """Cancel all runs that have not ended."""
+        from trainkit.control.cancel import cancel_group
+
+        cancel_group(self._group, now=now, wait=wait)
+
+    def resume(self) -> Group:
+        """Run what has not finished, on this machine."""
+        from trainkit.control.resume import resume_group
+
+        if self._group.record.process is None:
+            raise UsageError(f"{self.path} is a Slurm array", hint="resume its runs: group[0].resume()")
+        resume_group(self._group, self._group.record.process)
+        return self
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return asyncio.to_thread(self.results).__await__()
+
+    def __repr__(self) -> str:
+        return f"Group({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        status = self.status
+        rows = [[point.index, *point.texts(status.keys), point.state] for point in status.points]
+        return _table([["run", *status.keys, "state"], *rows])
+
+
+class _Given(NamedTuple):
+    """What `submit`, `sweep` and `map_array` are to run."""
+
+    request: ConfigRequest
+    workload: Workload
+    function: Callable[..., Any] | None
+
+
+def _given(
+    work: Work,
+    config: Config,
+    profile: str | None,
+    options: Mapping[str, Any],
+    command: Sequence[str] = (),
+    launcher: str = "python",
+) -> _Given:
+    from trainkit.cli.options import ConfigRequest
+    from trainkit.function import ARGV
+    from trainkit.plan.workload import workload_of
+
+    function = work if callable(work) else None
+    if sum((function is not None, bool(command), not callable(work) and work is not None)) != 1:
+        raise UsageError(
+            "there is not one thing to run, but none or several",
+            hint="give a config, a function or command=; config= is that of a function or command",
+        )
+    if not callable(work) and work is not None:
+        config = work
+    argv = ARGV if function is not None else tuple(map(str, command))
+    path = str(config) if isinstance(config, str | Path) else ""
+    sections = {} if isinstance(config, str | Path | None) else config
+    name = argv if function is None else (f"{_name_of(function)}.py",)
+    request = ConfigRequest(path, profile, (), _flags(sections, options), name)
+    return _Given(request, workload_of(argv, launcher), function)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    named = getattr(function, "func", function)  # of a functools.partial
+    return str(getattr(named, "__name__", type(named).__name__)).strip("<>_")
+
+
+def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
+    """Config values by dotted key, each with its origin; of a key that both have, that of the options."""
+    from trainkit.cli.options import FLAGS
+
+    if type(config).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        config = cast("Mapping[str, Any]", OmegaConf.to_container(config, resolve=True))
+    flags = {key: (f"config[{key!r}]", value) for key, value in _keys(config)}
+    named = {FLAGS.get(name, name): value for name, value in options.items()}
+    return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
+
+
+def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values by dotted key, those of sections one by one."""
+    from trainkit.config.schema import sections
+
+    for name, value in values.items():
+        if name in sections() and isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", _plain(one)) for key, one in value.items())
+        else:
+            yield name, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it: paths as text, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [*map(_plain, value)]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] = {}) -> Call:
+    from trainkit.function import Call
+
+    return Call(function, tuple(args), dict(kwargs))
+
+
+def _start_calls(
+    given: _Given,
+    calls: Mapping[int, Call],
+    limit: int | None,
+    after: Iterable[str | Path | Run],
+    run_dir: str | Path | None,
+) -> Group:
+    from trainkit.submit.submission import ArraySpec, LoadedPoint
+
+    if not calls:
+        raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
+    loaded = given.request.load_to_plan(given.workload)
+    points = [LoadedPoint(index, {}, loaded) for index in calls]
+    where = None if run_dir is None else Path(run_dir)
+    array = ArraySpec(tuple(calls), limit)
+    return Group(_start(points, array, given, calls, after=after, run_dir=where))
+
+
+def _start(
+    points: Iterable[LoadedPoint],
+    array: ArraySpec | None,
+    given: _Given,
+    calls: Mapping[int, Call],
+    *,
+    after: Iterable[str | Path | Run],
+    now: bool = False,
+    run_dir: Path | None = None,
+) -> Path:
+    """The folder of what was started."""
+    from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, write_pickle
+    from trainkit.submit.start import create_submission, start_submission
+    from trainkit.submit.submission import plan_submission
+
+    names = [str(one.path if isinstance(one, Run) else one) for one in after]
+    submission = plan_submission(points, array, given.workload, after=names, will_start=True, warn=_warn)
+    for text in submission.plan.warnings:
+        _warn(text)
+    created = create_submission(submission, [*sys.orig_argv], run_dir, "run_dir")
+    if given.function is not None:
+        with by_value(given.function):
+            folder = created.run.path / CALLS_FOLDER
+            if array is not None:
+                folder.mkdir(mode=0o700)
+            for index, call in calls.items():
+                write_pickle(folder / f"{index}.pkl" if array else created.run.path / CALL_FILE, call)
+    start_submission(submission, created, now=now)
+    return created.run.path
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+def _deadline_s(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _sleep(poll_s: float, until_s: float | None, late: str) -> None:
+    if until_s is not None and time.monotonic() > until_s:
+        raise TimeoutError(late)
+    time.sleep(poll_s if until_s is None else max(0.0, min(poll_s, until_s - time.monotonic())))
+
+
+def _table(rows: Iterable[Iterable[object]]) -> str:
+    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
