@@ -1,0 +1,69 @@
+"""Runs of functions, started from Python on the login node, and a multirun of Hydra."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.on_slurm import survival
+from tests.on_slurm.login import Login, wait_for
+from tests.test_hydra import APP
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
+
+COUNTS = """
+import os, socket, sys, time
+from pathlib import Path
+from trainkit.api import map_array, submit
+from trainkit.function import Requeue
+
+class Counts:
+    def __init__(self):
+        self.number = self.saved_at = 0
+
+    def __call__(self, upto):
+        Path("began").touch()
+        while self.number < upto or not self.saved_at:
+            time.sleep(0.01)
+            self.number += 1
+        return self.saved_at > 0, int(os.environ["RANK"]), os.environ["TRAINKIT_JOB_ATTEMPT"]
+
+    def checkpoint(self, upto):
+        self.saved_at = self.number
+        return Requeue(self, self.saved_at + 5)
+
+if __name__ == "__main__":
+    job = {"device": "cpu", "partition": "low", "requeue": {"grace_s": 20}}
+    run = submit(Counts(), 10, nodes=2, gpus_per_node=1, name="counts", **job)
+    print(run.results(240), flush=True)
+    print(map_array(pow, [2] * 8, range(8), limit=4, **job).results(240), flush=True)
+"""
+
+
+@pytest.mark.slow(seconds=40)
+def test_a_function_is_preempted_and_continues(login: Login) -> None:
+    script = login.start([sys.executable, login.script(COUNTS, "counts.py")])
+    run = RunDir(login.folder / "runs" / "counts")
+    wait_for(lambda: all(run.attempt(1).rank_log(rank).exists() for rank in (0, 1)), "two ranks")
+    wait_for(lambda: (run.path / "work" / "began").exists(), "the call")
+    survival.preempt(login.cluster)
+    printed, errors = script.communicate(timeout=240)
+    assert script.returncode == 0, errors
+    assert printed == f"{[(True, 0, '2'), (True, 1, '2')]}\n{[1, 2, 4, 8, 16, 32, 64, 128]}\n"
+    assert survival.events_of(run, "requeue_decision")[0]["cause"] == "preempted"
+
+
+@pytest.mark.slow(seconds=25)
+def test_a_multirun_of_hydra(login: Login) -> None:
+    pytest.importorskip("hydra")
+    options = ["hydra.launcher.name=four", "hydra.launcher.gpus_per_node=1"]
+    device = "+hydra.launcher.overrides.device=cpu"
+    argv = [sys.executable, login.script(APP, "app.py"), "-m", "hydra/launcher=trainkit", device, *options]
+    done = login.run([*argv, "x=1,2,3,4"])
+    assert done.returncode == 0, done.stderr
+    group = RunGroup(login.folder / "runs" / "four")
+    assert group.job_id is not None
+    assert [group.run(n).attempt(1).rank_log(0).read_text() for n in range(4)] == [
+        f"rank 0 x {n + 1}\n" for n in range(4)
+    ]

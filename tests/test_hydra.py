@@ -1,0 +1,103 @@
+"""Multiruns of Hydra and a study of Optuna, as runs of trainkit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.run.group import RunGroup
+from trainkit.run.history import read_plan
+from trainkit.run.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[1]
+APP = """
+import os
+from dataclasses import dataclass
+
+import hydra
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class Config:
+    x: int = 1
+    y: float = 0.5
+
+
+ConfigStore.instance().store(name="config", node=Config)
+
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    print("rank", os.environ["RANK"], "x", config.x, flush=True)
+    if config.x == 9:
+        raise ValueError("x is nine")
+    return config.x * config.y
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def environ(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / ".state")}
+
+
+def multirun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "app.py").write_text(APP)
+    argv = [sys.executable, "app.py", "-m", "hydra/launcher=trainkit", *words]
+    return subprocess.run(argv, cwd=folder, env=environ(folder), capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_multirun_is_a_group(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    options = ["hydra.launcher.limit=2", "hydra.launcher.gpus_per_node=2", "hydra.launcher.name=four"]
+    done = multirun(tmp_path, "x=1,2", "y=0.5,2", "hydra.sweep.dir=out", *options)
+    assert done.returncode == 0, done.stderr
+    group = RunGroup(tmp_path / "runs" / "four")
+    assert f"trainkit status {group.path}: 4 runs" in done.stdout
+    logs = [run.attempt(1).rank_log(rank).read_text() for run in map(group.run, range(4)) for rank in (0, 1)]
+    assert logs == [f"rank {rank} x {x}\n" for x in (1, 1, 2, 2) for rank in (0, 1)]
+    overrides = [(tmp_path / "out" / str(n) / ".hydra/overrides.yaml").read_text() for n in range(4)]
+    assert overrides == [f"- x={x}\n- y={y}\n" for x in (1, 2) for y in (0.5, 2)]
+    once = "+hydra.launcher.overrides.requeue.max_crashes=0"
+    failed = multirun(tmp_path, "x=9,1", once, "hydra.launcher.name=two")
+    assert failed.returncode == 1
+    assert "ValueError: x is nine" in failed.stderr
+    assert [read_plan(RunDir(tmp_path / "runs/two" / str(n))).count("world_size") for n in (0, 1)] == [1, 1]
+    refused = multirun(tmp_path, "x=1,2", "hydra.launcher.time=soon")
+    assert "resources.time: must be a time such as" in refused.stderr
+
+
+@pytest.mark.slow(seconds=25)
+def test_a_study_that_is_killed_continues_with_its_runs(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    argv = [sys.executable, str(ROOT / "examples/optuna_study.py"), "--trials", "6", "--at-once", "4"]
+    study = subprocess.Popen(argv, cwd=tmp_path, env=environ(tmp_path), start_new_session=True)
+    deadline_s = time.monotonic() + 120
+    while not (tmp_path / "runs" / "trial-1" / "attempts").is_dir():
+        assert study.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    os.killpg(study.pid, signal.SIGKILL)
+    study.wait()
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=environ(tmp_path), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "best of 6: " in done.stdout
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    trials = optuna.load_study(study_name="examples-lr", storage=storage).trials
+    states = [trial.state.name for trial in trials]
+    assert states.count("COMPLETE") == 6
+    assert set(states) <= {"COMPLETE", "FAIL"}  # one may have been killed before its run was known
+    paths = [trial.user_attrs["run"] for trial in trials if trial.state.name == "COMPLETE"]
+    assert len(set(paths)) == 6
