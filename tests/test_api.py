@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -247,6 +248,22 @@ def test_a_training_and_a_command(folder: Path) -> None:
     script.write_text("print('here')\n")
     run = api.submit(command=[sys.executable, script])
     assert (run.wait(LIMIT_S).name, run.logs()) == ("script", "here\n")
+
+
+@pytest.mark.slow(seconds=10)
+def test_the_examples_of_the_docs(folder: Path) -> None:
+    """submitit's and trainkit's print the same."""
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    blocks = dict(re.findall(r"```python ?(\w*)\n(.*?)```", text, re.DOTALL))
+    assert blocks.keys() == {"", "submitit", "trainkit"}
+    printed = []
+    for name in ("submitit", "trainkit"):
+        (folder / f"{name}_example.py").write_text(blocks[""] + blocks[name])
+        argv = [sys.executable, f"{name}_example.py"]
+        printed.append(
+            subprocess.run(argv, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+        )
+    assert printed == ["12\n[11, 22, 33]\n"] * 2
 
 
 @pytest.mark.slow(seconds=15)
