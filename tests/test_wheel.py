@@ -51,8 +51,8 @@ def sources() -> Iterator[Path]:
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         if (ROOT / name).exists():
             yield ROOT / name
-    for folder in ("trainkit", "configs", "templates"):
-        suffixes = (".py", ".yaml", ".j2", ".typed")
+    for folder in ("trainkit", "hydra_plugins", "configs", "templates"):
+        suffixes = (".py", ".pyi", ".yaml", ".j2", ".typed")
         yield from (item for item in (ROOT / folder).rglob("*") if item.suffix in suffixes)
 
 
@@ -103,7 +103,8 @@ def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
     with ZipFile(wheel) as packed:
         packed_files = {name for name in packed.namelist() if ".dist-info/" not in name}
         licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
-    modules = {path.relative_to(ROOT) for path in (ROOT / "trainkit").rglob("*.py")}
+    packages = [*(ROOT / "trainkit").rglob("*.py*"), *(ROOT / "hydra_plugins").rglob("*.py")]
+    modules = {path.relative_to(ROOT) for path in packages if path.suffix in (".py", ".pyi")}
     shipped = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "templates").rglob("*.j2")]
     shipped += [path for path in (ROOT / "templates" / "task").iterdir() if path.is_file()]
     expected = {str(path) for path in modules}
