@@ -57,7 +57,7 @@ FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 
 def refuse_by_hand(run: RunDir) -> None:
     """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
-    if not run.config_file.exists():
+    if run.was_started_by_hand:
         raise UsageError(
             f"{run.path} was not started by trainkit",
             hint="start its program again: it resumes from the newest checkpoint",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from trainkit.formats import duration, relative_path
@@ -443,7 +443,9 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
     if status.state == "finished":
         return f"`trainkit report {run}` shows where the time went"
     if status.state in ("stopped", "cancelled"):
-        return f"`trainkit resume {run}` continues it"
+        is_by_hand = RunDir(status.run_dir).was_started_by_hand
+        again = join(status.command) if is_by_hand and status.command else f"trainkit resume {run}"
+        return f"`{again}` continues it"
     if status.state == "incomplete":
         return f"`trainkit resume {run}` starts it"
     return None

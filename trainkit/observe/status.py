@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +14,22 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
+from trainkit.run.end import (
+    RESUME_ACTIONS,
+    SIGNALLED,
+    AttemptEnd,
+    RankFailure,
+    first_of,
+    rank_failures,
+    read_end,
+    signal_name,
+)
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
 from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
@@ -248,11 +257,11 @@ def read_status(
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.submitted_at, now),
         last_event=events.recent[-1] if events.recent else None,
-        verdict=None if end is None else end.verdict,
+        verdict=_verdict(run.attempt(attempt), end, state) if attempt else None,
         restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
-            *_warnings(state, own_metrics, metrics_age_s, entry),
+            *_warnings(run, state, own_metrics, metrics_age_s, entry),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(event.slowdown() for event in slowdowns),
             *(_event_warnings(run, seen) if is_known else ()),
@@ -261,6 +270,14 @@ def read_status(
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
     )
+
+
+def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:
+    """The first failure of an attempt; if it died without recording one, that of its ranks."""
+    if end is not None or state != "died":
+        return None if end is None else end.verdict
+    first = first_of(rank_failures(attempt))
+    return None if first is None else replace(first[1], more={})
 
 
 def _last_lines(log: Path) -> list[str]:
@@ -384,7 +401,11 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def _warnings(
-    state: str, own_metrics: list[StepRecord], metrics_age_s: float | None, entry: AttemptRecord
+    run: RunDir,
+    state: str,
+    own_metrics: list[StepRecord],
+    metrics_age_s: float | None,
+    entry: AttemptRecord,
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:
@@ -398,7 +419,8 @@ def _warnings(
             where = "Slurm does not answer" if host is None else f"it was started on {host}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died" and entry.has_started:
-        warnings.append("the supervisor exited without recording how the attempt ended")
+        what = "program" if run.was_started_by_hand else "supervisor"
+        warnings.append(f"the {what} exited without recording how the attempt ended")
     return warnings
 
 
