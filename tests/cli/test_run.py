@@ -91,7 +91,8 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
     wait_for(lambda: states(below := descendants(supervisor)) == {"T"} and len(below) >= 2)
     wait_for(lambda: states([process.pid]) == {"T"})
     before = run.attempt(1).rank_log(0).read_text()
-    assert desk.status(run)["state"] == "running"
+    assert desk.status(run)["state"] == "paused"
+    assert "Paused by Ctrl-Z: `fg`" in desk.trainkit("watch", str(run.path), "--once").stdout
     assert run.attempt(1).rank_log(0).read_text() == before
     if end == "cancel":
         desk.trainkit("cancel", str(run.path))
@@ -104,6 +105,7 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
         process.send_signal(signal.SIGCONT)
     wait_for(lambda: run.attempt(1).rank_log(0).read_text() != before or not is_running(supervisor))
     if end == "fg":
+        wait_for(lambda: desk.status(run)["state"] == "running")
         assert states(descendants(supervisor)) <= {"R", "S", "D"}
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)

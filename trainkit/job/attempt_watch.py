@@ -119,6 +119,12 @@ class LocalAttemptWatch(AttemptWatch):
         self.master_port = master_port
         self._stop_requested_s = 0.0
 
+    def on_pause(self, event: str) -> None:
+        try:
+            log_event(self.attempt.run, self.attempt.number, event)
+        except OSError as error:  # `status` then shows it as running
+            log_line(f"{event}, which cannot be recorded ({error})")
+
     def start(self) -> None:
         # In the environment: every user of the machine can read the arguments of a process.
         environ = {**os.environ, NONCE_VARIABLE: new_nonce()}

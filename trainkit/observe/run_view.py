@@ -28,7 +28,7 @@ SILENT_SAMPLES = 3
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
 """A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
-ALLOCATED = ("starting", "running", "stopping", "unknown")
+ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
 """States in which time passes in the allocation."""
 SILENT, BROKEN, SLOW, LIMITED, UNUSUAL = 5, 4, 3, 2, 1
 """How bad a problem of a node is."""
@@ -229,6 +229,7 @@ def sentence(status: RunStatus) -> str:
     texts = {
         "pending": "Waiting in the queue",
         "starting": "Starting: no step is done yet",
+        "paused": "Paused by Ctrl-Z: `fg` in its terminal continues it",
         "stopping": "Saving, then it stops",
         "restarting": "Restarting in its allocation",
         "requeueing": "Waiting for its next attempt",
@@ -279,7 +280,7 @@ def _at_risk(
         return 0, 0.0
     times = (_moment(events.attempt(status.attempt).training), parse_time(events.save_began))
     known = [time for time in times if time is not None]
-    if not known or status.state not in ("running", "stopping", "failed", "died", "cancelled"):
+    if not known or status.state not in ("running", "paused", "stopping", "failed", "died", "cancelled"):
         return steps, None
     return steps, max(0.0, (until - max(known)).total_seconds()) * world_size / 3600
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
-STATE_EVENTS = ("waiting", "started", "signal", "first_step")
+STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continued")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
@@ -134,7 +134,7 @@ class RunStatus:
     name: str
     run_dir: str
     state: str
-    """``pending starting running stopping restarting requeueing finished stopped cancelled failed``;
+    """``pending starting running paused stopping restarting requeueing finished stopped cancelled failed``;
     ``died`` when the supervisor exited without recording an end; ``unknown`` when this host cannot tell;
     ``incomplete`` when the run was never started."""
     reason: str | None
@@ -233,7 +233,7 @@ def read_status(
     state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
-    is_known = attempt is not None and state in ("starting", "running", "stopping")
+    is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
     slowdowns = list(seen.slow.values()) if is_known else []
     metrics_age_s = seconds_between(last.text("time"), now)
     return RunStatus(
@@ -320,6 +320,8 @@ def _state(
         return "unknown"
     if not alive:
         return "died"
+    if seen.is_paused:
+        return "paused"
     if seen.signals:
         return "stopping"
     if seen.waits_for is not None:
