@@ -156,11 +156,16 @@ CONFIGURED = "*"
 """Marks the layout of the config."""
 
 
-def table_lines(choices: Sequence[Choice], configured: Choice | None, best: Choice | None) -> list[str]:
+NUM_DEGREES = 5
+
+
+def table_lines(
+    choices: Sequence[Choice], configured: Choice | None, best: Choice | None, fit: int | None = None
+) -> list[str]:
     """Format choices as lines: GiB of memory, GiB sent per GPU and step, time relative to the best choice."""
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
-    return table(rows, right=numbers).splitlines()
+    return table(rows, right=numbers, fit=fit, num_keys=1 + NUM_DEGREES).splitlines()
 
 
 def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:

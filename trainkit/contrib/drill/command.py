@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from trainkit.cli.help import examples
+from trainkit.cli.help import examples, terminal_width
 from trainkit.cli.logs import print_copied
 from trainkit.cli.options import (
     ConfigRequest,
@@ -156,7 +156,7 @@ def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool)
         [item.name, item.description, f"no: {reasons[item.name]}" if reasons[item.name] else "yes"]
         for item in scenarios
     ]
-    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows]))
+    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows], fit=terminal_width()))
     return EXIT_OK
 
 
@@ -196,7 +196,7 @@ def _drill(
     if as_json:
         click.echo(json.dumps(value, ensure_ascii=False))
     else:
-        click.echo(f"{result_table(results)}\n\n{summary(results)}")
+        click.echo(f"{result_table(results, terminal_width())}\n\n{summary(results)}")
     return EXIT_OK if value["passed"] else EXIT_FAILED
 
 

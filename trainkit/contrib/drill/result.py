@@ -208,9 +208,9 @@ def _remark(record: ScenarioRecord, has_curve: bool) -> str:
 HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSSES", "RESULT"]
 
 
-def result_table(results: Sequence[Result]) -> str:
+def result_table(results: Sequence[Result], fit: int | None = None) -> str:
     """The table with one line per scenario, including skipped ones, followed by the messages."""
-    lines = [table([HEADING, *map(_row, results)])]
+    lines = [table([HEADING, *map(_row, results)], fit=fit)]
     lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
     return "\n".join(lines)
 
