@@ -75,6 +75,33 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) ->
     return GAP.join(aligned).rstrip()
 
 
+MASK = "***"
+KEY_FORMATS = re.compile(
+    r"()\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|sk-[\w-]{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+"""Well-known kinds of keys, and JSON Web Tokens."""
+_SECRETS = (
+    KEY_FORMATS,
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*"),
+    # The password of a URL.
+    re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/@<>]{1,200}(?=@)", re.IGNORECASE),
+    re.compile(r"\b(bearer\s{1,3})[\w.~+/=-]{8,}", re.IGNORECASE),
+    re.compile(
+        r"\b((?:\w{1,30}_)?(?:password|passwd|secret|api_?key|access_?key|access_?token|auth_?token)\b"
+        r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)[^\s\"',;&<>]+",
+        re.IGNORECASE,
+    ),
+)
+
+
+def mask_secrets(text: str) -> str:
+    """A text for others, or for a file, with `***` for what looks like a key or a password."""
+    for pattern in _SECRETS:
+        text = pattern.sub(rf"\1{MASK}", text)
+    return text
+
+
 def cell(value: object, spec: str = "") -> str:
     """A value in a table; ``-`` for None."""
     return "-" if value is None else format(value, spec)

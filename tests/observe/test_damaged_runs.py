@@ -22,6 +22,7 @@ FOUND = (
     ("finished", "attempts/001/plan.json", None, ("batch", "device_batch_size"), "1e9"),
     ("finished", "attempts/001/plan.json", None, ("layout", "dp_replicate"), 2**63),
     ("finished", "checkpoints/step-00000003/manifest.json", None, ("layout",), "x"),
+    ("finished", "provenance.json", None, ("argv",), 1e308),
     ("bench", "bench.json", None, ("repeats",), "x"),
     ("bench", "bench.json", None, ("runs", 1, "degrees", "tp"), "1e9"),
     ("bench", "bench.json", None, ("runs", 1, "run"), "\0"),

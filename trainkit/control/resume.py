@@ -28,6 +28,7 @@ from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.requeue import excludable
 from trainkit.plan.batch import learning_rate
@@ -207,7 +208,7 @@ def learning_rate_change(run: RunDir, before: RunConfig, after: RunConfig, lr: f
     now = learning_rate(step + 1, steps, lr, after.schedule)
     if isclose(now, old(step + 1), rel_tol=1e-3):
         return None
-    schedule = f"{after.schedule.name} over {steps} steps"
+    schedule = f"{after.schedule.name} over {plural(steps, 'step')}"
     return f"{old(step):.3g} at step {step}, {now:.3g} at step {step + 1}: {schedule}"
 
 

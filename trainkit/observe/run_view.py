@@ -393,7 +393,7 @@ def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
     # Reaching the power limit is usual for a GPU that works hard.
-    limits = [reason for reason in gpu.values.get("throttle") or [] if reason != "power"]
+    limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
     elif (gpu.number("temperature_c") or 0.0) >= HOTTEST_C:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.config.schema import RunConfig
-from trainkit.formats import GIB, gib, table
+from trainkit.formats import GIB, gib, plural, table
 from trainkit.plan.gpus import Hardware
 from trainkit.plan.layout_rules import describe_layout, yaml_text
 from trainkit.plan.layouts import Choice, best_on_layout, choose
@@ -43,7 +43,7 @@ def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]
         return
     more = fewest_gpus(requested, global_batch_size)
     if more is not None:
-        yield Advice(f"{more.hardware.num_gpus} GPUs", more)
+        yield Advice(plural(more.hardware.num_gpus, "GPU"), more)
     offloaded = choose(requested.work.with_parallel(offload=True), requested.hardware, global_batch_size)
     if offloaded and offloaded[0].fit == "fits":
         yield Advice("parallel.offload", offloaded[0])

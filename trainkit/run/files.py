@@ -324,6 +324,11 @@ class Record:
         value = self.values.get(key)
         return value if type(value) is int else None
 
+    def texts(self, key: str) -> list[str]:
+        """The texts in the list of a key; none without it."""
+        value = self.values.get(key)
+        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
     def record(self, key: str) -> Record:
         """The object of a key; an empty one without it."""
         value = self.values.get(key)

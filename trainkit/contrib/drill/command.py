@@ -49,7 +49,7 @@ from trainkit.contrib.drill.scenarios import (
     skip_reason,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
-from trainkit.formats import table
+from trainkit.formats import plural, table
 from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import read_events, read_steps
@@ -268,12 +268,12 @@ class Drill:
         points = points_of(read_steps(run))
         if again := num_recomputed(points):
             raise TrainkitError(
-                f"{run.metrics_file} records {again} steps twice without any interruption",
+                f"{run.metrics_file} records {plural(again, 'step')} twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         started = next(read_events(run, "started"))
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
-        last = f"{points[-1].step} steps" if points else "no steps in metrics.jsonl"
+        last = plural(points[-1].step, "step") if points else "no steps in metrics.jsonl"
         self.log_line(f"{name}: {last}, {duration_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
         return points, duration_s
