@@ -183,7 +183,12 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):
-            os.ftruncate(descriptor, size)
+            try:  # a second write says whether the disk is full, or the user's quota
+                written += os.write(descriptor, line[written:])
+            finally:
+                if written != len(line):
+                    os.ftruncate(descriptor, size)
+        if written != len(line):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
     finally:
         os.close(descriptor)
