@@ -1,16 +1,18 @@
 """Changes every value in the files of recorded runs once, and then types the commands that read runs.
 
-    python -m benchmarks.damaged_runs [--run finished] [--part 1/2] [--seed 0]
+    python -m benchmarks.damaged_runs [--run finished] [--part 1/2] [--seed 0] [--record FILE]
 
 A value is replaced by one of another type, by a number or text that nobody expects, or by brackets without an
 end. Each command must end within 10 s with one of its documented exit codes and without an exception, and
-`status` must name the changed run and its neighbour. Prints each change after which that was not so.
+`status` must name the changed run and its neighbour. Prints each change after which that was not so. With
+`--record`, a file keeps what was tried, and the same command continues from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -22,11 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import jinja2
 import yaml
 
 from tests.golden.__main__ import HERE, RUNS, unpack_run, write_text_file
@@ -34,6 +38,8 @@ from trainkit.cli.main import main as trainkit
 from trainkit.errors import TrainkitError
 
 LIMIT_S = 10
+AT_A_TIME = 40
+"""Changes between two lines of a record."""
 DEEP, LONG = "@DEEP@", "@LONG@"
 """Written as 100,000 brackets, and as a number of 5,000 digits."""
 VALUES: tuple[Any, ...] = (
@@ -83,7 +89,14 @@ def changes(run: Path) -> Iterator[Change]:
             for line, text in enumerate(file.read_text().splitlines()):
                 yield from (Change(name, line, place) for place in places(json.loads(text)))
         elif file.suffix in (".json", ".yaml"):
-            yield from (Change(name, None, place) for place in places(yaml.safe_load(file.read_text())))
+            yield from (
+                Change(name, None, place) for place in places(document_of(file.name, file.read_text()))
+            )
+
+
+def document_of(name: str, text: str) -> Any:
+    """What is in a JSON or YAML file."""
+    return json.loads(text) if name.endswith(".json") else yaml.load(text, yaml.CSafeLoader)
 
 
 def changed(text: str, change: Change, value: Any) -> str:
@@ -93,7 +106,7 @@ def changed(text: str, change: Change, value: Any) -> str:
         own = Change(change.file.with_suffix(".json"), None, change.place)
         lines[change.line] = changed(lines[change.line], own, value) + "\n"
         return "".join(lines)
-    document = {"": yaml.safe_load(text)}
+    document = {"": document_of(change.file.name, text)}
     inner: Any = document
     for key in ("", *change.place[:-1]) if change.place else ():
         inner = inner[key]
@@ -173,6 +186,62 @@ def tried(project: Path, name: str, change: Change, value: object) -> Iterator[s
         file.write_text(before)
 
 
+class Piece(NamedTuple):
+    """Some changes of one run, in their order."""
+
+    run: str
+    part: str
+    """Every Nth change, from the Ith: ``I/N``."""
+    start: int
+    seed: int
+
+    def changes(self, run: Path) -> list[Change]:
+        """What it changes, of which the first `AT_A_TIME` are tried."""
+        first, _, step = self.part.partition("/")
+        return list(changes(run))[int(first) - 1 :: int(step)][self.start :]
+
+
+class Tried(NamedTuple):
+    """A line of a record."""
+
+    piece: Piece
+    changes: int
+    faults: list[str]
+
+
+def try_piece(folder: Path, piece: Piece) -> Tried:
+    """Change each value of a piece, in folders that only this process has."""
+    own = folder / str(os.getpid())
+    project = own / "project"
+    os.environ.update({f"XDG_{kind}_HOME": str(own / kind) for kind in ("STATE", "CONFIG", "CACHE")})
+    os.environ.update(PATH=str(project / "bin"), COLUMNS="110")
+    shutil.rmtree(project, ignore_errors=True)
+    make_project(project, [piece.run])
+    os.chdir(project)
+    if unchanged := list(faults(project, piece.run)):
+        raise AssertionError(unchanged)
+    here, found = piece.changes(project / "runs" / piece.run)[:AT_A_TIME], []
+    for change in here:
+        value = random.Random(f"{piece.seed} {piece.run} {change}").choice(VALUES)
+        found += tried(project, piece.run, change, value)
+    return Tried(piece, len(here), found)
+
+
+def pieces(folder: Path, names: Sequence[str], part: str, seed: int) -> Iterator[Piece]:
+    """All changes of some runs."""
+    for name in names:
+        make_project(folder / name, [name])
+        count = len(Piece(name, part, 0, seed).changes(folder / name / "runs" / name))
+        yield from (Piece(name, part, start, seed) for start in range(0, count, AT_A_TIME))
+
+
+def read_record(file: Path) -> Iterator[Tried]:
+    """What was tried before."""
+    for line in file.read_text().splitlines() if file.exists() else ():
+        piece, count, found = json.loads(line)
+        yield Tried(Piece(*piece), count, found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,31 +249,28 @@ def main() -> int:
     parser.add_argument("--run", action="append", choices=sorted(RUNS), help="a recorded run; default: all")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth change, from the Ith")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--procs", type=int, default=2)
+    parser.add_argument("--record", type=Path, help="keep what is done in this file, and continue from it")
     options = parser.parse_args()
-    first, _, step = options.part.partition("/")
-    folder = Path(tempfile.mkdtemp())
-    project, names = folder / "project", options.run or sorted(RUNS)
-    count, wrong, started = 0, 0, time.monotonic()
+    names = options.run or sorted(RUNS)
+    done = [] if options.record is None else list(read_record(options.record))
+    jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
+    folder, started = Path(tempfile.mkdtemp()), time.monotonic()
     try:
-        for name in names:
-            shutil.rmtree(project, ignore_errors=True)
-            make_project(project, [name])
-            os.environ.update(PATH=str(project / "bin"), COLUMNS="110")
-            os.environ.update(
-                {f"XDG_{kind}_HOME": str(folder / kind) for kind in ("STATE", "CONFIG", "CACHE")}
-            )
-            os.chdir(project)
-            listed = list(faults(project, name))
-            assert not listed, listed
-            for change in list(changes(project / "runs" / name))[int(first) - 1 :: int(step)]:
-                count += 1
-                value = random.Random(f"{options.seed} {name} {change}").choice(VALUES)
-                for line in tried(project, name, change, value):
-                    wrong += 1
+        todo = set(pieces(folder / "counted", names, options.part, options.seed)) - {
+            one.piece for one in done
+        }
+        with ProcessPoolExecutor(options.procs) as pool:
+            for future in as_completed([pool.submit(try_piece, folder, piece) for piece in sorted(todo)]):
+                done.append(future.result())
+                for line in done[-1].faults:
                     print(line, flush=True)
+                if options.record is not None:
+                    with options.record.open("a") as file:
+                        file.write(json.dumps(done[-1]) + "\n")
     finally:
-        os.chdir("/")
         shutil.rmtree(folder, ignore_errors=True)
+    count, wrong = sum(one.changes for one in done), sum(len(one.faults) for one in done)
     minutes = (time.monotonic() - started) / 60
     print(f"{count:,} changes of {len(names)} runs, {wrong} faults, {minutes:.1f} min")
     return 1 if wrong else 0

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from trainkit.formats import (
     duration,
+    mask_secrets,
     memory_mib,
     memory_text,
     number,
@@ -110,3 +111,19 @@ def test_memory_as_text(mib: int, text: str) -> None:
 @pytest.mark.parametrize(("version", "text"), [((22, 5, 8), "22.05.8"), ((24, 11, 0), "24.11.0")])
 def test_version(version: tuple[int, ...], text: str) -> None:
     assert version_text(version) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("postgres://me:hunter2@db/x", "postgres://me:***@db/x"),
+        ("Authorization: Bearer abcdefgh12345", "Authorization: Bearer ***"),
+        ("password: x, then", "password: ***, then"),
+        ("DB_PASSWORD=hunter2 loss 2", "DB_PASSWORD=*** loss 2"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc_-1 end", "*** end"),
+        ("api_key='k' hf_abcdefghijklmnopqrstuv", "api_key='***' ***"),
+        *((text, text) for text in ("http://h:80/x", "https://a/b@c", "the password was wrong", "tokens=5")),
+    ],
+)
+def test_what_looks_secret_is_masked(text: str, masked: str) -> None:
+    assert mask_secrets(text) == masked

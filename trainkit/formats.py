@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 JsonObject = dict[str, Any]
@@ -19,24 +21,85 @@ RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 """What commands take for something else than the name of a run."""
 
 
-def table(rows: Sequence[Sequence[str]], right: Container[int] = (), max_width: int | None = None) -> str:
+MIN_COLUMN = 12
+"""A column that is wider may be narrowed to this to fit a table to a terminal."""
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    right: Container[int] = (),
+    max_width: int | None = None,
+    *,
+    fit: int | None = None,
+    num_keys: int = 1,
+) -> str:
     """Format rows as aligned columns, one line per row; the first row can be a heading.
 
     Columns whose indices are in `right` are right-aligned. A cell longer than `max_width` characters
-    overflows instead of widening its column.
+    overflows instead of widening its column. In a table that would be wider than `fit` characters, the widest
+    columns are narrowed, and their cells wrapped; if that is not enough, the last columns follow in a table
+    below, which repeats the first `num_keys` columns.
     """
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    if max_width is not None:
-        widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if fit is None:
+        if max_width is not None:
+            widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
+        return "\n".join(_line(row, widths, right) for row in rows)
+    for columns in (range(num_keys, len(widths)), range(len(widths))):
+        while columns and _width(widths) > fit and max(widths[index] for index in columns) > MIN_COLUMN:
+            widths[max(columns, key=lambda index: widths[index])] -= 1
+    here = len(widths)
+    while _width(widths[:here]) > fit and here > num_keys + 1:
+        here -= 1
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(GAP.join(cells).rstrip())
+        cells = [wrap(one, width) or [""] for one, width in zip(row[:here], widths, strict=False)]
+        lines += [_line(line, widths, right) for line in zip_longest(*cells, fillvalue="")]
+    if here < len(widths):
+        rest = [*range(num_keys), *range(here, len(widths))]
+        below = [[row[index] for index in rest] for row in rows]
+        own = {place for place, index in enumerate(rest) if index in right}
+        lines += ["", table(below, own, fit=fit, num_keys=num_keys)]
     return "\n".join(lines)
+
+
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) -> str:
+    aligned = [
+        cell.rjust(width) if index in right else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=False))
+    ]
+    return GAP.join(aligned).rstrip()
+
+
+MASK = "***"
+KEY_FORMATS = re.compile(
+    r"()\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|sk-[\w-]{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+"""Well-known kinds of keys, and JSON Web Tokens."""
+_SECRETS = (
+    KEY_FORMATS,
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*"),
+    # The password of a URL.
+    re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/@<>]{1,200}(?=@)", re.IGNORECASE),
+    re.compile(r"\b(bearer\s{1,3})[\w.~+/=-]{8,}", re.IGNORECASE),
+    re.compile(
+        r"\b((?:\w{1,30}_)?(?:password|passwd|secret|api_?key|access_?key|access_?token|auth_?token)\b"
+        r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)[^\s\"',;&<>]+",
+        re.IGNORECASE,
+    ),
+)
+
+
+def mask_secrets(text: str) -> str:
+    """A text for others, or for a file, with `***` for what looks like a key or a password."""
+    for pattern in _SECRETS:
+        text = pattern.sub(rf"\1{MASK}", text)
+    return text
 
 
 def cell(value: object, spec: str = "") -> str:

@@ -25,7 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
@@ -53,9 +53,9 @@ from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
-from trainkit.run.end import Action, AttemptEnd, RankFailure
+from trainkit.run.end import Action, AttemptEnd, first_of, rank_failures
 from trainkit.run.events import best_result
-from trainkit.run.files import read_object, read_record, utc_now, write_atomic
+from trainkit.run.files import utc_now, write_atomic
 from trainkit.run.process import own_host
 from trainkit.run.record import add_attempt, create_job, next_attempt_number
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
@@ -173,8 +173,17 @@ def _plan_by_hand(env: RankEnv, device: str) -> LaunchPlan:
         grace_s=GRACE_S,
         reasons={},
         requeue=RequeuePolicy(on=()),
-        command=tuple(sys.orig_argv),
+        command=_command_by_hand(),
     )
+
+
+def _command_by_hand() -> tuple[str, ...]:
+    """How this process was started: through torchrun, which then is its parent, or by itself."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError):  # /proc may not show the processes of others
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
+            return tuple(map(os.fsdecode, words))
+    return tuple(sys.orig_argv)
 
 
 class Attached:
@@ -383,16 +392,15 @@ class Attached:
 
     def _record_end(self) -> None:
         """Record how a run has ended that trainkit did not start, and so does not supervise."""
-        failure, code, reason = None, EXIT_STOPPED, "the program ended before the last step"
-        if self._outcome == "failed":
-            failure = read_record(RankFailure, read_object(self._attempt.rank_error(self.rank)))
-            code, reason = failure.exit_code or EXIT_FAILED, f"rank {self.rank} failed"
-            failure = replace(failure, more={})
-        elif self._outcome == "finished":
+        code, reason, failure = EXIT_STOPPED, "the program ended before the last step", None
+        if self._outcome == "finished":
             code, reason = EXIT_OK, "all steps are done"
         elif self._outcome == "stopped":
             reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
-        state: Action = self._outcome or "stopped"
+        elif first := first_of(rank_failures(self._attempt)):  # of any rank: a launcher then stops this one
+            failure = replace(first[1], more={})
+            code, reason = failure.exit_code or EXIT_FAILED, f"rank {failure.rank} failed"
+        state: Action = self._outcome or ("stopped" if failure is None else "failed")
         try:
             step, best = self._progress.current.step, best_result(self._attempt.run)
             end = AttemptEnd(state, state, None, code, reason, failure, step=step, best=best, time=utc_now())

@@ -361,7 +361,7 @@ def test_a_simulation_for_a_person(run_config: str, capsys: pytest.CaptureFixtur
     ("argv", "message"),
     [
         (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs per node"),
-        (["--simulate-world", "2", "--rank", "2"], "--rank 2 does not exist: there are 2 ranks"),
+        (["--simulate-world", "2", "--rank", "2"], "--rank 2 does not exist: the run has 2 ranks"),
         (["--rank", "1"], "--rank requires --simulate-world"),
         (["--simulate-world", "2", "--no-estimate"], "conflicts with --estimate, --show-origin and"),
         (["--simulate-world", "64", *SHARDS, "--set", "parallel.tp=8"], "does not divide model.num_heads 4"),

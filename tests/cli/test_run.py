@@ -6,12 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from steering import is_running, wait_for
 
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
+from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.files import read_json
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.process import process_stat
@@ -91,7 +93,8 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
     wait_for(lambda: states(below := descendants(supervisor)) == {"T"} and len(below) >= 2)
     wait_for(lambda: states([process.pid]) == {"T"})
     before = run.attempt(1).rank_log(0).read_text()
-    assert desk.status(run)["state"] == "running"
+    assert desk.status(run)["state"] == "paused"
+    assert "Paused by Ctrl-Z: `fg`" in desk.trainkit("watch", str(run.path), "--once").stdout
     assert run.attempt(1).rank_log(0).read_text() == before
     if end == "cancel":
         desk.trainkit("cancel", str(run.path))
@@ -104,11 +107,26 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
         process.send_signal(signal.SIGCONT)
     wait_for(lambda: run.attempt(1).rank_log(0).read_text() != before or not is_running(supervisor))
     if end == "fg":
+        wait_for(lambda: desk.status(run)["state"] == "running")
         assert states(descendants(supervisor)) <= {"R", "S", "D"}
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
     assert read_json(run.attempt(1).end_file)["reason"].startswith("saved after SIG")
+
+
+def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
+    desk.works("time.sleep(60)")
+    process, _, supervisor = started(desk)
+    agent = next(pid for pid in descendants(supervisor) if process_stat(pid).parent_pid == supervisor)
+    environ = Path(f"/proc/{agent}/environ").read_bytes().decode().split("\0")
+    (nonce,) = (one.partition("=")[2] for one in environ if one.startswith(f"{NONCE_VARIABLE}="))
+    store = store_file(nonce)
+    store.touch()
+    os.kill(agent, signal.SIGKILL)
+    process.communicate(timeout=120)
+    wait_for(lambda: not is_running(supervisor))
+    assert not store.exists()
 
 
 @pytest.mark.parametrize("module", ["click", "trainkit.config.schema"])

@@ -108,7 +108,8 @@ def test_all_at_once(tmp_path: Path) -> None:
             for name, meant in {
                 **{"": "", "..": "", "* ?": "", "../x": "x", "-x": "x", "a b": "a-b"},
                 **{"two\nlines": "two-lines", "name\n": "name", "$(touch x)": "touch-x"},
-                "modell-größe": "modell-gr-e",
+                "modell-größe": "modell-grosse",
+                "été 1": "ete-1",
             }.items()
         ),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,16 @@ def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> 
     assert "not reported before: " in endpoint.messages[-1]["text"]
     assert read_json(attempt.run.path / notifications.STATE_NAME)["withheld"] == {}
     assert SECRET not in (attempt.run.path / notifications.STATE_NAME).read_text()
+
+
+def test_what_leaves_has_no_secret_and_notifies_no_channel(tmp_path: Path, endpoint: Webhook) -> None:
+    attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
+    reason = "postgres://me:hunter2@db/x, password: hunter2, Bearer hunter2hunter2 <!channel> @here"
+    notifier.send_end(attempt, replace(end_of("failed", "failed", "crash"), reason=reason))
+    notifier.wait()
+    sent = json.dumps(endpoint.messages[-1])
+    assert "hunter2" not in sent
+    assert "postgres://me:***@db/x, password: ***, Bearer *** < !channel> @ here" in sent
 
 
 def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhook) -> None:

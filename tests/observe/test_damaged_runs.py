@@ -18,6 +18,15 @@ FOUND = (
     ("finished", "metrics.jsonl", 5, ("attempt",), {}),
     ("crashed", "attempts/002/end.json", None, ("verdict", "host"), "\ud800"),
     ("crashed", "events.jsonl", 0, ("event",), "\ud800"),
+    ("command-crashed", "attempts/001/errors/rank-0001.json", None, ("log_tail", 5), None),
+    ("finished", "attempts/001/plan.json", None, ("batch", "device_batch_size"), "1e9"),
+    ("finished", "attempts/001/plan.json", None, ("layout", "dp_replicate"), 2**63),
+    ("finished", "checkpoints/step-00000003/manifest.json", None, ("layout",), "x"),
+    ("finished", "provenance.json", None, ("argv",), 1e308),
+    ("bench", "bench.json", None, ("repeats",), "x"),
+    ("bench", "bench.json", None, ("runs", 1, "degrees", "tp"), "1e9"),
+    ("bench", "bench.json", None, ("runs", 1, "run"), "\0"),
+    ("bench", "bench.json", None, ("runs", 1, "values"), {"a": [1]}),
 )
 """Changes after which a command ended with an exception."""
 
@@ -26,7 +35,7 @@ FOUND = (
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which commands are typed, on a machine without Slurm."""
     folder = tmp_path / "project"
-    make_project(folder, ["crashed", "finished", "sbatch", "sweep"])
+    make_project(folder, ["bench", "command-crashed", "crashed", "finished", "sbatch", "sweep"])
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", str(folder / "bin"))
     return folder

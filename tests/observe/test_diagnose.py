@@ -26,9 +26,11 @@ from trainkit.observe import logs
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import read_log
 from trainkit.observe.signatures import load_signatures
+from trainkit.observe.status import read_status
 from trainkit.run.end import WITHOUT_RECORD
 from trainkit.run.files import append_jsonl, as_utc, write_json
-from trainkit.run.record import add_slurm_attempt, create_job
+from trainkit.run.history import RunHistory
+from trainkit.run.record import add_attempt, add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -195,6 +197,37 @@ def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_pa
     assert (found.name, found.cause, found.confidence) == ("loss-not-finite", expected, "likely")
     append_jsonl(run.metrics_file, {"step": 312, "attempt": 1, "loss": 1.5})
     assert newest(run).name != "loss-not-finite"
+
+
+def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"", "boom", "ValueError")
+    write_json(run.attempt(1).plan_file, {"command": ["python", "train.py"]})
+    append_jsonl(run.metrics_file, {"step": 310, "attempt": 1, "loss": None})
+    found = newest(run)
+    assert (found.name, found.cause) == (
+        "exception",
+        f"rank 0 on {HOST} raised an exception: ValueError: boom",
+    )
+    assert "the loss was NaN or infinite from step 310 on, which may be why" in found.advice
+    assert found.evidence[-1].file == "metrics.jsonl"
+
+
+def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> None:
+    """Its ranks were killed, but one that has recorded what it noticed."""
+    run = failed(tmp_path, b"", "Connection closed by peer", "RuntimeError")
+    run.attempt(1).end_file.unlink()
+    create_job(run, backend="local", name="run", cwd="/home/me", code=None)
+    add_attempt(run, 1, 1, "by hand")
+    write_json(run.attempt(1).plan_file, {"command": ["torchrun", "train.py"]})
+    write_json(run.plan_file, {"command": ["torchrun", "train.py"]})
+    status = read_status(RunHistory(run), read_job(run), False, datetime.now(timezone.utc))
+    assert status.verdict is not None
+    assert status.verdict.rank == 0
+    assert status.warnings == ["the program exited without recording how the attempt ended"]
+    run.attempt(1).rank_error(0).unlink()
+    found = newest(run)
+    assert found.cause.endswith("the program was killed or its host went down: it recorded no end")
+    assert found.advice == ["`torchrun train.py` starts again: there is no checkpoint"]
 
 
 def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:

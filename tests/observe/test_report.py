@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 
@@ -234,7 +235,9 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_well_formed_escaped_and_refers_to_nothing(run):
-    text = render_report(report_of(run))
+    argv = ["trainkit", "run", "postgres://me:hunter2@db/x"]
+    text = render_report(replace(report_of(run), provenance={"argv": argv}))
+    assert "postgres://me:***@db/x" in text
     page = Page()
     page.feed(text)
     assert page.open == []

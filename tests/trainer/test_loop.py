@@ -12,6 +12,7 @@ import pytest
 from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
 from trainkit.cli.main import main
+from trainkit.run.end import read_end
 from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -61,7 +62,7 @@ for step in run.steps(total, save_every=4, log_every=1):
         grows.seen[step] = float(loss)
     if kind != "main-logs" or run.is_main:
         run.log(loss=loss, lr=scheduler.get_last_lr()[0])
-    if kind == "raises" and step == 3:
+    if kind == "raises" and step == 3 and run.rank == run.world_size - 1:
         {}["column"]
     if step == dies_after:
         time.sleep(1)  # for the last save, which is written in the background
@@ -168,12 +169,19 @@ def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> Non
 
 
 def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> None:
-    assert start(tmp_path, 1, 12, 0, "raises") == [1]
+    """Also at the end of the run, which rank 0 records, although it has an exception of its own."""
+    assert start(tmp_path, 2, 12, 0, "raises") == [1, 1]
     line = SCRIPT.partition('{}["column"]')[0].count("\n") + 1
-    record = json.loads((tmp_path / "run" / "attempts" / "001" / "errors" / "rank-0000.json").read_text())
+    attempt = RunDir(tmp_path / "run").attempt(1)
+    record = json.loads(attempt.rank_error(1).read_text())
     assert (record["type"], record["step"]) == ("KeyError", 3)
-    for text in (record["traceback"], (tmp_path / "log-0").read_text()):
+    for text in (record["traceback"], (tmp_path / "log-1").read_text()):
         assert f'train.py", line {line}' in text
+    assert attempt.rank_error(0).exists()
+    end = read_end(attempt)
+    assert end is not None
+    assert end.verdict is not None
+    assert (end.verdict.rank, end.verdict.type, end.reason) == (1, "KeyError", "rank 1 failed")
 
 
 def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:

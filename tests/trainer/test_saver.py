@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from tests.support.runs import events
 from trainkit.errors import CheckpointError
 from trainkit.run.manifest import Checkpoint, best_step, find_damage, partials, published
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.checkpoint import saver as saver_module
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 
@@ -278,6 +282,22 @@ class TestFailure:
             saver.finish()
             filler.unlink()
             self.check_failed_and_recover(disk, saver, blocking, caplog, "No space left", leave_bytes > 0)
+
+    def test_a_full_quota(
+        self,
+        tmp_path: Path,
+        make_saver: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        saver = make_saver(tmp_path)
+        saver.save(request(1), blocking=True)
+        error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        with monkeypatch.context() as patch:
+            patch.setattr(saver_module, "write_json", Mock(side_effect=error))
+            saver.save(request(2), blocking=True)
+            saver.finish()
+        self.check_failed_and_recover(tmp_path, saver, True, caplog, "Disk quota exceeded")
 
     @staticmethod
     def check_failed_and_recover(

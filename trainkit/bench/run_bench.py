@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.run.end import read_newest_end
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import read_json, with_right_types, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup
 from trainkit.run.history import RunHistory
 from trainkit.run.manifest import remove_all
@@ -203,7 +203,7 @@ def read_bench(folder: Path) -> Bench:
             )
         if not record["runs"]:
             raise ValueError("it has no runs")
-        return Bench(
+        bench = Bench(
             folder=folder.absolute(),
             kind=record["kind"],
             backend=record["backend"],
@@ -213,6 +213,11 @@ def read_bench(folder: Path) -> Bench:
             keys=tuple(record["keys"]),
             runs=tuple(BenchRun(**item) for item in record["runs"]),
         )
+        for item in with_right_types(bench).runs:
+            run = PurePath(item.run)
+            if item.values.keys() != set(bench.keys) or "\0" in item.run or {"..", "/"} & {*run.parts}:
+                raise ValueError(f"{item.run!r} is no run of it")
+        return bench
     except FileNotFoundError:
         hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"
         raise UsageError(

@@ -212,7 +212,7 @@ def _cell(value: Any) -> str:
     return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
-def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
+def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
     """One line per point, and below them the failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
@@ -226,7 +226,7 @@ def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
         [*(shown_value(row[key]) for key in keys), *(cell(row[name], spec) for name, _, spec in columns)]
         for row in rows
     ]
-    lines = [table([heading, *values])]
+    lines = [table([heading, *values], fit=fit, num_keys=len(keys))]
     lines += [f"{row_name(keys, row)}: {' '.join(row['verdict'].split())}" for row in rows if row["verdict"]]
     return "\n".join(lines)
 

@@ -28,7 +28,7 @@ from trainkit.bench.summary import (
     write_summary,
 )
 from trainkit.cli.control import cancel_bench
-from trainkit.cli.help import Group, examples, warn
+from trainkit.cli.help import Group, examples, terminal_width, warn
 from trainkit.cli.logs import print_copied
 from trainkit.cli.options import (
     ConfigRequest,
@@ -253,7 +253,7 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
         microbatches = "-" if batch.pp_microbatches is None else str(batch.pp_microbatches)
         values = [shown_value(value) for value in point.values.values()]
         rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
-    click.echo(table(rows))
+    click.echo(table(rows, fit=terminal_width(), num_keys=len(keys)))
     return EXIT_OK
 
 
@@ -386,7 +386,7 @@ def summarize(bench: Bench, as_json: bool) -> int:
         }
         click.echo(json.dumps(value, ensure_ascii=False))
     else:
-        click.echo(summary_table(bench.keys, summary.rows))
+        click.echo(summary_table(bench.keys, summary.rows, terminal_width()))
     if summary.fastest is not None:
         click.echo(f"fastest: {summary.fastest}", err=True)
     if summary.num_not_started:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, examples, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
@@ -124,11 +124,11 @@ def command(
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
     if show_origin:
-        click.echo("\n".join(origin_lines(loaded)) + "\n")
+        click.echo("\n".join(origin_lines(loaded, terminal_width())) + "\n")
     for name, reason in plan.reasons.items():
         click.echo(f"{name}: {reason}")
     if waits:
-        click.echo("\n" + "\n".join(wait_lines(waits)))
+        click.echo("\n" + "\n".join(wait_lines(waits, fit=terminal_width())))
     for text in plan.warnings:
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Group, examples
+from trainkit.cli.help import Group, examples, terminal_width
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import size, table
@@ -54,7 +54,7 @@ def ls(run_name: str, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([asdict(item) for item in listed], ensure_ascii=False))
     elif listed:
-        click.echo(table([HEADING, *(_row(item) for item in listed)]))
+        click.echo(table([HEADING, *(_row(item) for item in listed)], fit=terminal_width()))
     else:
         click.echo(f"{run.path} has no checkpoints yet", err=True)
     return EXIT_OK

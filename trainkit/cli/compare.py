@@ -12,7 +12,7 @@ from shlex import join
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples, warn
+from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.status import look_at
 from trainkit.errors import EXIT_OK, UsageError
@@ -149,7 +149,7 @@ def _figures(runs: Sequence[ComparedRun], reports: Sequence[Report]) -> str:
     ]
     columns = zip(heading, *rows, strict=True)
     filled = [column for column in columns if set(column[1:]) - {"", "-"}]
-    return table(list(zip(*filled, strict=True)))
+    return table(list(zip(*filled, strict=True)), fit=terminal_width())
 
 
 def _loss_curve(report: Report) -> list[tuple[int, float]]:
@@ -171,4 +171,5 @@ def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object
 
     rows = [["", *(name for name, _ in runs)]]
     rows += [[key, *(text(own[key]) for _, own in runs)] for key in keys]
-    return table(rows if len(runs) <= max(len(keys), 4) else list(zip(*rows, strict=True)))
+    is_by_key = len(runs) <= max(len(keys), 4)
+    return table(rows if is_by_key else list(zip(*rows, strict=True)), fit=terminal_width())

@@ -13,6 +13,7 @@ import click
 from trainkit.cli.help import Group, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.formats import plural
 
 MAX_SHOWN = 20
 """Problems of a task that are listed."""
@@ -202,7 +203,7 @@ def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
     else:
         more = [f"{name}: {len(found) - MAX_SHOWN:,} more problems"] if len(found) > MAX_SHOWN else []
         click.echo("".join(f"{line}\n" for line in [*found[:MAX_SHOWN], *more]), nl=False)
-    click.echo(f"every sample of {name} was read: {len(found):,} problems", err=True)
+    click.echo(f"every sample of {name} was read: {plural(len(found), 'problem')}", err=True)
     return EXIT_FAILED if found else EXIT_OK
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -41,6 +43,11 @@ SECTIONS = {
 def examples(*lines: str) -> str:
     """The epilog of a command's help: examples that run as they are."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def terminal_width() -> int | None:
+    """To what a table is fitted: the width of the terminal, None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def warn(text: str) -> None:

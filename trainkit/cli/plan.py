@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import Command, examples, terminal_width
 from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import plural
@@ -147,7 +147,7 @@ class _Planned:
             f"{gib(gpu.usable)} of it usable",
             err=True,
         )
-        click.echo("\n".join(table_lines(listed, self.own, self.best)))
+        click.echo("\n".join(table_lines(listed, self.own, self.best, terminal_width())))
         for problem in self.own_problems:
             click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
         if self.own is not None:

@@ -21,7 +21,7 @@ from trainkit.backends.jobs import (
     query_known_jobs,
     recover_group_job_id,
 )
-from trainkit.cli.help import Command, complete_run, examples, warn
+from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, relative_path, short_keys, table
@@ -147,7 +147,7 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
     shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
-    click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown))}")
+    click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown), fit=terminal_width())}")
     if len(shown) < len(status.points):
         click.echo(_not_shown(len(status.points) - len(shown)))
     return EXIT_OK
@@ -178,7 +178,7 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     num_shown = len(statuses)
     if not show_all:
         num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in statuses))
-    click.echo(table(runs_rows(statuses[:num_shown], Path.cwd())))
+    click.echo(table(runs_rows(statuses[:num_shown], Path.cwd()), fit=terminal_width()))
     num_hidden += len(statuses) - num_shown
     if num_hidden:
         click.echo(_not_shown(num_hidden))
@@ -196,7 +196,7 @@ def _show_chosen(choice: Choice, as_json: bool) -> int:
     else:
         more = [choice.headings, *(run.texts(choice.columns) for run in chosen)]
         rows = zip(runs_rows(statuses, Path.cwd()), more, strict=True)
-        click.echo(table([[*row, *own] for row, own in rows]))
+        click.echo(table([[*row, *own] for row, own in rows], fit=terminal_width()))
     return EXIT_OK
 
 

@@ -117,11 +117,11 @@ def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> 
 MAX_COLUMN_WIDTH = 40
 
 
-def origin_lines(loaded: LoadedConfig) -> list[str]:
-    """One line per key, in three columns: key, value, origin."""
+def origin_lines(loaded: LoadedConfig, fit: int | None = None) -> list[str]:
+    """One line per key, in three columns: key, value, origin; `fit` is the width of a terminal."""
     values = [
         (key, show_value(value))
         for key, value in flatten(loaded.config.model_dump(mode="json", by_alias=True))
     ]
     rows = [(key, value, loaded.origins[key]) for key, value in values]
-    return table(rows, max_width=MAX_COLUMN_WIDTH).splitlines()
+    return table(rows, max_width=MAX_COLUMN_WIDTH, fit=fit).splitlines()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from shlex import quote
+from unicodedata import combining, normalize
 
 from pydantic import ValidationError
 
@@ -68,7 +69,9 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
     if path == ("name",):
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed).strip("-._")[:100]
+        letters = normalize("NFKD", typed.replace("ß", "ss"))
+        plain = "".join(one for one in letters if not combining(one))  # é is e
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
         return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)

@@ -16,7 +16,7 @@ from trainkit.config.suggest import value_hint
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.config.yamlfile import Entry
 from trainkit.errors import Problem
-from trainkit.formats import RESERVED_NAME
+from trainkit.formats import RESERVED_NAME, plural
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -182,9 +182,10 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
     time, warmup = config.resources.time or "", config.schedule.warmup_steps
     if re.fullmatch(r"\d+:\d+", time):
         minutes, seconds = time.split(":")
+        read = f"{plural(int(minutes), 'minute')} and {int(seconds)} s"
         yield (
-            f"resources.time is {time}, which Slurm reads as {int(minutes)} minutes and {int(seconds)} s;"
-            f" {time}:00 is {int(minutes)} hours"
+            f"resources.time is {time}, which Slurm reads as {read};"
+            f" {time}:00 is {plural(int(minutes), 'hour')}"
         )
     if not trains:
         return

@@ -28,6 +28,7 @@ from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.requeue import excludable
 from trainkit.plan.batch import learning_rate
@@ -57,7 +58,7 @@ FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 
 def refuse_by_hand(run: RunDir) -> None:
     """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
-    if not run.config_file.exists():
+    if run.was_started_by_hand:
         raise UsageError(
             f"{run.path} was not started by trainkit",
             hint="start its program again: it resumes from the newest checkpoint",
@@ -207,7 +208,7 @@ def learning_rate_change(run: RunDir, before: RunConfig, after: RunConfig, lr: f
     now = learning_rate(step + 1, steps, lr, after.schedule)
     if isclose(now, old(step + 1), rel_tol=1e-3):
         return None
-    schedule = f"{after.schedule.name} over {steps} steps"
+    schedule = f"{after.schedule.name} over {plural(steps, 'step')}"
     return f"{old(step):.3g} at step {step}, {now:.3g} at step {step + 1}: {schedule}"
 
 

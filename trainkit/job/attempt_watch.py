@@ -25,7 +25,7 @@ from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
 from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, store_file
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
@@ -118,10 +118,17 @@ class LocalAttemptWatch(AttemptWatch):
         super().__init__(attempt, plan)
         self.master_port = master_port
         self._stop_requested_s = 0.0
+        self._nonce = new_nonce()
+
+    def on_pause(self, event: str) -> None:
+        try:
+            log_event(self.attempt.run, self.attempt.number, event)
+        except OSError as error:  # `status` then shows it as running
+            log_line(f"{event}, which cannot be recorded ({error})")
 
     def start(self) -> None:
         # In the environment: every user of the machine can read the arguments of a process.
-        environ = {**os.environ, NONCE_VARIABLE: new_nonce()}
+        environ = {**os.environ, NONCE_VARIABLE: self._nonce}
         for node_rank in range(self.plan.num_nodes):
             options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
             port = ["--master-port", str(self.master_port)]
@@ -171,6 +178,8 @@ class LocalAttemptWatch(AttemptWatch):
             super().run()
         finally:
             processes.end_descendants()
+            if (store := store_file(self._nonce)) is not None:
+                store.unlink(missing_ok=True)  # an agent that was killed has left it
 
 
 class SlurmAttemptWatch(AttemptWatch):

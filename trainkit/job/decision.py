@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import takewhile
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
+from trainkit.formats import plural
 from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
@@ -259,7 +260,7 @@ def slow_restart_refusal(previous: Sequence[AttemptEnd], policy: RequeuePolicy) 
     """Why the run is not restarted to continue without a slow host; None when it may be."""
     count = sum(attempt.cause == "slow_host" for attempt in previous)
     if count >= MAX_SLOW_RESTARTS:
-        return f"the run has restarted {count} times to continue without slow hosts"
+        return f"the run has restarted {plural(count, 'time')} to continue without slow hosts"
     return _restarts_limit(previous, policy)
 
 
@@ -304,7 +305,8 @@ def _restart_limit(
         return f"the same failure{where} as in the previous attempt"
     crashes = _num_failures_without_progress(result, previous)
     if crashes >= policy.max_crashes:
-        return f"requeue.max_crashes is {policy.max_crashes}, and {crashes + 1} attempts saved nothing new"
+        attempts = plural(crashes + 1, "attempt")
+        return f"requeue.max_crashes is {policy.max_crashes}, and {attempts} saved nothing new"
     if _makes_no_progress(result, previous):
         return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {result.step}"
     return _restarts_limit(previous, policy)
@@ -334,7 +336,7 @@ def _what(failure: RankFailure) -> tuple[object, ...]:
 def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
     if len(previous) < policy.max:
         return None
-    return f"requeue.max is {policy.max}, and the run has restarted {len(previous)} times"
+    return f"requeue.max is {policy.max}, and the run has restarted {plural(len(previous), 'time')}"
 
 
 def _num_failures_without_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> int:

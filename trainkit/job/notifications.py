@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 from trainkit import __version__
 from trainkit.errors import TrainkitError
+from trainkit.formats import mask_secrets
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd, RankFailure
@@ -169,6 +171,15 @@ def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -
     return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
 
 
+_MENTION = re.compile(r"<(?=[!@#])|@(?=(?:everyone|channel|here)\b)")
+"""What makes a chat program notify a whole channel, also within the message of an exception."""
+
+
+def _outside(text: str) -> str:
+    """A text as it leaves the machine: without secrets, and without notifying anyone else."""
+    return _MENTION.sub(r"\g<0> ", mask_secrets(text))
+
+
 def message(
     attempt: AttemptDir, plan: LaunchPlan, notification: Notification, withheld: Mapping[str, int]
 ) -> str:
@@ -189,14 +200,14 @@ def message(
     more = f"\nnot reported before: {more}" if more else ""
     command = f"trainkit {notification.command} {quote(str(run.path))}"
     value = {
-        "text": f"{job.name} {notification.text} ({where}{at}){more}\n`{command}`",
+        "text": f"{job.name} {_outside(notification.text)} ({where}{at}){more}\n`{command}`",
         "event": notification.event,
         "run": job.name,
         "run_dir": str(run.path),
         "job_id": entry.job_id or None,
         "attempt": attempt.number,
         "state": notification.state,
-        "reason": notification.reason or notification.text,
+        "reason": _outside(notification.reason or notification.text),
         "rank": notification.rank,
         "host": notification.host,
         "step": step,

@@ -407,12 +407,17 @@ class ProcessGroup:
         """Stop all descendants until the SIGCONT or notice that is returned; that time does not count."""
         paused_s, received = time.monotonic(), None
         signal_all(descendants(os.getpid()), signal.SIGSTOP)
+        self.on_pause("paused")
         while received in (None, signal.SIGCHLD, signal.SIGTSTP):
             received = wait_for_signal(self.poll_interval_s, *PAUSE_SIGNALS)
         signal_all(descendants(os.getpid()), signal.SIGCONT)
+        self.on_pause("continued")
         if self.deadline_s is not None:
             self.deadline_s += time.monotonic() - paused_s
         return received
+
+    def on_pause(self, event: str) -> None:
+        """Called with ``paused`` and ``continued``."""
 
     def _poll(self) -> None:
         """Call `poll` and log its OSErrors: a briefly unavailable filesystem must not end the members."""

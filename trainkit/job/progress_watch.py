@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainkit.errors import TrainkitError
 from trainkit.folders import ensure_folder
+from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step, previous_ends
 from trainkit.job.decision import SlowHost, slow_restart_refusal
 from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
@@ -288,7 +289,7 @@ class ProgressWatch:
             self._is_stalled = True
             step = last_step(self._attempt, None)
             after = "" if step is None else f" after step {step}"
-            text = f"no progress for {silent_s / 60:.0f} minutes{after}"
+            text = f"no progress for {plural(round(silent_s / 60), 'minute')}{after}"
             self._notifier.send(self._attempt, Notification("stalled", text, "stacks", step=step))
         for event in events_of(self._events.read()):
             if event.attempt == self._attempt.number:

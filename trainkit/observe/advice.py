@@ -43,10 +43,10 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
             values["launcher"] = launcher
     else:
         values |= _batch_values(plan.record("batch"))
-    if run.config_file.exists() or attempt.config_file.exists():
-        values["resumable"] = values["run"]
-    else:
+    if run.was_started_by_hand:
         values["by_hand"] = values.get("command", "")
+    else:
+        values["resumable"] = values["run"]
     if not attempt.logs_dir.exists():
         values["missing_logs_dir"] = str(attempt.logs_dir)
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)

@@ -23,14 +23,21 @@ from trainkit.observe.logs import (
     Match,
     Text,
     clean,
-    exception_of,
     num_lines_of_message,
     record_text,
 )
 from trainkit.observe.signatures import Role, Signature, fill
-from trainkit.run.end import SIGNALLED, CodeLine, RankFailure, read_end, signal_name, users_line
-from trainkit.run.files import read_json, read_record
+from trainkit.run.end import (
+    SIGNALLED,
+    CodeLine,
+    RankFailure,
+    rank_failures,
+    read_end,
+    signal_name,
+    users_line,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.tracebacks import Raised, exception_of
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -38,6 +45,8 @@ MAX_EVIDENCE = 6
 MAX_START = 200
 """Characters by which the line of an exception is found in a log."""
 TAIL_LINES = 20
+STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
+"""The commands that start a run again; of a run that trainkit has not started, its own."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """A process raises them itself, so that its output may say why; others come from outside."""
 
@@ -159,25 +168,19 @@ class _Case:
     def _records(self) -> list[_First]:
         """The records of ranks, in the order of their time."""
         found = []
-        for path in sorted(self.attempt.errors_dir.glob("rank-*.json")):
-            try:
-                record = read_json(path)
-            except (OSError, ValueError):
-                continue  # cut off by a crash
-            if isinstance(record, dict):
-                failure, log = read_record(RankFailure, record), RANK_FILE.fullmatch(path.stem)
-                if failure.code is None:  # written before the key, or without a traceback
-                    lines = str(failure.more.get("traceback") or "").splitlines()
-                    if not lines and failure.type not in ("exit", "RankKilled", None):
-                        lines = failure.log_tail
-                    failure = replace(failure, code=self._users_line(lines))
-                text = record_text(path, self.run.path, failure)
-                found.append(_First(failure, text, int(log[1]) if log else None))
-        return sorted(found, key=lambda first: first.failure.time or "~")
+        for path, failure in rank_failures(self.attempt):
+            log = RANK_FILE.fullmatch(path.stem)
+            if failure.code is None:  # written before the key, or without a traceback
+                lines = str(failure.more.get("traceback") or "").splitlines()
+                if not lines and failure.type not in ("exit", "RankKilled", None):
+                    lines = failure.log_tail
+                failure = replace(failure, code=self._in_tree(users_line(lines)))
+            text = record_text(path, self.run.path, failure)
+            found.append(_First(failure, text, int(log[1]) if log else None))
+        return found
 
-    def _users_line(self, lines: Sequence[str]) -> CodeLine | None:
-        """The line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
-        code = users_line(lines)
+    def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
+        """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
         code = None if code is None else code.in_tree(self.files.job)
         return None if code is None or Path(code.file).is_absolute() else code
 
@@ -194,7 +197,8 @@ class _Case:
     def _of_launcher(self, first: _First) -> _First:
         """The rank that a launcher reports as the first to fail, if one has started the ranks."""
         exits = [(first_exit(text.lines), text) for text in self._rank_logs()]
-        reported = [(root, text) for root, text in exits if root is not None]
+        # What a rank prints of itself, its record says too.
+        reported = [(one, text) for one, text in exits if one and (one.time or one.rank != text.rank)]
         if not reported:
             return first
         root, text = min(reported, key=lambda item: (self._only_noticed(*item), item[0].time))
@@ -203,7 +207,7 @@ class _Case:
                 return own  # the agent knows which rank it was
         known = self.files.hosts()
         host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
-        host = host or (first.host if text.rank == first.rank else root.host)
+        host = host or (first.host if text.rank == first.log_rank else root.host)
         rank, index = root.rank, root.index
         if rank is None and len(self.files.ranks_next_to(text.rank)) == 1:
             rank = text.rank
@@ -213,10 +217,8 @@ class _Case:
         elif not first.is_exception:
             kind, message = "exit", f"ended with exit code {root.code}"
         if (raised := self._exception_of(root, text)) is not None:
-            index, kind, message = raised
-            prefix = f"[rank{root.rank}]: "
-            trace = (one for one in text.lines[:index] if one.startswith(prefix))
-            code = self._users_line([one.removeprefix(prefix) for one in trace])
+            index, kind, message = raised.index, raised.type, raised.message
+            code = self._in_tree(raised.code)
         line = replace(
             text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank, host=host
         )
@@ -224,17 +226,18 @@ class _Case:
         failure = replace(first.failure, rank=rank, host=host, exit_code=exit_code)
         return _First(replace(failure, type=kind, message=message, code=code), line, text.rank)
 
-    def _exception_of(self, root: RankExit, text: Text) -> tuple[int, str, str] | None:
-        """(line, type, message) of the exception with which a rank ended."""
-        return None if root.code < 0 or root.rank is None else exception_of(text, root.rank)
+    def _exception_of(self, root: RankExit, text: Text) -> Raised | None:
+        """The exception with which a rank ended."""
+        return None if root.code < 0 or root.rank is None else exception_of(text.lines, root.rank)
 
     def _only_noticed(self, root: RankExit, text: Text) -> bool:
         """Whether a rank only reports that another one is gone: torchrun's times are whole seconds."""
         raised = self._exception_of(root, text)
         if raised is None:
             return False
-        index, kind, message = raised
-        line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")])
+        line = replace(
+            text.part(raised.index, 1, "record"), lines=[clean(f"{raised.type}: {raised.message}")]
+        )
         match = self._best([line])
         return match is not None and match.signature.role == "cascade"
 
@@ -272,7 +275,7 @@ class _Case:
                 return own
             if own is None and self.first.is_exception:
                 # The exception is known, and nothing else explains it.
-                return self._best(self.files.curve_text()) or self._in_users_code()
+                return self._in_users_code() or self._best(self.files.curve_text())
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.died_silently):
             found = self._from_logs(own)
@@ -382,6 +385,10 @@ class _Case:
         evidence = [match.evidence]
         if first is not None and not is_of_job and first.text is not match.text:
             evidence.append(first.text.evidence(0))
+        if signature.role == "fallback" and (curve := self._best(self.files.curve_text())):
+            since = curve.groups["nan_step"]
+            advice.append(f"the loss was NaN or infinite from step {since} on, which may be why")
+            evidence.append(curve.evidence)
         return self._make(
             name=signature.name,
             title=signature.title,
@@ -426,7 +433,8 @@ class _Case:
         rank, log = None if first is None else first.rank, self._own_log()
         tail = [] if log is None else self._tail(log)
         if first is None:
-            gone = "the supervisor was killed or its host went down: it recorded no end"
+            what = "program" if self.run.was_started_by_hand else "supervisor"
+            gone = f"the {what} was killed or its host went down: it recorded no end"
             entry = self.files.job.of_attempt(self.attempt.number)
             if not entry.has_started:
                 gone = "the job ended before the supervisor began"
@@ -456,8 +464,8 @@ class _Case:
         values = run_values(self.run, self.attempt)
         templates = (
             "step {unsaved_step} was being saved, since {save_began}",
-            "`trainkit resume {run}` continues from step {newest_step}",
-            "`trainkit resume {run}` starts again: there is {no_checkpoint}",
+            *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),
+            *(f"`{again}` starts again: there is {{no_checkpoint}}" for again in STARTS_AGAIN),
         )
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 

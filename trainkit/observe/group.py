@@ -34,6 +34,7 @@ FAILED = ("failed", "died", "unknown")
 ORDER = (
     *FAILED,
     "stopping",
+    "paused",
     "running",
     "starting",
     "restarting",

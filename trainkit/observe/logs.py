@@ -44,8 +44,6 @@ _NEXT_MESSAGE = re.compile(
     r"Traceback|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |srun:|slurmstepd:|terminate called|=+$|-+$"
 )
 """A line of another message: of a launcher, of Slurm, or the next traceback."""
-_EXCEPTION = re.compile(r"\[rank(?P<rank>\d+)\]: (?P<type>[A-Za-z_][\w.]*): (?P<message>.*)")
-"""Torch prefixes the lines of an uncaught exception once the ranks have joined their group."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -145,15 +143,6 @@ def num_lines_of_message(lines: Sequence[str]) -> int:
         if _NEXT_MESSAGE.match(line) or (prefix and prefix[0]) != (own and own[0]):
             return index
     return min(len(lines), MAX_LINES_AFTER)
-
-
-def exception_of(text: Text, rank: int) -> tuple[int, str, str] | None:
-    """(line, type, message) of the uncaught exception of a rank; None without one."""
-    for index in range(len(text.lines) - 1, -1, -1):
-        found = _EXCEPTION.match(text.lines[index])
-        if found is not None and int(found["rank"]) == rank:
-            return index, found["type"], found["message"]
-    return None
 
 
 def clean(line: str) -> str:

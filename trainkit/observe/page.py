@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.config.schema import flatten
 from trainkit.folders import shipped_templates
-from trainkit.formats import duration, number, shown_value
+from trainkit.formats import duration, mask_secrets, number, shown_value
 from trainkit.observe.status import read_config
 from trainkit.run.rundir import RunDir
 
@@ -34,7 +34,7 @@ def render_page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(duration=duration)
-    return environment.get_template(template).render(**values)
+    return mask_secrets(environment.get_template(template).render(**values))
 
 
 def flat_config(run: RunDir) -> FlatConfig:

@@ -14,7 +14,7 @@ from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines
 from trainkit.run.events import Event
-from trainkit.run.files import mean, numbers, read_jsonl, read_object, read_record
+from trainkit.run.files import Record, mean, numbers, read_jsonl, read_object, read_record
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -206,7 +206,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 def render_report(report: Report, other: Report | None = None) -> str:
     """The page of a report; with `other`, of both side by side."""
-    argv, failed = report.provenance.get("argv") or [], report.status.failure
+    failed = report.status.failure
     return render_page(
         TEMPLATE,
         title=report.status.name,
@@ -218,7 +218,7 @@ def render_report(report: Report, other: Report | None = None) -> str:
         names=_names(report, other),
         charts=_charts(report, other),
         timeline=_timeline(report),
-        command=shlex.join(map(str, argv)),
+        command=shlex.join(Record(report.provenance).texts("argv")),
         changed=[] if other is None else _changed(report.config, other.config),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from trainkit.formats import duration, relative_path
@@ -28,7 +28,7 @@ SILENT_SAMPLES = 3
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
 """A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
-ALLOCATED = ("starting", "running", "stopping", "unknown")
+ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
 """States in which time passes in the allocation."""
 SILENT, BROKEN, SLOW, LIMITED, UNUSUAL = 5, 4, 3, 2, 1
 """How bad a problem of a node is."""
@@ -229,6 +229,7 @@ def sentence(status: RunStatus) -> str:
     texts = {
         "pending": "Waiting in the queue",
         "starting": "Starting: no step is done yet",
+        "paused": "Paused by Ctrl-Z: `fg` in its terminal continues it",
         "stopping": "Saving, then it stops",
         "restarting": "Restarting in its allocation",
         "requeueing": "Waiting for its next attempt",
@@ -279,7 +280,7 @@ def _at_risk(
         return 0, 0.0
     times = (_moment(events.attempt(status.attempt).training), parse_time(events.save_began))
     known = [time for time in times if time is not None]
-    if not known or status.state not in ("running", "stopping", "failed", "died", "cancelled"):
+    if not known or status.state not in ("running", "paused", "stopping", "failed", "died", "cancelled"):
         return steps, None
     return steps, max(0.0, (until - max(known)).total_seconds()) * world_size / 3600
 
@@ -392,7 +393,7 @@ def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
     # Reaching the power limit is usual for a GPU that works hard.
-    limits = [reason for reason in gpu.values.get("throttle") or [] if reason != "power"]
+    limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
     elif (gpu.number("temperature_c") or 0.0) >= HOTTEST_C:
@@ -443,7 +444,9 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
     if status.state == "finished":
         return f"`trainkit report {run}` shows where the time went"
     if status.state in ("stopped", "cancelled"):
-        return f"`trainkit resume {run}` continues it"
+        is_by_hand = RunDir(status.run_dir).was_started_by_hand
+        again = join(status.command) if is_by_hand and status.command else f"trainkit resume {run}"
+        return f"`{again}` continues it"
     if status.state == "incomplete":
         return f"`trainkit resume {run}` starts it"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +14,22 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.run.end import RESUME_ACTIONS, SIGNALLED, AttemptEnd, RankFailure, read_end, signal_name
+from trainkit.run.end import (
+    RESUME_ACTIONS,
+    SIGNALLED,
+    AttemptEnd,
+    RankFailure,
+    first_of,
+    rank_failures,
+    read_end,
+    signal_name,
+)
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
 from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.hosts import first_host
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
@@ -31,7 +40,7 @@ if TYPE_CHECKING:
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
-STATE_EVENTS = ("waiting", "started", "signal", "first_step")
+STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continued")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
@@ -125,7 +134,7 @@ class RunStatus:
     name: str
     run_dir: str
     state: str
-    """``pending starting running stopping restarting requeueing finished stopped cancelled failed``;
+    """``pending starting running paused stopping restarting requeueing finished stopped cancelled failed``;
     ``died`` when the supervisor exited without recording an end; ``unknown`` when this host cannot tell;
     ``incomplete`` when the run was never started."""
     reason: str | None
@@ -224,7 +233,7 @@ def read_status(
     state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
-    is_known = attempt is not None and state in ("starting", "running", "stopping")
+    is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
     slowdowns = list(seen.slow.values()) if is_known else []
     metrics_age_s = seconds_between(last.text("time"), now)
     return RunStatus(
@@ -248,11 +257,11 @@ def read_status(
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.submitted_at, now),
         last_event=events.recent[-1] if events.recent else None,
-        verdict=None if end is None else end.verdict,
+        verdict=_verdict(run.attempt(attempt), end, state) if attempt else None,
         restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
-            *_warnings(state, own_metrics, metrics_age_s, entry),
+            *_warnings(run, state, own_metrics, metrics_age_s, entry),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(event.slowdown() for event in slowdowns),
             *(_event_warnings(run, seen) if is_known else ()),
@@ -261,6 +270,14 @@ def read_status(
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
     )
+
+
+def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:
+    """The first failure of an attempt; if it died without recording one, that of its ranks."""
+    if end is not None or state != "died":
+        return None if end is None else end.verdict
+    first = first_of(rank_failures(attempt))
+    return None if first is None else replace(first[1], more={})
 
 
 def _last_lines(log: Path) -> list[str]:
@@ -303,6 +320,8 @@ def _state(
         return "unknown"
     if not alive:
         return "died"
+    if seen.is_paused:
+        return "paused"
     if seen.signals:
         return "stopping"
     if seen.waits_for is not None:
@@ -384,7 +403,11 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def _warnings(
-    state: str, own_metrics: list[StepRecord], metrics_age_s: float | None, entry: AttemptRecord
+    run: RunDir,
+    state: str,
+    own_metrics: list[StepRecord],
+    metrics_age_s: float | None,
+    entry: AttemptRecord,
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:
@@ -398,7 +421,8 @@ def _warnings(
             where = "Slurm does not answer" if host is None else f"it was started on {host}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died" and entry.has_started:
-        warnings.append("the supervisor exited without recording how the attempt ended")
+        what = "program" if run.was_started_by_hand else "supervisor"
+        warnings.append(f"the {what} exited without recording how the attempt ended")
     return warnings
 
 

@@ -37,7 +37,7 @@ from trainkit.observe.page import (
 )
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.run.events import StepRecord, read_events, steps_of
-from trainkit.run.files import numbers, parse_records, read_object, reversed_lines, sampled_lines
+from trainkit.run.files import Record, numbers, parse_records, read_object, reversed_lines, sampled_lines
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
 from trainkit.run.manifest import published
@@ -311,7 +311,7 @@ def render_sweep(report: SweepReport) -> str:
         curves=_curve_charts(report),
         by_key=_key_charts(report, keys[:MAX_AXIS_KEYS]),
         max_lines=MAX_LINES,
-        command=shlex.join(map(str, report.provenance.get("argv") or [])),
+        command=shlex.join(Record(report.provenance).texts("argv")),
     )
 
 

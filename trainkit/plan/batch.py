@@ -11,6 +11,7 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ScheduleConfig
 from trainkit.errors import ConfigError, Problem
+from trainkit.formats import plural
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, microbatch_problems
 
@@ -129,7 +130,7 @@ def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
     """Describe how a batch is composed, and its differences from the config."""
     notes = batch_changes(batch, request)
     sentence = (
-        f"{batch.global_batch_size} samples per step = {batch.device_batch_size} per process "
+        f"{plural(batch.global_batch_size, 'sample')} per step = {batch.device_batch_size} per process "
         f"x {dp} data-parallel x {batch.accumulation_steps} accumulation"
     )
     return f"{sentence}; {', '.join(notes)} to fit this layout" if notes else sentence

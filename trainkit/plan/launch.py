@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import read_json
+from trainkit.run.files import read_json, with_right_types
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
@@ -313,7 +313,7 @@ class LaunchPlan:
             from trainkit.plan.slurm_request import SlurmRequest
 
             values["slurm"] = SlurmRequest.from_dict(values["slurm"])
-        return cls(**values)
+        return with_right_types(cls(**values), SlurmRequest=object)
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
@@ -328,5 +328,5 @@ def describe_plan(plan: LaunchPlan, name: str) -> str:
     return "\n".join(lines)
 
 
-UNFINISHED_STATES = ("pending", "starting", "running", "restarting", "stopping", "requeueing")
+UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.config.schema import RunConfig
-from trainkit.formats import GIB, gib, table
+from trainkit.formats import GIB, gib, plural, table
 from trainkit.plan.gpus import Hardware
 from trainkit.plan.layout_rules import describe_layout, yaml_text
 from trainkit.plan.layouts import Choice, best_on_layout, choose
@@ -43,7 +43,7 @@ def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]
         return
     more = fewest_gpus(requested, global_batch_size)
     if more is not None:
-        yield Advice(f"{more.hardware.num_gpus} GPUs", more)
+        yield Advice(plural(more.hardware.num_gpus, "GPU"), more)
     offloaded = choose(requested.work.with_parallel(offload=True), requested.hardware, global_batch_size)
     if offloaded and offloaded[0].fit == "fits":
         yield Advice("parallel.offload", offloaded[0])
@@ -156,11 +156,16 @@ CONFIGURED = "*"
 """Marks the layout of the config."""
 
 
-def table_lines(choices: Sequence[Choice], configured: Choice | None, best: Choice | None) -> list[str]:
+NUM_DEGREES = 5
+
+
+def table_lines(
+    choices: Sequence[Choice], configured: Choice | None, best: Choice | None, fit: int | None = None
+) -> list[str]:
     """Format choices as lines: GiB of memory, GiB sent per GPU and step, time relative to the best choice."""
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
-    return table(rows, right=numbers).splitlines()
+    return table(rows, right=numbers, fit=fit, num_keys=1 + NUM_DEGREES).splitlines()
 
 
 def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:

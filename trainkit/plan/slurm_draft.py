@@ -101,7 +101,10 @@ class SlurmDraft(LaunchDraft):
             sizes = [(partition.usable_cpus(kind) or 0, kind.num_gpus()) for kind in kinds]
             num_cpus, num_gpus = min(sizes, key=lambda size: size[0] // size[1])
             if threads := num_cpus // num_gpus:
-                return threads, f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs per node"
+                return (
+                    threads,
+                    f"{threads}: {plural(num_cpus, 'CPU core')} for {plural(num_gpus, 'GPU')} per node",
+                )
         return None, "Slurm's default per task; resources.cpus_per_gpu requests more"
 
     def lead_s(self) -> int:

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainkit.run.files import read_object, read_record, write_json
+from trainkit.run.files import parse_time, read_object, read_record, seconds_between, write_json
 from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -145,6 +145,34 @@ class RankFailure:
         del values["more"]
         optional = ("hint", "final", "node", "code", "log_tail")
         return {key: value for key, value in values.items() if key not in optional or value not in (None, [])}
+
+
+def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
+    """What the ranks of an attempt have recorded of themselves, each with its file, in the order of time."""
+    records = []
+    for path in sorted(attempt.errors_dir.glob("rank-*.json")):
+        record = read_object(path)  # empty if it was cut off by a crash
+        if record:
+            records.append((path, read_record(RankFailure, record)))
+    return sorted(records, key=lambda item: item[1].time or "~")
+
+
+NOTICED_S = 2.5
+"""Within this time, ranks may notice the end of a killed one before its agent has recorded it."""
+
+
+def first_of(records: Sequence[tuple[Path, RankFailure]]) -> tuple[Path, RankFailure] | None:
+    """The first failure of those that ranks have recorded; None without any.
+
+    A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
+    agent can write the record. A rank that was killed much later was killed with the step.
+    """
+    for path, item in records:
+        # An unknown time counts as that of the first.
+        later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
+        if item.was_signalled and later_s < NOTICED_S:
+            return path, item
+    return records[0] if records else None
 
 
 def signal_name(number: int) -> str:

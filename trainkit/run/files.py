@@ -183,7 +183,12 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):
-            os.ftruncate(descriptor, size)
+            try:  # a second write says whether the disk is full, or the user's quota
+                written += os.write(descriptor, line[written:])
+            finally:
+                if written != len(line):
+                    os.ftruncate(descriptor, size)
+        if written != len(line):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
     finally:
         os.close(descriptor)
@@ -324,6 +329,11 @@ class Record:
         value = self.values.get(key)
         return value if type(value) is int else None
 
+    def texts(self, key: str) -> list[str]:
+        """The texts in the list of a key; none without it."""
+        value = self.values.get(key)
+        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
     def record(self, key: str) -> Record:
         """The object of a key; an empty one without it."""
         value = self.values.get(key)
@@ -354,8 +364,8 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     known: dict[str, Any] = {}
     more: dict[str, Any] = {}
     for name, item in value.items():
-        types, record = fields.get(name, ((), None))
-        if type(item) not in types:
+        types, record, element = fields.get(name, ((), None, None))
+        if type(item) not in types or (element and any(type(one) is not element for one in item or ())):
             more[name] = item
         else:
             known[name] = read_record(record, item) if record is not None and item is not None else item
@@ -365,19 +375,52 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
 
 
 @cache
-def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any]]:
-    """For each field, the types of its value in JSON, and the dataclass that an object stands for."""
-    found: dict[str, tuple[frozenset[type], Any]] = {}
+def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
+    """For each field, the types of its value in JSON, the dataclass of an object, the type in a list."""
+    found: dict[str, tuple[frozenset[type], Any, type | None]] = {}
     for name, hint in get_type_hints(kind).items():
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         types: set[type] = set()
         record: Any = None
+        element = str if list[str] in members else None
         for member in members:
             origin = get_origin(member) or member
             if is_dataclass(origin):
                 record, origin = origin, dict
             types |= {str} if origin is Literal else {float, int} if origin is float else {origin}
-        found[name] = frozenset(types), record
+        found[name] = frozenset(types), record, element
     if "more" in found:
-        found["more"] = frozenset(), None
+        found["more"] = frozenset(), None, None
     return found
+
+
+def with_right_types(record: T, **unloaded: Any) -> T:
+    """A dataclass whose values have the types of their fields; raises TypeError that names one that has not.
+
+    `unloaded` are types that its module imports for type checkers alone.
+    """
+    hints = get_type_hints(type(record), localns=unloaded)
+    for name in vars(record):
+        value = getattr(record, name)
+        if not _fits(value, hints[name], unloaded):
+            raise TypeError(f"{name} is {str(value)[:100]!r}")
+    return record
+
+
+def _fits(value: Any, hint: Any, unloaded: Mapping[str, Any]) -> bool:
+    origin, parts = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part, unloaded) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if is_dataclass(origin):
+        return isinstance(value, cast(type, origin)) and with_right_types(value, **unloaded) is value
+    if origin is Any:
+        return True
+    if not isinstance(value, (int, float) if origin is float else origin):
+        return False
+    if isinstance(value, dict):
+        return all(_fits(item, parts[1], unloaded) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_fits(item, parts[0], unloaded) for item in value)
+    return not isinstance(value, bool) or origin is bool

@@ -73,6 +73,8 @@ class Attempt:
     signals: list[float] = field(default_factory=list)
     cause: str | None = None
     """Why it was restarted."""
+    is_paused: bool = False
+    """Whether Ctrl-Z has stopped its ranks."""
     waits_for: str | None = None
     """What it waits for before it starts on this machine."""
     saved: float | None = None
@@ -113,6 +115,8 @@ class Attempt:
                 self.start_step = event.step or 0
         elif name == "waiting":
             self.waits_for = event.reason
+        elif name in ("paused", "continued"):
+            self.is_paused = name == "paused"
         elif name == "evaluated" and time is not None:
             self.evaluations.append(time)
         elif name == "checkpoint_begin":

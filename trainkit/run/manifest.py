@@ -339,7 +339,7 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
         step=int(digits) if digits.isdigit() else None,
         time=as_utc(datetime.fromtimestamp(newest_s, timezone.utc), "seconds"),
         bytes=sum(item.st_size for item in files),
-        layout=manifest.values.get("layout"),
+        layout=layout if isinstance(layout := manifest.values.get("layout"), dict) else None,
         world_size=manifest.count("world_size"),
         best=best,
         reason=reason,

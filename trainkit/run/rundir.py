@@ -124,6 +124,11 @@ class RunDir:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def was_started_by_hand(self) -> bool:
+        """Whether `trainkit.loop` has made it in a program that trainkit has not started."""
+        return self.job_file.exists() and not self.config_file.exists()
+
     def health_file(self, host: str) -> Path:
         """Samples of a node: processors, memory, network, disks and GPUs."""
         return self.health_dir / f"{host}.jsonl"

@@ -204,7 +204,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         place = run_dir or Path(RUNS_FOLDER)
         raise UsageError(
             f"cannot create a run folder at {place}: {error.strerror or error}",
-            hint=f"choose a writable folder with {option}, and check that its disk is not full",
+            hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
         ) from error
 
 

@@ -101,7 +101,7 @@ def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
     return "" if found is None else f"{found[0]}: {found[1]}"
 
 
-def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[str]:
+def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | None = None) -> Iterator[str]:
     """The lines of a table: partition, when the job would start, remark."""
     now = datetime.now(timezone.utc) if now is None else now
     rows = [("partition", "would start", "")]
@@ -109,7 +109,7 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[s
         when = "no" if wait.start_time is None else _when(wait.start_time, now)
         remark = wait.remark or f"on {_shortened(wait.nodes)}"
         rows.append((f"{wait.partition}{' (requested)' if wait.is_asked else ''}", when, remark))
-    yield from table(rows).splitlines()
+    yield from table(rows, fit=fit).splitlines()
 
 
 def _when(start: datetime, now: datetime) -> str:

@@ -12,19 +12,14 @@ from urllib.parse import quote as url_quote
 
 from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
+from trainkit.formats import KEY_FORMATS, MASK, mask_secrets
 from trainkit.slurm.quoting import quote
 
-MASK = "***"
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 _INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s-]\S*)")
 """An option in a word of several, as in ``sh -c 'train --token VALUE'``."""
 _NUMBER = re.compile(r"[\d.,_e+-]+")
 _COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
-_KEY_FORMATS = re.compile(
-    r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|sk-[\w-]{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,})"
-)
-_PRIVATE_KEY = re.compile(r"(?P<begin>-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*")
 _NAME = r"(?P<name>[A-Za-z_][\w.-]*)"
 _SHELL_VALUE = re.compile(rf"(?<![\w.-]){_NAME}=(?P<value>[^\s\"'$`(,)\[\]{{}};]{{{MIN_SECRET_CHARS},}})")
 _QUOTED_VALUE = re.compile(
@@ -77,7 +72,7 @@ def _secret_options(command: Sequence[str]) -> Iterator[str]:
             and not _is_count(option, value)
         ):
             yield option
-        elif _KEY_FORMATS.search(word):
+        elif KEY_FORMATS.search(word):
             yield option if separator else "an argument"
 
 
@@ -95,22 +90,17 @@ def _masked_word(word: str, secrets: Sequence[str]) -> str:
     prefix = separator if separator and not option else ""
     match = _ASSIGNMENT.fullmatch(assignment if prefix else word)
     if match is None:
-        return mask_keys(_INNER_OPTION.sub(_masked_option, word))
+        return mask_secrets(_INNER_OPTION.sub(_masked_option, word))
     last = match["name"].rpartition(".")[2]
     is_secret = last in secrets or LOOKS_SECRET.search(last)
     if is_secret and not (last.startswith("-") and _is_count(last, match["value"])):
         return f"{prefix}{match['name']}={MASK}"
-    return mask_keys(word)
+    return mask_secrets(word)
 
 
 def _masked_option(match: re.Match[str]) -> str:
     option, gap, value = match.groups()
     return match[0] if not _is_secret_option(option) or _is_count(option, value) else f"{option}{gap}{MASK}"
-
-
-def mask_keys(text: str) -> str:
-    """The text, with `***` for everything in the format of a well-known kind of key."""
-    return _PRIVATE_KEY.sub(rf"\g<begin>{MASK}", _KEY_FORMATS.sub(MASK, text))
 
 
 def mask_diff(diff: str) -> str:
@@ -130,7 +120,7 @@ def _masked_section(section: str) -> str:
             return f"{header}\n(left out: files of this name usually contain secrets)\n"
     for pattern in (_SHELL_VALUE, _QUOTED_VALUE):
         section = pattern.sub(_masked_assignment, section)
-    return mask_keys(section)
+    return mask_secrets(section)
 
 
 def _masked_assignment(match: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ from trainkit.config import LoadedConfig, dump_effective
 from trainkit.config.training import DECODER
 from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, KeyProblem, Problem, TrainkitError, UsageError
+from trainkit.formats import plural
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
@@ -140,7 +141,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     """
     if rank >= plan.world_size:
         raise UsageError(
-            f"--rank {rank} does not exist: there are {plan.world_size} ranks",
+            f"--rank {rank} does not exist: the run has {plural(plan.world_size, 'rank')}",
             hint="they are counted from 0",
         )
     config = loaded.config

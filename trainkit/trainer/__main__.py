@@ -22,6 +22,7 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import TERMINAL_VARIABLE, own_host
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.tracebacks import last_exception
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStacks, Watchdog, watch_deadline
 
 REPLAY_WORKER = "trainkit.contrib.replay.worker"
@@ -113,14 +114,16 @@ def record_failure(
     code = exit_code_of(error, current)
     # Not of the exception that is being handled: in `sys.excepthook` there is none.
     trace = "".join(traceback.format_exception(error))
-    own = users_line(trace.splitlines())
+    own, message = users_line(trace.splitlines()), str(error)
+    if hasattr(error, "exceptions") and (raised := last_exception(trace.splitlines())) is not None:
+        own, message = raised.code, raised.message  # a group says what is in it
     record = {
         **vars(rank_info),
         "time": utc_now(),
         "step": current.step,
         "phase": current.phase,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": message,
         "hint": getattr(error, "hint", ""),
         "traceback": trace,
         "code": None if own is None else vars(own.in_tree(read_job(attempt.run))),

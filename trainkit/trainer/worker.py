@@ -19,6 +19,7 @@ from trainkit import __version__
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.formats import plural
 from trainkit.job.rank_env import find_rank_env, store_file
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -346,6 +347,7 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
     log.info(
-        f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"
-        f" x {plan.batch.accumulation_steps} accumulated; {total_steps} steps; peak lr {plan.lr:g}"
+        f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"
+        f" x {plural(plan.layout.dp, 'rank')}"
+        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}; peak lr {plan.lr:g}"
     )

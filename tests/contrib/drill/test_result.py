@@ -52,7 +52,7 @@ def test_a_graceful_stop_costs_no_step():
     )
     result = result_of("signal", record, run_of(12, 11))
     assert (result.state, result.num_recomputed) == ("failed", 1)
-    assert result.message == "1 steps were recomputed after a graceful stop"
+    assert result.message == "1 step was recomputed after a graceful stop"
 
 
 @pytest.mark.parametrize(

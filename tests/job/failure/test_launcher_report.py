@@ -11,8 +11,9 @@ import yaml
 
 from tests.support.broken_runs import FOLDER
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit, first_exit
-from trainkit.job.failure.records import killed_rank, record_silent_death
+from trainkit.job.failure.records import first_rank_failure, killed_rank, record_silent_death
 from trainkit.run.files import read_json
+from trainkit.run.record import create_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 REPORTS = Path(__file__).with_name("launcher_reports")
@@ -69,6 +70,42 @@ def test_the_record_has_the_signal_and_the_rank(attempt: AttemptDir, name: str, 
     record = read_json(attempt.rank_error(0))
     assert (record["type"], record["message"]) == ("RankKilled", "killed by SIGKILL")
     assert (record["rank"], record["exit_code"]) == (killed.rank, 137)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "kind", "message", "place"),
+    [
+        ("torchrun-exception", 2, "ValueError", "bad sample 0", "train.py:7"),
+        # Of mp.spawn, and of a script that starts its ranks itself: others lost their connections to rank 2.
+        ("spawn-exception", 2, "ValueError", "bad sample", "train.py:6"),
+        ("ranks-by-hand", 2, "ValueError", "bad sample", "train.py:7"),
+        (
+            *("torchrun-exception-group", 0, "ExceptionGroup"),
+            *("two tasks failed (3 sub-exceptions), the first: TypeError: inner bad", "train.py:4"),
+        ),
+    ],
+)
+def test_the_record_has_the_exception_of_the_first_rank(
+    attempt: AttemptDir, name: str, rank: int, kind: str, message: str, place: str
+) -> None:
+    create_job(attempt.run, backend="local", name="run", cwd="/home/me", code=None)
+    attempt.rank_log(0).write_text(OUTPUT[name])
+    record_silent_death(attempt, 0, 0, 1)
+    found = first_rank_failure(attempt)
+    assert found is not None
+    assert found.code is not None
+    assert (found.rank, found.type, found.message, found.code.place) == (rank, kind, message, place)
+    assert found.log_tail[-1].startswith(kind)
+    assert found.line.startswith(f"rank {rank} failed first")
+
+
+def test_a_rank_that_ended_without_an_exception(attempt: AttemptDir) -> None:
+    quiet = "\n".join(line for line in OUTPUT["torchrun-exception"].splitlines() if "[rank" not in line)
+    attempt.rank_log(0).write_text(quiet.replace("exitcode  : 1", "exitcode  : 3"))
+    record_silent_death(attempt, 0, 0, 1)
+    found = first_rank_failure(attempt)
+    assert found is not None
+    assert (found.rank, found.type, found.message) == (2, "exit", "ended with exit code 3")
 
 
 def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt: AttemptDir) -> None:

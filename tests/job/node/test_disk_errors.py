@@ -1,11 +1,17 @@
 import errno
+import os
 import signal
 
 import pytest
 
+from trainkit.errors import UsageError
 from trainkit.job import processes
 from trainkit.job.preflight import PreflightFailed
-from trainkit.job.processes import retry_on_disk_error
+from trainkit.job.processes import NO_SPACE, retry_on_disk_error
+from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.rundir import RunDir
+from trainkit.submit.create import new_folder
+from trainkit.submit.snapshot import _copy_error
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 REFUSED = PreflightFailed("full", is_node=False)
@@ -20,7 +26,7 @@ def quick(monkeypatch):
 def fails(*errors):
     left = list(errors)
 
-    def action():
+    def action(*_):
         if left:
             raise left.pop(0)
         return "done"
@@ -52,3 +58,36 @@ def test_a_notice_ends_the_wait(monkeypatch):
     monkeypatch.setattr(processes, "wait_for_notice", lambda delay_s: signal.SIGTERM)
     with pytest.raises(OSError, match="No space"):
         retry_on_disk_error(fails(FULL))
+
+
+@pytest.mark.parametrize("code", NO_SPACE)
+def test_a_full_disk_and_a_full_quota_are_said_alike(code, tmp_path, monkeypatch):
+    """Wherever a run writes: its metrics and events, its record, its folder, and the copy of its code."""
+    why, write = os.strerror(code), os.write
+    file = tmp_path / "metrics.jsonl"
+    append_jsonl(file, {"step": 1})
+    monkeypatch.setattr("os.write", lambda descriptor, data: write_some(write, descriptor, data, code))
+    with pytest.raises(OSError, match=why) as caught:
+        append_jsonl(file, {"step": 2})
+    assert caught.value.errno == code
+    monkeypatch.setattr("os.fsync", fails(OSError(code, why)))
+    with pytest.raises(OSError, match=why) as caught:
+        write_json(tmp_path / "job.json", {"name": "x"})
+    assert caught.value.errno == code
+    monkeypatch.undo()
+    assert read_json(file) == {"step": 1}
+    assert not (tmp_path / "job.json").exists()
+    message = f"cannot create a run folder at {tmp_path}/new: {why}"
+    with pytest.raises(UsageError, match=message) as refused, new_folder("run", tmp_path / "new"):
+        raise OSError(code, why)
+    assert "quota" in refused.value.hint
+    copying = _copy_error(OSError(code, why), RunDir(tmp_path))
+    assert copying.message == f"cannot copy the code to {tmp_path}: {why}"
+    assert "quota" in copying.hint
+
+
+def write_some(write, descriptor, data, code):
+    """Write the first bytes of some data, and refuse the rest."""
+    if bytes(data).startswith(b"{"):
+        return write(descriptor, bytes(data)[:3])
+    raise OSError(code, os.strerror(code))

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from trainkit.cli.help import examples
+from trainkit.cli.help import examples, terminal_width
 from trainkit.cli.logs import print_copied
 from trainkit.cli.options import (
     ConfigRequest,
@@ -49,7 +49,7 @@ from trainkit.contrib.drill.scenarios import (
     skip_reason,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
-from trainkit.formats import table
+from trainkit.formats import plural, table
 from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import read_events, read_steps
@@ -156,7 +156,7 @@ def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool)
         [item.name, item.description, f"no: {reasons[item.name]}" if reasons[item.name] else "yes"]
         for item in scenarios
     ]
-    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows]))
+    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows], fit=terminal_width()))
     return EXIT_OK
 
 
@@ -196,7 +196,7 @@ def _drill(
     if as_json:
         click.echo(json.dumps(value, ensure_ascii=False))
     else:
-        click.echo(f"{result_table(results)}\n\n{summary(results)}")
+        click.echo(f"{result_table(results, terminal_width())}\n\n{summary(results)}")
     return EXIT_OK if value["passed"] else EXIT_FAILED
 
 
@@ -268,12 +268,12 @@ class Drill:
         points = points_of(read_steps(run))
         if again := num_recomputed(points):
             raise TrainkitError(
-                f"{run.metrics_file} records {again} steps twice without any interruption",
+                f"{run.metrics_file} records {plural(again, 'step')} twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         started = next(read_events(run, "started"))
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
-        last = f"{points[-1].step} steps" if points else "no steps in metrics.jsonl"
+        last = plural(points[-1].step, "step") if points else "no steps in metrics.jsonl"
         self.log_line(f"{name}: {last}, {duration_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
         return points, duration_s

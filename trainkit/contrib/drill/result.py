@@ -49,7 +49,7 @@ def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
         if point.loss != known.loss:
             return f"loss {point.loss} at step {point.step} instead of {known.loss}"
         if point.samples_seen != known.samples_seen:
-            seen = f"{point.samples_seen} samples seen"
+            seen = f"{plural(point.samples_seen, 'sample')} seen"
             return f"{seen} at step {point.step} instead of {known.samples_seen}"
     missing = sorted(set(expected) - {point.step for point in points})
     return f"step {missing[0]} is missing" if missing else ""
@@ -189,13 +189,13 @@ def _too_many_recomputed(
 ) -> list[str]:
     """The problem if too many steps were recomputed: none may be after a signal, else those since a save."""
     if scenario.graceful:
-        return [f"{again} steps were recomputed after a graceful stop"] if again else []
+        return [f"{recomputed(again)} after a graceful stop"] if again else []
     num_restarts = len({event.attempt for event in outcome.events if event.name == "training"}) - 1
     intervals = num_restarts * (2 if scenario.name == "damaged-checkpoint" else 1)
     allowed = intervals * (interval or 0) + steps_while_saving(outcome.points, outcome.events)
     if interval is None or again <= allowed:
         return []
-    return [f"{again} steps were recomputed; the maximum is {allowed}"]
+    return [f"{recomputed(again)}; the maximum is {allowed}"]
 
 
 def _remark(record: ScenarioRecord, has_curve: bool) -> str:
@@ -205,12 +205,17 @@ def _remark(record: ScenarioRecord, has_curve: bool) -> str:
     return "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 
 
+def recomputed(num_steps: int) -> str:
+    """How a message about recomputed steps begins."""
+    return f"{plural(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} recomputed"
+
+
 HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSSES", "RESULT"]
 
 
-def result_table(results: Sequence[Result]) -> str:
+def result_table(results: Sequence[Result], fit: int | None = None) -> str:
     """The table with one line per scenario, including skipped ones, followed by the messages."""
-    lines = [table([HEADING, *map(_row, results)])]
+    lines = [table([HEADING, *map(_row, results)], fit=fit)]
     lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
     return "\n".join(lines)
 

@@ -243,7 +243,7 @@ def _refuse_other_size(at: RunStep, flags: Flags) -> None:
     if nodes * per_node != at.plan.world_size:
         raise UsageError(
             f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each do not have "
-            f"the {at.plan.world_size} ranks of the run",
+            f"the {plural(at.plan.world_size, 'rank')} of the run",
             hint="change --nodes and --gpus-per-node, or name another --layout, such as dp_shard=4",
         )
 

@@ -24,6 +24,7 @@ from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import FORMS, ROWS, TEXT, components, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.formats import plural
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events, training_curve
@@ -120,6 +121,12 @@ def find_step(run: RunDir, step: int) -> RunStep:
         )
     attempt = run.attempt(number)
     plan = LaunchPlan.read(attempt.plan_file)
+    degrees, batch = vars(plan.layout).values(), plan.batch
+    if min(*degrees, batch.device_batch_size) < 1 or plan.layout.world_size != plan.world_size:
+        raise UsageError(
+            f"{attempt.plan_file} is damaged: its layout is not that of {plural(plan.world_size, 'rank')}",
+            hint="restore the file, or look at a step of another attempt",
+        )
     known = [(started[number].step, started[number].samples_seen)]
     own = [record for record in records if record.attempt == number and record.step < step]
     known += [(record.step, seen) for record in own if (seen := record.count("samples_seen")) is not None]

@@ -119,7 +119,7 @@ class Sent:
 
     def describe(self) -> str:
         """``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
-        parts = [f"{self.num_sent} steps sent"]
+        parts = [f"{self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"]
         if self.num_pending:
             parts.append(f"{self.num_pending} pending")
         if self.num_held:

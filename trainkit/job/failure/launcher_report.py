@@ -15,11 +15,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from trainkit.job.processes import exit_code_of_zombie
 from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
+from trainkit.run.tracebacks import first_raising_rank
 
 _TORCHRUN = re.compile(
     r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"
@@ -29,6 +30,12 @@ _TORCHRUN = re.compile(
 _OTHERS = "Failures:"
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _ACCELERATE = re.compile(r"in \w+_launcher\n.*\n.* died with <Signals\.\w+: (?P<number>\d+)>")
+_SPAWN = re.compile(
+    r"^(?:-- Process (?P<rank>\d+) terminated with the following error:"
+    r"|.*ProcessExitedException: process (?P<killed>\d+) terminated with signal (?P<name>SIG\w+))",
+    re.MULTILINE,
+)
+"""What torch.multiprocessing.spawn prints."""
 _DEEPSPEED = re.compile(r"exits with return code = -(?P<number>\d+)")
 """DeepSpeed prints it behind the command of its last rank, whichever has ended."""
 AT_ONCE_S = 5.0
@@ -60,7 +67,9 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     start = text.rfind(_ROOT_CAUSE)
     if start < 0:
         others = [found for pattern in (_ACCELERATE, _DEEPSPEED) for found in pattern.finditer(text)]
-        return RankExit(-int(others[-1]["number"]), index=_line(text, others[-1].end())) if others else None
+        if others:
+            return RankExit(-int(others[-1]["number"]), index=_line(text, others[-1].end()))
+        return _first_of_script(lines, text)
     exits = [
         RankExit(int(one["code"]), int(one["rank"]), _line(text, one.end()), one["host"], one["time"])
         for one in _TORCHRUN.finditer(text, max(0, text.rfind(_OTHERS, 0, start)))
@@ -76,6 +85,17 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
             first = item
             break
     return None if first.code == -signal.SIGTERM else first
+
+
+def _first_of_script(lines: Sequence[str], text: str) -> RankExit | None:
+    """The first rank to fail of a script that has started the ranks itself."""
+    for found in reversed(list(_SPAWN.finditer(text))):
+        index = _line(text, found.end())
+        if found["killed"] is None:
+            return RankExit(EXIT_FAILED, int(found["rank"]), index)
+        return RankExit(-signal.Signals[found["name"]], int(found["killed"]), index)
+    raised = first_raising_rank(lines)
+    return None if raised is None else RankExit(EXIT_FAILED, *raised)
 
 
 def _line(text: str, position: int) -> int:

@@ -16,71 +16,33 @@ from trainkit.job.decision import Outcome
 from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
-from trainkit.job.processes import PEER_EXIT_S
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import RankFailure, users_line
+from trainkit.run.end import RankFailure, first_of, rank_failures
 from trainkit.run.files import (
     as_utc,
-    parse_time,
-    read_json,
-    read_record,
     refresh_listing,
-    seconds_between,
     utc_now,
     write_json,
 )
 from trainkit.run.process import own_host
 from trainkit.run.record import read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
+from trainkit.run.tracebacks import exception_of, last_exception
 
 if TYPE_CHECKING:
     from trainkit.cluster.bad_nodes import Kind
 
 
-_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
-_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
-"""The prefix that torch adds to the lines of a traceback in a multi-rank job."""
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
 """What C++ prints of an exception that ends a process with SIGABRT, such as one of NCCL's watchdog thread."""
-LAUNCHER_ERROR = "ChildFailedError"
-"""The exception that torchrun raises when a rank fails; it does not name the cause."""
-MAX_LINES_AFTER = 20
-"""An exception further from the end of the output counts as handled by the program."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 """Exceptions that a restart would raise again."""
 
 
-def last_exception(lines: Sequence[str]) -> RankFailure | None:
-    """The exception whose traceback ends a program's output; None if the output does not end with one."""
-    plain = [_RANK_PREFIX.sub("", line, count=1) for line in lines]
-    launched = False
-    for index in range(len(plain) - 1, 0, -1):
-        found = _EXCEPTION.fullmatch(plain[index])
-        if found is None or not _follows_a_traceback(plain, index):
-            continue
-        if found[1].endswith(LAUNCHER_ERROR):
-            launched = True
-        elif launched or index >= len(plain) - MAX_LINES_AFTER:
-            final, code = found[1] in FINAL, users_line(plain[:index])
-            return RankFailure(type=found[1], message=found[2] or "", final=final, code=code)
-        else:
-            return None
-    return None
-
-
-def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
-    """Whether the lines above `index` are a traceback: indented, with a line that names a file."""
-    for line in reversed(lines[:index]):
-        if not line.startswith(" "):
-            return False
-        if line.startswith('  File "'):
-            return True
-    return False
-
-
 LOG_TAIL_LINES = 20
-LOG_TAIL_BYTES = 16_384
+LOG_TAIL_BYTES = 262_144
+"""A launcher writes the tracebacks of all its ranks into one log."""
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -117,7 +79,7 @@ def record_silent_death(
     if attempt.rank_error(worker).exists():
         return
     death = _out_of_memory(exit_code) if out_of_memory else _death(attempt, worker, exit_code)
-    rank = worker if killed is None else killed.rank
+    rank = killed.rank if killed is not None else worker if death.rank is None else death.rank
     kind = death.type if killed is None or out_of_memory else "RankKilled"
     _write(attempt, worker, replace(death, rank=rank, node_rank=node_rank, type=kind, exit_code=exit_code))
 
@@ -125,7 +87,7 @@ def record_silent_death(
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     """Write the failure record of a worker of this host, with the end of its log."""
     code = None if failure.code is None else failure.code.in_tree(read_job(attempt.run))
-    log = _last_lines(attempt.rank_log(worker))[-LOG_TAIL_LINES:]
+    log = (failure.log_tail or _last_lines(attempt.rank_log(worker)))[-LOG_TAIL_LINES:]
     record = replace(failure, host=own_host(), time=utc_now(), code=code, log_tail=log).to_dict()
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
@@ -145,9 +107,17 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
         if hang is not None:
             return RankFailure(type="Hang", message=hang.summary, step=hang.step)
     lines = _last_lines(attempt.rank_log(rank))
-    raised = last_exception(lines) if exit_code == EXIT_FAILED else None
-    if raised is not None:
-        return raised
+    if exit_code == EXIT_FAILED:
+        first = first_exit(lines)
+        below = None if first is None else first.rank
+        raised = None if below is None else exception_of(lines, below)
+        raised = raised or last_exception(lines)
+        if raised is not None:
+            final, tail = raised.type in FINAL, [] if first is None else raised.tail
+            found = RankFailure(below, type=raised.type, message=raised.message, code=raised.code)
+            return replace(found, final=final, log_tail=tail)
+        if first is not None and first.code > EXIT_OK:
+            return RankFailure(below, type="exit", message=f"ended with {describe_exit(first.code)}")
     verb = "killed by" if description.startswith("SIG") else "ended with"
     thrown = _THROWN.findall("\n".join(lines)) if description == "SIGABRT" else []
     return RankFailure(type="exit", message=": ".join([f"{verb} {description}", *thrown[-1:]]))
@@ -166,11 +136,7 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 
 
 def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
-    """The first failure among the ranks' records, with the end of its log; None without records.
-
-    A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
-    agent can write the record. A rank that was killed much later was killed with the step.
-    """
+    """The first failure among the ranks' records, with the end of its log; None without records."""
     found = _first_record(attempt)
     if found is None:
         return None
@@ -187,27 +153,8 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 
 def _first_record(attempt: AttemptDir) -> tuple[Path, RankFailure] | None:
-    records = rank_failures(attempt)
-    for path, item in records:
-        # An unknown time counts as that of the first.
-        later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
-        if item.was_signalled and later_s < PEER_EXIT_S / 2:
-            return path, item
-    return records[0] if records else None
-
-
-def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
-    """What the ranks of an attempt have recorded of themselves, each with its file, in the order of time."""
-    records = []
     refresh_listing(attempt.errors_dir)
-    for path in sorted(attempt.errors_dir.glob("rank-*.json")):
-        try:
-            record = read_json(path)
-        except (OSError, ValueError):
-            continue  # cut off by a crash
-        if isinstance(record, dict):
-            records.append((path, read_record(RankFailure, record)))
-    return sorted(records, key=lambda item: item[1].time or "~")
+    return first_of(rank_failures(attempt))
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:

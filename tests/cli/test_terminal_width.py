@@ -1,0 +1,78 @@
+"""Every command that prints a table fits it to the terminal, and leaves it alone elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.damaged_runs import make_project
+from trainkit.cli.main import main
+from trainkit.formats import table
+
+COMMANDS = (
+    *("status", "status --all --where optimizer.lr=0.1", "status runs/sweep", "status runs/bench"),
+    *(
+        "ckpt ls runs/a-run-with-a-name-that-is-quite-long",
+        "check small.yaml --show-origin",
+        "plan small.yaml --gpu-type h100 --gpus-per-node 8",
+    ),
+    *("compare runs/finished runs/crashed runs/restarted", "drill small.yaml --list"),
+    "bench settings small.yaml --sweep train.device_batch_size=1,2 --dry-run",
+)
+
+NO_TABLE = ("folder ", "workers_per_node: ")
+"""Lines above and below a table: a path, which is copied as a whole, and a sentence."""
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_table_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    project = tmp_path / "project"
+    make_project(project, ["finished", "crashed", "restarted", "sweep", "bench"])
+    (project / "runs" / "finished").rename(project / "runs" / "a-run-with-a-name-that-is-quite-long")
+    (project / "runs" / "finished").symlink_to("a-run-with-a-name-that-is-quite-long")
+    (project / "small.yaml").write_text(
+        "extends: quickstart\nlaunch: {env: {A_VARIABLE_OF_MINE: /a/rather/long/path/to/something/else}}\n"
+    )
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("PATH", f"{project / 'bin'}")
+    texts = []
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((80, 24)))
+        code = main(line.split())
+        out, err = capsys.readouterr()
+        assert code in (0, 1), err
+        texts.append(re.sub(r"\x1b\[[0-9;]*m", "", out))
+    whole, fitted = texts
+    lines = [one for one in fitted.splitlines() if not one.startswith(NO_TABLE)]
+    too_long = [one for one in lines if len(one) > 80]
+    assert too_long == [], fitted
+    words = [re.sub(r"\s", "", text) for text in (whole, fitted)]
+    assert sorted(set(words[0])) == sorted(set(words[1]))
+
+
+def test_narrow_columns_wrap_and_more_columns_follow_below() -> None:
+    rows = [["run", "where", "n"], ["a", "/one/two/three/four/five", "1"]]
+    assert table(rows, fit=80) == table(rows)
+    assert table(rows, right=[2], fit=22).splitlines() == [
+        "run  where           n",
+        "a    /one/two/three  1",
+        "     /four/five",
+    ]
+    many = [[f"head-{index}" for index in range(6)], ["key", *"12345"]]
+    assert table(many, fit=24).splitlines() == [
+        "head-0  head-1  head-2",
+        "key     1       2",
+        "",
+        "head-0  head-3  head-4",
+        "key     3       4",
+        "",
+        "head-0  head-5",
+        "key     5",
+    ]

@@ -1,0 +1,74 @@
+"""The exception that ends the output of a program: chained, in a group, and of one rank of several."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainkit.run.tracebacks import Raised, exception_of, last_exception
+
+START = "Traceback (most recent call last):\n"
+LOAD = START + '  File "/me/load.py", line 3, in read\n    open(x)\nFileNotFoundError: x\n'
+MAIN = START + '  File "/me/train.py", line 9, in main\n    read()\nRuntimeError: no data\n'
+TORCH = START + '  File "/usr/lib/python3.11/site-packages/torch/nn.py", line 1, in f\n    g()\nKeyError: 1\n'
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/me/train.py", line 9, in main
+  |     raise ExceptionGroup("tasks", errors)
+  | ExceptionGroup: tasks (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+"""
+OF_LOAD = "".join(f"    | {line}\n" for line in LOAD.splitlines())
+PLAIN = "    | ValueError: bad\n"
+SECOND = "    +---------------- 2 ----------------\n    | KeyError: 'x'\n"
+END = "    +------------------------------------\n"
+INNER = """\
+    | Exception Group Traceback (most recent call last):
+    |   File "/me/pool.py", line 4, in run
+    |     raise ExceptionGroup("inner", errors)
+    | ExceptionGroup: inner (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | ValueError: deep
+      +------------------------------------
+"""
+IN_GROUP = "tasks (2 sub-exceptions), the first: "
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message", "place"),
+    [
+        (LOAD + HANDLING + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
+        (LOAD + CAUSE + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
+        (LOAD + CAUSE + TORCH, "KeyError", "1", "/me/load.py:3"),
+        (
+            GROUP + OF_LOAD + SECOND + END,
+            "ExceptionGroup",
+            IN_GROUP + "FileNotFoundError: x",
+            "/me/load.py:3",
+        ),
+        (GROUP + PLAIN + SECOND + END, "ExceptionGroup", IN_GROUP + "ValueError: bad", "/me/train.py:9"),
+        (GROUP + INNER + SECOND + END, "ExceptionGroup", IN_GROUP + "ValueError: deep", "/me/pool.py:4"),
+        (
+            LOAD + HANDLING + GROUP + PLAIN + END,
+            "ExceptionGroup",
+            IN_GROUP + "ValueError: bad",
+            "/me/train.py:9",
+        ),
+        (GROUP + PLAIN + END + CAUSE + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
+        (GROUP + "step 1\n" * 30, None, None, None),
+    ],
+)
+def test_the_exception_that_ends_a_program(
+    text: str, kind: str | None, message: str | None, place: str | None
+) -> None:
+    own = text.splitlines()
+    assert _found(last_exception(own)) == (kind, message, place)
+    mixed = [line for one in own for line in (f"[rank2]: {one}", "[rank1]: x")]
+    assert kind is None or _found(exception_of([*mixed, "ends"], 2)) == (kind, message, place)
+
+
+def _found(raised: Raised | None) -> tuple[str | None, str | None, str | None]:
+    if raised is None:
+        return None, None, None
+    return raised.type, raised.message, raised.code and raised.code.place

@@ -1,0 +1,130 @@
+"""The exceptions in what programs print: torch prefixes their lines with the rank, Python indents a group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainkit.run.end import CodeLine, users_line
+
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
+_RANK_PREFIX = re.compile(r"\[rank(\d+)\]: ?")
+"""The prefix that torch adds to the lines of a traceback in a multi-rank job."""
+_FIRST_LINE = re.compile(r"\[rank(?P<rank>\d+)\]: (?:Traceback \(|  \+ Exception Group Traceback \()")
+_GROUP = re.compile(r"  \+ Exception Group (Traceback .*)")
+_MARGIN = re.compile(r" +(?:\| ?|\+(?=-))")
+_SEPARATOR = re.compile(r"-\+?-{3}")
+"""Between the exceptions of a group, without the margin; with a plus sign, a group begins."""
+LAUNCHER_ERROR = "ChildFailedError"
+"""The exception that torchrun raises when a rank fails; it does not name the cause."""
+MAX_LINES_AFTER = 20
+"""An exception further from the end of the output counts as handled by the program."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that ended a program."""
+
+    index: int
+    """The line of its type and message."""
+    type: str
+    message: str
+    """Its first line; for a group, with the first exception in it."""
+    code: CodeLine | None
+    """The innermost line of the user's own code."""
+    tail: list[str]
+    """The lines up to that of its type and message."""
+
+
+def last_exception(lines: Sequence[str]) -> Raised | None:
+    """The exception whose traceback ends a program's output; None if the output does not end with one."""
+    found = _without_groups(
+        [(index, _RANK_PREFIX.sub("", line, count=1)) for index, line in enumerate(lines)]
+    )
+    raised, launched = _last(found), False
+    while raised is not None and raised.type.endswith(LAUNCHER_ERROR):
+        raised, launched = _last([one for one in found if one[0] < raised.index]), True
+    if raised is None or launched:
+        return raised
+    after = [one for one in found if one[0] > raised.index]
+    return raised if len(after) < MAX_LINES_AFTER else None
+
+
+def exception_of(lines: Sequence[str], rank: int) -> Raised | None:
+    """The uncaught exception of a rank, according to torch's prefix; None without one."""
+    prefix = f"[rank{rank}]: "
+    own = [(index, line[len(prefix) :]) for index, line in enumerate(lines) if line.startswith(prefix)]
+    return _last(_without_groups(own))
+
+
+def first_raising_rank(lines: Sequence[str]) -> tuple[int, int] | None:
+    """(rank, line) of the first uncaught exception in the output of several ranks, if it ends with them."""
+    for index, line in enumerate(lines):
+        if found := _FIRST_LINE.match(line):
+            others = sum(not _RANK_PREFIX.match(line) for line in lines[index:])
+            return (int(found["rank"]), index) if others <= MAX_LINES_AFTER else None
+    return None
+
+
+def _last(lines: Sequence[tuple[int, str]]) -> Raised | None:
+    plain = [line for _, line in lines]
+    for position in range(len(plain) - 1, 0, -1):
+        found = _EXCEPTION.fullmatch(plain[position])
+        if found is not None and _follows_a_traceback(plain, position):
+            above = plain[: position + 1]
+            return Raised(lines[position][0], found[1], found[2] or "", users_line(above), above)
+    return None
+
+
+def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
+    """Whether the lines above `index` are a traceback: indented, with a line that names a file."""
+    for line in reversed(lines[:index]):
+        if not line.startswith(" "):
+            return False
+        if line.startswith('  File "'):
+            return True
+    return False
+
+
+def _without_groups(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """The numbered lines, with each exception group as one traceback that ends with its first exception."""
+    found: list[tuple[int, str]] = []
+    position = 0
+    while position < len(lines):
+        head, end = _GROUP.fullmatch(lines[position][1]), position + 1
+        if head is None:
+            found.append(lines[position])
+        else:
+            while end < len(lines) and _MARGIN.match(lines[end][1]):
+                end += 1
+            body = [(index, _MARGIN.sub("", line, count=1)) for index, line in lines[position + 1 : end]]
+            found += [(lines[position][0], head[1]), *_one_traceback(body)]
+        position = end
+    return found
+
+
+def _one_traceback(body: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """The frames of a group and of the first exception in it, and a line that names both."""
+    sections: list[list[tuple[int, str]]] = [[]]
+    for index, line in body:
+        if not _SEPARATOR.match(line):
+            sections[-1].append((index, line))
+        elif len(sections) > 1 and not line.startswith("-+"):
+            break  # the end of an exception that is no group
+        else:
+            sections.append([])
+    *groups, first = sections
+    own = next((one for one in sections[0] if not one[1].startswith(" ")), (body[0][0] if body else 0, ""))
+    frames = [one for section in sections for one in section if one[1].startswith(" ")]
+    if not groups:
+        return [*frames, own]
+    leaf = _last(first)
+    name = (
+        (f"{leaf.type}: {leaf.message}" if leaf.message else leaf.type)
+        if leaf
+        else first[0][1]
+        if first
+        else ""
+    )
+    return [*frames, (own[0], f"{own[1]}, the first: {name}")]
