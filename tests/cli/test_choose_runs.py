@@ -55,6 +55,26 @@ def test_by_an_entry_of_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert listed(capsys, "--sort", "launch.env.X")[:2] == ["run-1", "run-0"]
 
 
+def test_by_a_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its values are stored as they were typed."""
+    made_up_sweep(tmp_path / "runs" / "of-command", {"lr": ["1e-3", "5e-3"]})
+    assert listed(capsys, "--where", "lr=0.001") == ["of-command"]
+    assert listed(capsys, "--where", "lr=1e-3", "--where", "seed=0") == ["of-command"]
+    assert listed(capsys, "--where", "lr=1e-2") == []
+    assert len(listed(capsys, "--sort", "lr")) == 5
+    assert main(["compare", "of-command", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["differ"] == ["lr"]
+    assert [run["values"]["lr"] for run in value["runs"]] == [0.001, 0.005]
+    assert main(["status", "--where", "beta=1"]) == 2
+    assert "--where beta=1: unknown key beta" in capsys.readouterr().err
+
+
+def test_by_an_item_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(listed(capsys, "--where", "optimizer.betas.0=0.9")) == 4
+    assert listed(capsys, "--where", "tags.1=wide") == ["run-1"]
+
+
 def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
     """What has no single value comes last."""
     assert listed(capsys, "--sort", "optimizer.lr") == ["run-2", "run-0", "run-1", "sweep"]

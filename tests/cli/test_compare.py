@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.benches import made_up_bench, train_made_up
 from tests.support.sweeps import made_up_sweep
 from trainkit.backends import jobs
 from trainkit.cli.main import main
@@ -70,6 +71,15 @@ def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFix
     assert out.endswith("their configs are the same\n")
     assert main(["compare", "mine/0", "mine/0"]) == 2
     assert "one run cannot be compared" in capsys.readouterr().err
+
+
+def test_a_bench(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = made_up_bench(place / "bench")
+    for item in bench.runs:
+        train_made_up(bench.run_dir(item))
+    assert main(["compare", "bench", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["run_dir"] for run in runs] == [str(bench.run_dir(item).path) for item in bench.runs]
 
 
 def test_a_config_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,4 +82,14 @@ def test_a_file_that_takes_long_is_left_to_the_trainer(
 def test_the_environment_of_the_job_may_be_another(argv: list[str], setting: str) -> None:
     Path("mine.py").write_text("class Mine: ...")
     loaded = load_config("run.yaml", overrides=[setting], environ={})
-    assert trainer_process.find_code_problems(loaded) == []
+    assert trainer_process.find_code_problems(loaded, Path()) == []
+
+
+def test_files_of_a_copy_of_the_code(argv: list[str], tmp_path: Path) -> None:
+    """What `submit RUN` tries is the code that will run."""
+    Path("mine.py").write_text("import nowhere")
+    (tmp_path / "code").mkdir()
+    loaded = load_config("run.yaml", environ={})
+    (tmp_path / "code" / "mine.py").write_text("class Mine: ...")
+    assert trainer_process.find_code_problems(loaded, tmp_path) == []
+    assert trainer_process.find_code_problems(loaded, tmp_path / "code") != []

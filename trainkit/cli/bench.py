@@ -333,7 +333,7 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
         for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
             points = [replace(run, index=index) for index, run in enumerate(runs)]
             place = folder / f"array-{number}"
-            created = create_submission(Submission(points, spec), argv, place, OPTION, code_from=first)
+            created = create_submission(Submission(points, spec), argv, place, OPTION, shares=first)
             first = first or RunGroup(created.run.path)
             places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
         print_copied(created.code)

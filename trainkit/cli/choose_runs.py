@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.config.schema import flatten, is_known, meant
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
-from trainkit.formats import cell, did_you_mean, short_keys, shown_value
+from trainkit.formats import JsonObject, cell, did_you_mean, short_keys, shown_value
 from trainkit.observe.group import GroupStatus
 from trainkit.observe.page import FlatConfig, flat_config
 from trainkit.observe.status import RunStatus
-from trainkit.run.group import RunGroup
+from trainkit.run.group import RunGroup, group_of
 from trainkit.run.rundir import RunDir
 
 FIGURES = ("loss", "val_loss", "tokens_per_s", "step", "age_s")
@@ -46,8 +47,20 @@ class Choice:
         return [key.upper().replace("_", " ") for key in short_keys(self.columns)]
 
     def apply(self, statuses: Sequence[RunStatus | GroupStatus]) -> list[ChosenRun]:
-        """The runs and groups that match, in order; a group matches if one of its runs may."""
+        """The runs and groups that match, in order; a group matches if one of its runs may.
+
+        Raises UsageError for a key that is neither of a config nor swept in the COMMAND of one of them.
+        """
         found = [ChosenRun(status, _configs(status)) for status in statuses]
+        options = [(f"--where {key}={shown_value(value)}", key) for key, value in self.where]
+        options += (
+            [] if self.sort_key in (None, *FIGURES) else [(f"--sort {self.sort_key}", str(self.sort_key))]
+        )
+        for option, key in options:
+            if not is_known(tuple(key.split("."))) and not any(
+                key in own for run in found for own in run.configs
+            ):
+                raise _unknown(option, tuple(key.split(".")), FIGURES if option.startswith("--sort") else ())
         found = [run for run in found if any(map(self._matches, run.configs))]
         if self.sort_key is None:
             return found
@@ -86,27 +99,18 @@ class ChosenRun:
 
 
 def parse_choice(where: Sequence[str], tags: Sequence[str], sort_key: str | None) -> Choice:
-    """The choice of ``--where KEY=VALUE``, ``--tag`` and ``--sort``; UsageError for an unknown key."""
-    return Choice(tuple(map(_condition, where)), tuple(tags), None if sort_key is None else _key(sort_key))
+    """The choice of ``--where KEY=VALUE``, ``--tag`` and ``--sort``; UsageError for an invalid value."""
+    return Choice(tuple(map(_condition, where)), tuple(tags), sort_key)
 
 
 def _condition(text: str) -> tuple[str, object]:
     key, equals, raw = text.partition("=")
     if not equals:
         raise UsageError(f"--where {text}: must have the form KEY=VALUE", hint=EXAMPLE)
-    path = tuple(key.strip().split("."))
-    if not is_known(path):
-        raise _unknown(f"--where {text}", path)
     try:
-        return key.strip(), parse_value(raw, path)
+        return key.strip(), parse_value(raw, tuple(key.strip().split(".")))
     except ValueError as error:
         raise UsageError(f"--where {text}: {error}", hint=EXAMPLE) from None
-
-
-def _key(text: str) -> str:
-    if text not in FIGURES and not is_known(tuple(text.split("."))):
-        raise _unknown(f"--sort {text}", tuple(text.split(".")), FIGURES)
-    return text
 
 
 def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> UsageError:
@@ -117,17 +121,37 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
     if isinstance(status, RunStatus):
-        return [_with_entries(flat_config(RunDir(status.run_dir)))]
+        run = RunDir(status.run_dir)
+        return [{**_with_entries(flat_config(run)), **command_values(run)}]
     common = _with_entries(dict(flatten(RunGroup(status.run_dir).record.config)))
-    return [{**common, **_with_entries(point.values)} for point in status.points]
+    return [{**common, **_with_entries(read_values(point.values))} for point in status.points]
+
+
+def command_values(run: RunDir) -> FlatConfig:
+    """The values of the keys that are swept in the COMMAND of a run; empty without a group."""
+    found = group_of(run)
+    point = None if found is None else found[0].points.get(found[1])
+    values = {} if point is None else read_values(point.values)
+    return {key: value for key, value in values.items() if not is_known(tuple(key.split(".")))}
+
+
+def read_values(values: JsonObject) -> FlatConfig:
+    """The values of a point; those of its COMMAND, which are stored as typed, as YAML reads them."""
+    found = dict(values)
+    for key, value in values.items():
+        if isinstance(value, str) and not is_known(tuple(key.split("."))):
+            with suppress(ValueError):
+                found[key] = parse_value(value)
+    return found
 
 
 def _with_entries(config: FlatConfig) -> FlatConfig:
-    """The config with the entries of its mappings, such as those of launch.env, by their dotted keys."""
+    """The config with the parts of its mappings and lists, such as those of launch.env, by dotted keys."""
     found = dict(config)
     for key, value in config.items():
-        if isinstance(value, dict):
-            found |= _with_entries({f"{key}.{name}": inner for name, inner in value.items()})
+        if isinstance(value, dict | list):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            found |= _with_entries({f"{key}.{name}": inner for name, inner in parts})
     return found
 
 

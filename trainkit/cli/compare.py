@@ -12,6 +12,7 @@ from shlex import join
 
 import click
 
+from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.status import look_at
@@ -20,7 +21,7 @@ from trainkit.formats import cell, duration, number, shown_value, table
 from trainkit.observe.goodput import Point
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.view_text import resampled, sparkline
-from trainkit.run.registry import find_run_or_group
+from trainkit.run.registry import find_bench_folder, find_run_or_group
 from trainkit.run.rundir import RunDir
 
 CURVE_WIDTH = 24
@@ -57,8 +58,8 @@ class ComparedRun:
 def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     """Compare runs: what each reached, and the config keys in which they differ.
 
-    A group of runs stands for all of its runs that have started. `trainkit report RUN --compare RUN2` draws
-    the curves of two.
+    A group of runs or a bench stands for all of its runs that have started. `trainkit report RUN --compare
+    RUN2` draws the curves of two.
     """
     now = datetime.now(timezone.utc).timestamp()
     runs = list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())
@@ -90,8 +91,12 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
 
 
 def _runs_of(name: str) -> Iterator[RunDir]:
-    found = find_run_or_group(name)
-    if isinstance(found, RunDir):
+    if (folder := find_bench_folder(name, with_groups=False)) is not None:
+        from trainkit.bench.run_bench import read_bench  # slow to import
+
+        bench = read_bench(folder)
+        yield from (run for item in bench.runs if (run := bench.run_dir(item)).exists())
+    elif isinstance(found := find_run_or_group(name), RunDir):
         yield found
     else:
         yield from (run for index in sorted(found.points) if (run := found.run(index)).exists())
@@ -130,6 +135,7 @@ def _values(report: Report) -> dict[str, object]:
     if not report.config:
         return {}
     asked: dict[str, object] = {key: value for key, value in report.config.items() if key != "name"}
+    asked |= command_values(RunDir(report.status.run_dir))
     if report.status.command is not None:
         asked["COMMAND"] = join(report.status.command)
     return asked

@@ -30,6 +30,7 @@ from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
+    from trainkit.control.repeat import RepeatedRun
     from trainkit.plan.workload import Workload
     from trainkit.submit.submission import ArraySpec, LoadedPoint, Preview, Submission
 
@@ -165,15 +166,25 @@ def command(
     Prints the run folder and the job id. With a COMMAND after --, each rank runs it instead of the built-in
     trainer.
 
+    In place of CONFIG, a run by name, folder or job id is run again in a new folder, from the folder it was
+    submitted from: with its config, its copy of the code and its command, where and on as many GPUs as it
+    ran. Options change it. A file or shipped config of that name comes first.
+
     --sweep and --array submit a group of runs: one Slurm array, or on this machine one run after another. The
     group's folder has one run folder per index. Sweep values are parsed as items of a YAML list: "a,b" is one
     string, [1,2],[3,4] are two lists.
     """
+    from trainkit.control.resume import submission_folder
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.submission import plan_submission
 
     group, workload = GroupRequest(sweeps, array), trailing_workload(launcher)
     folder = named_folder(run_dir)
+    request, workload, repeated = _repeated(request, workload)
+    if repeated is not None:
+        folder = None if folder is None else folder.absolute()
+        after = tuple(str(Path(name).absolute()) if Path(name).is_dir() else name for name in after)
+        click.get_current_context().with_resource(submission_folder(repeated.run, takes_new_code=True))
     if group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
@@ -190,7 +201,11 @@ def command(
         after=after,
         will_start=not dry_run,
         warn=warn,
+        code_from=None if repeated is None else repeated.code,
     )
+    if repeated is not None:
+        described = [replace(point, plan=repeated.described(point.plan)) for point in submission.points]
+        submission = replace(submission, points=described)
     plan = submission.plan
     if now and plan.slurm is not None:
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
@@ -198,6 +213,7 @@ def command(
     is_shown = dry_run and plan.slurm is None and not as_json
     click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
     for line in (
+        *([] if repeated is None or group else _changes(repeated, submission, request)),
         *_warnings(submission, folder, workload, starts=not dry_run),
         *_notes(submission, group, workload),
     ):
@@ -236,6 +252,29 @@ def command(
         hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
     click.echo(hint, err=True)
     return EXIT_OK
+
+
+def _repeated(
+    request: ConfigRequest, workload: Workload
+) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
+    """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
+    from trainkit.control.repeat import find_repeated
+
+    typed = {text.partition("=")[0].strip() for text in request.overrides} | request.flags.keys()
+    found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)
+    if found is None:
+        return request, workload, None
+    values = {} if request.profile is not None else found.found_values(typed)
+    request = replace(request, run=found.run, flags={**values, **request.flags})
+    return request, workload if workload.is_command else found.plan.workload, found
+
+
+def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigRequest) -> Iterator[str]:
+    from trainkit.control.resume import changes
+
+    found = [key for key, (origin, _) in request.flags.items() if origin == str(repeated.run.plan_file)]
+    for change in changes(repeated.config, submission.points[0].config, found):
+        yield f"  changed             {change}"
 
 
 def _warnings(

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -66,11 +66,14 @@ def refuse_by_hand(run: RunDir) -> None:
 
 
 def load_again(
-    run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]]
+    run: RunDir,
+    overrides: Sequence[str],
+    flags: Mapping[str, tuple[str, object]],
+    profile: str | None = None,
 ) -> tuple[LoadedConfig, Workload]:
     """The config of a run with changed values, and its workload."""
     refuse_by_hand(run)
-    loaded = load_config(run.config_file, overrides=overrides, flags=flags, layers=False)
+    loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.read(run.plan_file)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
@@ -119,7 +122,8 @@ def plan_again(
     Raises ConfigError, also for values that are incompatible with the newest checkpoint.
     """
     target = target or make_target(loaded, run=run.path)
-    facts = gather(loaded, workload, target=target, resumes=bool(published(run.checkpoints_dir)))
+    resumes = bool(published(run.checkpoints_dir))
+    facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
     plan = plan_run(loaded, facts, workload, code_dir=code_dir)
     if plan.slurm is None and run.plan_file.is_file():
         plan = replace(plan, after=LaunchPlan.read(run.plan_file).after)  # what it has not waited for yet
@@ -185,10 +189,10 @@ def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)
 
 
-def changes(before: RunConfig, after: RunConfig) -> Iterator[str]:
-    """One line for each value that differs: ``optimizer.lr: 0.002 -> 0.01``."""
+def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:
+    """One line for each value that differs and is not `ignored`: ``optimizer.lr: 0.002 -> 0.01``."""
     old, new = flat_values(before), flat_values(after)
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted((old.keys() | new.keys()) - {*ignored}):
         if old.get(key) != new.get(key):
             yield f"{key}: {old.get(key)} -> {new.get(key)}"
 

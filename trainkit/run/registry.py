@@ -202,7 +202,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
         return create_task_run(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
-        raise UsageError(f"{text} does not contain a run", hint=LIST_HINT)
+        raise UnknownRun(f"{text} does not contain a run", hint=LIST_HINT)
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
         return _run_of_point(_newest(head, groups, to_change).group, int(tail))
@@ -252,11 +252,15 @@ def _matching_name(name: str) -> list[KnownRun]:
     )
 
 
+class UnknownRun(UsageError):
+    """RUN refers to no run."""
+
+
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
         known = ["last", *(item.run.name for item in iter_known_runs())]
         hint = LIST_HINT if len(known) > 1 else "no runs yet: `trainkit submit` starts one"
-        raise UsageError(f"unknown run {text!r}", hint=f"{did_you_mean(text, known)}{hint}")
+        raise UnknownRun(f"unknown run {text!r}", hint=f"{did_you_mean(text, known)}{hint}")
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"

@@ -40,7 +40,7 @@ from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.submit.environment import own_packages
 from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.submit.snapshot import copy_code, wants_copy
+from trainkit.submit.snapshot import copy_again, copy_code, wants_copy
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
@@ -59,30 +59,45 @@ class CreatedRun:
 
 
 def create_run(
-    config: RunConfig, plan: LaunchPlan, argv: Sequence[str], run_dir: Path | None = None
+    config: RunConfig,
+    plan: LaunchPlan,
+    argv: Sequence[str],
+    run_dir: Path | None = None,
+    code_from: CodeCopy | None = None,
 ) -> CreatedRun:
     """Create the folder of a run: ``runs/NAME``, or `run_dir`, which must be new or empty.
 
+    `code_from` is the copy of another run's code, which it gets instead of the current code.
     Raises UsageError when the folder cannot be written, the code cannot be copied, or a secret would be
     written to a file.
     """
     with new_folder(config.name, run_dir) as (folder, name):
         run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
-        code = write_origin(run, config, plan, argv)
+        code = write_origin(run, config, plan, argv, code_from)
         create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
     return CreatedRun(run, name, code)
 
 
-def write_origin(run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str]) -> CodeCopy | None:
+def write_origin(
+    run: RunDir,
+    config: RunConfig,
+    plan: LaunchPlan,
+    argv: Sequence[str],
+    code_from: CodeCopy | None = None,
+) -> CodeCopy | None:
     """Copy the code of a run and write provenance.json; returns the description of the copy.
 
-    Raises UsageError when the code cannot be copied or a secret would be written.
+    `code_from` is that of `create_run`. Raises UsageError when the code cannot be copied or a secret would be
+    written.
     """
     cwd = Path.cwd()
     with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
         provenance = thread.submit(collect_provenance, cwd)
-        code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
+        if code_from is not None:
+            code: CodeCopy | None = copy_again(code_from, run)
+        else:
+            code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
         value["code"] = None if code is None else code.to_dict()
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)

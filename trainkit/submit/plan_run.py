@@ -47,8 +47,10 @@ from trainkit.submit.trainer_process import find_code_problems
 class Gatherer:
     """Gathers the facts of configs that share a place and mostly the data, such as the points of a group."""
 
-    def __init__(self, target: Target | None = None) -> None:
+    def __init__(self, target: Target | None = None, code_dir: Path | None = None) -> None:
         self._target = target
+        self._code_dir = Path() if code_dir is None else code_dir
+        """The folder that files of the user's code are relative to."""
         self._machine: Machine | None = None
         self._data: dict[str, DataFacts] = {}
         self._environments: dict[tuple[str, bool, bool], Environment] = {}
@@ -71,7 +73,10 @@ class Gatherer:
         data: DataFacts | None = None
         missing: tuple[KeyProblem, ...] = ()
         if not workload.is_command:
-            data, missing = self._data_of(loaded.config), tuple(_missing(loaded.config, resumes))
+            data, missing = (
+                self._data_of(loaded.config),
+                tuple(_missing(loaded.config, resumes, self._code_dir)),
+            )
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
@@ -117,13 +122,14 @@ def gather(
     *,
     target: Target | None = None,
     resumes: bool = False,
+    code_dir: Path | None = None,
 ) -> Facts:
     """The facts of a config, as `Gatherer.facts` finds them; `target` skips the detection of the cluster."""
-    return Gatherer(target).facts(loaded, workload, resumes=resumes)
+    return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 
-def _missing(config: RunConfig, resumes: bool) -> Iterator[KeyProblem]:
-    """A problem for each key that names a file or run which does not exist."""
+def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyProblem]:
+    """A problem for each key that names a file or run which does not exist; code is in `code_dir`."""
     source = None if resumes else config.model.init_from  # a run with its own checkpoint does not read it
     # A run that others wait for may have no checkpoint yet.
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
@@ -132,8 +138,8 @@ def _missing(config: RunConfig, resumes: bool) -> Iterator[KeyProblem]:
     key, name = config.model_source
     file, _, _ = name.rpartition(":")
     # A task may also be in a module; an architecture is always in a file.
-    if file and (key != "task" or file.endswith(".py")) and not Path(file).is_file():
-        message = f"is {name}, but there is no file {Path(file).absolute()}"
+    if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():
+        message = f"is {name}, but there is no file {(code_dir / file).absolute()}"
         yield key, message, "FILE.py is relative to the current folder"
 
 
@@ -146,7 +152,7 @@ def plan_run(
 ) -> LaunchPlan:
     """The launch plan of a config on this machine or the cluster.
 
-    `code_dir` is the working directory of the command, by default the current one. Raises ConfigError with
+    `code_dir` is the working directory of the ranks, by default the current one. Raises ConfigError with
     all problems.
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
@@ -159,7 +165,7 @@ def plan_run(
         reasons["experimental"] = note
     if reports := _notifications(config.notify, plan, warnings):
         reasons["notify"] = reports
-    if not workload.is_command and (found := find_code_problems(loaded)):
+    if not workload.is_command and (found := find_code_problems(loaded, code_dir or cwd)):
         raise ConfigError(found)
     if launch.container is not None and cluster is not None:
         values["container_program"] = container_program(launch, cluster.containers)

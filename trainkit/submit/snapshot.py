@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
 
@@ -105,6 +106,21 @@ def copy_code(
     except OSError as error:
         raise _copy_error(error, run) from error
     return code
+
+
+def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
+    """Copy the copy of another run's code to the run's code/; describe it. Raises UsageError likewise."""
+    try:
+        shutil.copytree(before.code, run.code_dir, symlinks=True)
+    except OSError as error:
+        raise _copy_error(error, run) from error
+    return moved(before, run.code_dir)
+
+
+def moved(code: CodeCopy, folder: Path) -> CodeCopy:
+    """The description of a copy for the same files in `folder`."""
+    paths = [str(folder / Path(path).relative_to(code.code)) for path in (*code.import_path, code.workdir)]
+    return replace(code, code=str(folder), import_path=paths[:-1], workdir=paths[-1])
 
 
 def _copy_error(error: OSError, run: RunDir) -> UsageError:

@@ -27,21 +27,24 @@ def create_submission(
     argv: Sequence[str],
     run_dir: Path | None = None,
     option: str = "--run-dir",
-    code_from: RunGroup | None = None,
+    shares: RunGroup | None = None,
 ) -> CreatedRun:
     """Create the folder of the run or group, without its job.
 
-    `option` is the command-line option of `run_dir`. `code_from` is a group in the same folder whose code
+    `option` is the command-line option of `run_dir`. `shares` is a group in the same folder whose code
     and provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot be written, or
     a secret would be written.
     """
     config, plan = submission.points[0].config, submission.points[0].plan
     if submission.array is None:
-        return create_run(config, plan, argv, run_dir)
+        return create_run(config, plan, argv, run_dir, submission.code_from)
     with new_folder(config.name, run_dir, option) as (folder, name):
         group, run = RunGroup(folder), RunDir(folder)
         group.logs_dir.mkdir(mode=0o700)
-        code = write_origin(run, config, plan, argv) if code_from is None else _share_origin(code_from, group)
+        if shares is None:
+            code = write_origin(run, config, plan, argv, submission.code_from)
+        else:
+            code = _share_origin(shares, group)
         record = _record(name, submission.points, submission.array.directive, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:

@@ -151,6 +151,8 @@ class Submission:
     points: list[PlannedPoint]
     array: ArraySpec | None = None
     """None for a run."""
+    code_from: CodeCopy | None = None
+    """The copy of the code of the run that this one repeats."""
 
     @cached_property
     def plan(self) -> LaunchPlan:
@@ -178,9 +180,12 @@ class Submission:
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if plan.slurm is None:
             return Preview(json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", False, files)
-        from trainkit.submit.snapshot import planned_code, wants_copy  # only of what has a script
+        from trainkit.submit.snapshot import moved, planned_code, wants_copy  # only of what has a script
 
-        code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
+        if self.code_from is not None:
+            code: CodeCopy | None = moved(self.code_from, run.code_dir)
+        else:
+            code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
         script = self.script(run, code)
         if self.array is None:
             for where, text in (("plan.json", plan.to_text()), ("config.yaml", dump_effective(config))):
@@ -221,13 +226,16 @@ def plan_submission(
     after: Sequence[str],
     will_start: bool,
     warn: Callable[[str], None],
+    code_from: CodeCopy | None = None,
 ) -> Submission:
     """Plan a run or every point of a group, which starts when the runs that `after` names have finished.
 
-    An array that exceeds the limits of the cluster is refused before any point is planned. Raises ConfigError
-    with the problems of all points, UsageError when one array cannot run them.
+    An array that exceeds the limits of the cluster is refused before any point is planned. `code_from` is
+    that of the `Submission`. Raises ConfigError with the problems of all points, UsageError when one array
+    cannot run them.
     """
-    gatherer = Gatherer()
+    code_dir = None if code_from is None else Path(code_from.workdir)
+    gatherer = Gatherer(code_dir=code_dir)
     planned: list[PlannedPoint] = []
     refused: list[LoadedPoint] = []
     # By values without the seed, on which no plan depends unless the command names it.
@@ -247,7 +255,7 @@ def plan_submission(
                         raise UsageError(*problem)
                     if facts.target.submits_job:
                         refuse_too_large(array, None if will_start else warn)
-                plans[key] = plan_run(loaded, facts, own)
+                plans[key] = plan_run(loaded, facts, own, code_dir=code_dir)
             except ConfigError as error:
                 plans[key] = error
         plan = plans[key]
@@ -255,14 +263,14 @@ def plan_submission(
             planned.append(PlannedPoint(point.index, point.values, loaded.config, plan))
         else:
             refused.append(replace(point, loaded=plan))
-    submission = checked(planned, refused, array)
+    submission = replace(checked(planned, refused, array), code_from=code_from)
     if not after:
         return submission
     from trainkit.submit.dependency import dependencies, with_dependency  # what reads runs is slow to import
 
     waits_for = dependencies(after, warn, on_slurm=planned[0].plan.slurm is not None)
     waiting = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in planned]
-    return Submission(waiting, array)
+    return replace(submission, points=waiting)
 
 
 def checked(

@@ -31,11 +31,11 @@ PREFIX = "problems: "
 CODE_CHECK = "trainkit.trainer.task_check"
 
 
-def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
+def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     """The problems of `task`, or of `model.architecture` and the layout, that the trainer would refuse.
 
-    Empty as well if the code cannot be run here within `CHECK_TIMEOUT_S`: the environment of the job may
-    differ, and the trainer checks again.
+    Files are relative to `folder`. Empty as well if the code cannot be run here within `CHECK_TIMEOUT_S`: the
+    environment of the job may differ, and the trainer checks again.
     """
     config = loaded.config
     launch = config.launch
@@ -53,15 +53,15 @@ def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
         return []
     # The points of a sweep mostly share these values. A module is searched for by its name alone.
     values = config.model_dump_json(by_alias=True, include=sections)
-    path = Path(file.rpartition(":")[0]).absolute()
+    path = folder / file.rpartition(":")[0]
     modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
-    return [loaded.problem(*item) for item in _check(values, path, modified_ns)]
+    return [loaded.problem(*item) for item in _check(values, folder, path, modified_ns)]
 
 
 @lru_cache
-def _check(values: str, file: Path, modified_ns: int) -> list[KeyProblem]:
+def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
     try:
-        return _problems("", values, CHECK_TIMEOUT_S)
+        return _problems("", values, CHECK_TIMEOUT_S, folder=folder)
     except (subprocess.TimeoutExpired, TrainkitError):
         return []
 
@@ -90,8 +90,10 @@ def _problems_of_task(loaded: LoadedConfig, option: str) -> list[KeyProblem]:
     return _problems(task, loaded.config.model_dump_json(by_alias=True), None, option)
 
 
-def _problems(task: str, values: str, timeout_s: float | None, *options: str) -> list[KeyProblem]:
-    text = _run(f"trying {task}", module_argv(CODE_CHECK, *options), values, timeout_s)
+def _problems(
+    task: str, values: str, timeout_s: float | None, *options: str, folder: Path | None = None
+) -> list[KeyProblem]:
+    text = _run(f"trying {task}", module_argv(CODE_CHECK, *options), values, timeout_s, folder)
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
         raise TrainkitError(f"trying {task} failed: its process ended without an answer")
@@ -99,10 +101,16 @@ def _problems(task: str, values: str, timeout_s: float | None, *options: str) ->
     return [(key, message, hint) for key, message, hint in found]
 
 
-def _run(what: str, argv: Sequence[str], text: str = "", timeout_s: float | None = None) -> str:
+def _run(
+    what: str,
+    argv: Sequence[str],
+    text: str = "",
+    timeout_s: float | None = None,
+    folder: Path | None = None,
+) -> str:
     """The output of a process; raises TrainkitError with its last line when it fails, and TimeoutExpired."""
     done = subprocess.run(
-        argv, input=text, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        argv, input=text, capture_output=True, text=True, errors="replace", timeout=timeout_s, cwd=folder
     )
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]

@@ -1,0 +1,133 @@
+"""`trainkit submit RUN`: a run again, in a new folder. No process is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.golden.__main__ import HERE, unpack_run
+from tests.support.sweeps import made_up_sweep
+from trainkit.backends.local import LocalBackend
+from trainkit.cli.main import main
+from trainkit.config import read_effective
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.record import read_job
+from trainkit.run.rundir import RunDir
+
+SCRIPT = "print('as submitted')\n"
+
+
+@pytest.fixture(autouse=True)
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
+    """The run `train` of a script that has changed since."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LocalBackend, "_supervisor", lambda *args: os.getpid())
+    Path("train.py").write_text(SCRIPT)
+    options = ["--gpus-per-node", "2", "--launcher", "torchrun", "--note", "baseline", "--set", "seed=5"]
+    run = submitted(capsys, *options, "--backend", "local", "--", "train.py", "--lr", "0.1")
+    Path("train.py").write_text("1 / 0\n")
+    return run
+
+
+def submitted(capsys: pytest.CaptureFixture[str], *args: str) -> RunDir:
+    capsys.readouterr()
+    assert main(["submit", *args]) == 0
+    return RunDir(capsys.readouterr().out.splitlines()[0])
+
+
+@pytest.mark.parametrize("name", ["train", "runs/train", "last"])
+def test_config_code_command_and_size(
+    name: str, first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where this machine has another number of GPUs by then, and from another folder."""
+    config = first.config_file.read_text()
+    first.config_file.write_text(config.replace("gpus_per_node: 2", "gpus_per_node: auto"))
+    again = submitted(capsys, name)
+    assert again.path == first.path.with_name("train-2")
+    assert (again.code_dir / "train.py").read_text() == SCRIPT
+    code = read_job(again).code
+    assert code is not None
+    assert code.import_path == [code.workdir] == [str(again.code_dir)]
+    before, plan = LaunchPlan.read(first.plan_file), LaunchPlan.read(again.plan_file)
+    text = plan.reasons.pop("repeats")
+    assert text == f"{first.path}: its config, command and code"
+    for key in ("launcher", "command", "layout", "batch", "device", "workers_per_node", "backend"):
+        assert getattr(plan, key) == getattr(before, key), key
+    assert (read_effective(again.config_file).seed, read_effective(again.config_file).note) == (5, "baseline")
+    assert not Path("runs/train-3").exists()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    third = submitted(capsys, "train" if name == "last" else str(first.path))
+    assert (third.path.parent, read_job(third).cwd) == (first.path.parent, str(first.path.parent.parent))
+
+
+def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "seed=6", "--gpus-per-node", "3", "--name", "wide", "--run-dir", "here", "--dry-run"]
+    assert main(["submit", "train", *options]) == 0
+    out, err = capsys.readouterr()
+    assert f"repeats             {first.path}: its config, command and code; other workers per node" in out
+    assert "  changed             seed: 5 -> 6\n" in err
+    assert "launch.backend" not in err
+    assert main(["submit", "train", "--sweep", "seed=1,2", "--dry-run", "--json", "--", "./x"]) == 2
+    assert main(["submit", "train", "--sweep", "seed=1,2", "--name", "seeds"]) == 0
+    group = Path("runs/seeds").absolute()
+    assert (group / "code" / "train.py").read_text() == SCRIPT
+
+
+def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run = submitted(capsys, "train", "--no-snapshot")
+    assert read_job(run).code is None
+    assert f"its config and command; the code in {Path.cwd()} as it is now" in run.plan_file.read_text()
+    # It has no copy itself.
+    assert read_job(submitted(capsys, run.name)).code is None
+    copied = submitted(capsys, run.name, "--set", "launch.snapshot=true")
+    assert (copied.code_dir / "train.py").read_text() == "1 / 0\n"
+
+
+def test_a_file_or_shipped_config_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train").write_text("name: of-the-file\ndevice: cpu\n")
+    submitted(capsys, "--name", "quickstart", "--", sys.executable, "train.py")
+    for name, expected in (("train", "of-the-file"), ("quickstart", "quickstart")):
+        assert main(["submit", name, "--backend", "local", "--dry-run", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err.startswith(f"{expected}: ")
+        assert "repeats" not in json.loads(out)["reasons"]
+
+
+def test_a_run_of_an_earlier_version(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text.txt").write_text("a text" * 1000)
+    for name in ("finished", "command"):
+        run = RunDir(unpack_run(HERE / "folders" / name, Path.cwd()))
+        if read_job(run).code is not None:
+            (run.code_dir / "command.py").touch()
+        assert main(["submit", name, "--backend", "local", "--set", "device=cpu", "--dry-run", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["reasons"]["repeats"].startswith(f"{run.path}: its config")
+        assert plan["command"] == json.loads(run.plan_file.read_text())["command"]
+
+
+def test_what_is_refused(
+    first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(name: str) -> str:
+        assert main(["submit", name, "--dry-run"]) == 2
+        return capsys.readouterr().err
+
+    assert "trian: no such file or shipped config\n\nhint: shipped configs: " in refused("trian")
+    made_up_sweep(Path("runs/sweep").absolute(), {"seed": [1, 2]})
+    assert "is a group of 2 runs\n\nhint: choose one of them, for example" in refused("runs/sweep")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        if os.getuid() == 0:
+            os.chown(first.path, 77, 77)
+        uid = first.path.stat().st_uid
+        assert f"{first.path} belongs to user {uid}, whose code would run as you" in refused("train")
+        os.chown(first.path, os.getuid(), os.getgid())
+    first.code_dir.rename(first.path / "moved")
+    lost = f"{first.path} has lost the copy of its code: there is no {first.code_dir}"
+    assert refused("train").startswith(f"error: {lost}\n\nhint: --no-snapshot runs the code in {Path.cwd()}")
+    assert sorted(item.name for item in Path("runs").iterdir()) == ["sweep", "train"]

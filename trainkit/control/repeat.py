@@ -1,0 +1,96 @@
+"""Runs a run again from its beginning, in a new folder: with its config, code, command, backend and size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+
+from trainkit.config import RunConfig, read_effective
+from trainkit.config.yamlfile import STANDARD_INPUT
+from trainkit.control.resume import refuse_by_hand, refuse_replay
+from trainkit.errors import UsageError
+from trainkit.folders import find_shipped_config
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.record import CodeCopy, read_job
+from trainkit.run.registry import UnknownRun, find_run_or_group, one_run
+from trainkit.run.rundir import RunDir
+from trainkit.submit.snapshot import moved
+
+FOUND_HERE = {
+    "device": "device",
+    "resources.gpus_per_node": "workers_per_node",
+    "launch.backend": "backend",
+}
+"""Keys that may be ``auto``, and the value of the plan that each became."""
+SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
+
+
+@dataclass(frozen=True)
+class RepeatedRun:
+    """A run to run again."""
+
+    run: RunDir
+    config: RunConfig
+    plan: LaunchPlan
+    code: CodeCopy | None
+    """Its copy of the code; None if the new run uses the current code."""
+
+    def found_values(self, typed: Collection[str]) -> dict[str, tuple[str, object]]:
+        """What this run found out itself, for all keys but the `typed` ones: key -> origin and value."""
+        found = self.config.model_dump(mode="json")
+        values = {}
+        for key, name in FOUND_HERE.items():
+            section, _, inner = key.rpartition(".")
+            value = getattr(self.plan, name)
+            is_auto = (found[section] if section else found)[inner] == "auto"
+            if key not in typed and is_auto and (key != "launch.backend" or self.plan.has_supervisor):
+                values[key] = (str(self.run.plan_file), value)
+        return values
+
+    def described(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of the new run, which says what it repeats and what differs."""
+        taken = ["config"]
+        taken += ["command"] if plan.command and plan.command == self.plan.command else []
+        taken += ["code"] if self.code else []
+        kept = f"its {' and '.join(filter(None, (', '.join(taken[:-1]), taken[-1])))}"
+        code = "" if self.code else f"; the code in {Path.cwd()} as it is now"
+        differing = [
+            name.replace("_", " ") for name in SHAPE if getattr(plan, name) != getattr(self.plan, name)
+        ]
+        other = f"; other {', '.join(differing)}" if differing else ""
+        text = f"{self.run.path}: {kept}{code}{other}"
+        return replace(plan, reasons={"repeats": text, **plan.reasons})
+
+
+def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
+    """The run that an argument names; None for a config, which comes first, and for what is neither.
+
+    `uses_current_code` ignores its copy of the code. Raises UsageError for a run that cannot be repeated.
+    """
+    path = Path(text)
+    if path == STANDARD_INPUT or path.expanduser().is_file() or find_shipped_config(text) is not None:
+        return None
+    try:
+        run = one_run(find_run_or_group(text, to_change=True), text)
+    except UnknownRun:
+        return None
+    refuse_replay(run)
+    refuse_by_hand(run)
+    if (uid := run.path.stat().st_uid) not in (os.geteuid(), 0):
+        raise UsageError(
+            f"{run.path} belongs to user {uid}, whose code would run as you",
+            hint=f"`trainkit submit {quote(str(run.config_file))}` takes only its config",
+        )
+    code, cwd = read_job(run).code, read_job(run).cwd
+    if code is not None and not uses_current_code:
+        code = moved(code, run.code_dir) if run.code_dir.is_dir() else code
+        if not Path(code.workdir).is_dir():
+            raise UsageError(
+                f"{run.path} has lost the copy of its code: there is no {code.workdir}",
+                hint=f"--no-snapshot runs the code in {cwd} as it is now",
+            )
+    config, plan = read_effective(run.config_file), LaunchPlan.read(run.plan_file)
+    return RepeatedRun(run, config, plan, None if uses_current_code else code)
