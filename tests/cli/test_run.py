@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 from steering import is_running, wait_for
 
-from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
 from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.files import read_json
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.__main__ import debug
-from trainkit.trainer.progress import Progress
 
 
 def started(desk, *args):
@@ -294,13 +291,11 @@ def test_a_script_without_its_dashes(desk):
     assert "hint: a program of your own comes after --: `trainkit run -- python train.py`\n" in done.stderr
 
 
-def test_a_breakpoint_needs_a_terminal_and_one_process():
-    with pytest.raises(UsageError, match=r"breakpoint\(\) in .*test_run.py:\d+ needs a terminal"):
-        debug(sys._getframe(), None, Progress())
-
-
 @pytest.mark.slow(seconds=25)
-def test_a_breakpoint_of_a_task_is_in_the_terminal(desk):
+@pytest.mark.parametrize(
+    "options", [(), ("--gpus-per-node", "2", "--debug", "1")], ids=["one process", "rank 1 of 2"]
+)
+def test_a_breakpoint_of_a_task_is_in_the_terminal(desk, options):
     done = subprocess.run(
         [sys.executable, "-m", "trainkit", "init", "--task", "mine"], cwd=desk.folder, env=desk.environ
     )
@@ -312,8 +307,9 @@ def test_a_breakpoint_of_a_task_is_in_the_terminal(desk):
     argv = [sys.executable, "-m", "trainkit", "run", "mine.yaml"]
     terminal, own = pty.openpty()
     process = subprocess.Popen(
-        [*argv, *(word for item in settings for word in ("--set", item))],
-        **{"cwd": desk.folder, "env": desk.environ, "stdin": own, "stdout": own, "stderr": own},
+        [*argv, *options, *(word for item in settings for word in ("--set", item))],
+        **{"cwd": desk.folder, "env": {**desk.environ, "TERM": "dumb"}},
+        **{"stdin": own, "stdout": own, "stderr": own},
     )
     os.close(own)
     shown = ""

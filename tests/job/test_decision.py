@@ -47,6 +47,13 @@ def after(end, *past, policy=POLICY, options=HERE):
     return decide(end, past, policy, options)
 
 
+@pytest.mark.parametrize("kind", ["bdb.BdbQuit", "BdbQuit"])
+def test_a_person_who_quits_the_debugger(kind):
+    """Of a script as its log has it, and of a task."""
+    decision = after(ended([1, 143], failure=RankFailure(type=kind)))
+    assert (decision.action, decision.reason, decision.cause) == ("stopped", "stopped in the debugger", None)
+
+
 @pytest.mark.parametrize(
     ("codes", "request_name", "cause", "action", "exit_code"),
     [

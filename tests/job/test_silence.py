@@ -84,6 +84,17 @@ def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyP
     assert [event["event"] for event in watched.events()] == [], "it has printed, and no lock is in its way"
 
 
+def test_ranks_wait_for_one_in_the_debugger(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(attempt, monkeypatch, silence_s=60.0)
+    attempt.debugger_dir.mkdir()
+    record = attempt.debugger_dir / "rank-0002.json"
+    record.touch()
+    assert watched.wait(1000) == []
+    record.unlink()
+    assert watched.wait(50) == []
+    assert watched.wait(30) != []
+
+
 def test_before_the_first_line_silence_is_reported_and_ends_nothing(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

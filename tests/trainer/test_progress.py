@@ -137,6 +137,13 @@ class TestProgressWatch:
         assert self.check_until(detector, clock, began_s + 1000) is not None
         assert clock[0] == began_s + 150, "but not one that has waited for a moment only"
 
+    def test_time_in_the_debugger_is_not_counted(self, progress, clock):
+        detector = HangDetector(progress, POLICY, lambda: False)
+        assert self.check_until(detector, clock, clock[0] + 200) is None
+        detector.count_from_now()
+        assert self.check_until(detector, clock, clock[0] + 300) is None
+        assert self.check_until(detector, clock, clock[0] + 2) is not None
+
     def test_whoever_may_take_long_says_so_with_it_too(self, progress, clock):
         detector = HangDetector(progress, POLICY, lambda: clock[0] > began_s + 400)
         began_s = clock[0]

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from trainkit.backends import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
+from trainkit.job.rank_debugger import TERMINAL_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import Attempt, attempts_of
-from trainkit.run.process import TERMINAL_VARIABLE, boot_id
+from trainkit.run.process import boot_id
 from trainkit.run.record import AttemptRecord, add_attempt, is_alive, open_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import OWN_PREFIX

@@ -1,4 +1,4 @@
-"""`trainkit cancel`, `requeue`, `stacks`, `attach` and `shell`: what acts on a run or an allocation."""
+"""`trainkit cancel`, `requeue`, `stacks`, `attach`, `debug`, `shell`: what acts on a run or allocation."""
 
 from __future__ import annotations
 
@@ -254,6 +254,23 @@ def attach(run_name: str, node: int) -> NoReturn:
     from trainkit.run.registry import find_run
 
     shell.attach(find_run(run_name), node)
+
+
+@click.command(cls=Command, epilog=examples("trainkit debug last", "trainkit debug last --rank 5"))
+@run_argument
+@click.option("--rank", type=click.IntRange(min=0), default=0, metavar="R", help="The rank; default: 0.")
+def debug(run_name: str, rank: int) -> int:
+    """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
+
+    The other ranks go on: they stop at no breakpoint() any more. In the debugger, `c` continues the run, to
+    the next breakpoint(), and `q` stops it. While it runs, Ctrl-C leaves it running. `trainkit run --debug`
+    starts a run with a terminal.
+    """
+    from trainkit.control import shell
+    from trainkit.run.registry import find_run
+
+    shell.debug(_running_attempt(find_run(run_name)), rank)
+    return EXIT_OK
 
 
 @click.command(

@@ -138,10 +138,17 @@ def run_word(run: RunDir) -> str:
     return quote(relative_path(str(run.path), Path.cwd()))
 
 
-def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
+def follow_run(
+    run: RunDir,
+    attempt: int,
+    to_stderr: bool,
+    on_poll: Callable[[], None] = lambda: None,
+    shows_log: bool = True,
+) -> int:
     """Print rank 0's log and the run's events until it ends, then how it ended; returns the exit code.
 
-    `on_poll` is called several times per second. KeyboardInterrupt passes through.
+    `on_poll` is called several times per second. `shows_log` False prints nothing until the end.
+    KeyboardInterrupt passes through.
     """
     run.hold()
     events = JsonlTail(run.events_file, from_start=True)
@@ -151,11 +158,13 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
         on_poll()
         run.follow()
         events.path = run.events_file
-        _print_events(events, attempt)
+        if shows_log:
+            _print_events(events, attempt)
         return is_alive()
 
     for _, line in follow(run, attempt, lambda attempt: [attempt.rank_log(0)], poll):
-        click.echo(line, err=to_stderr)
+        if shows_log:
+            click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
         # Otherwise the next command, for example `resume`, might find the supervisor still running.

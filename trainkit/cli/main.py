@@ -41,6 +41,7 @@ SECTIONS = {
         "compare": "Compare runs: what each reached, and where their configs differ.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
+        "debug": "Debug a rank of a running job that waits at breakpoint().",
         "ui": "Show the curves of a run in a browser.",
         "sync": "Send the metrics of a run to MLflow and Weights & Biases.",
     },
@@ -69,7 +70,7 @@ SECTIONS = {
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 """Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `ELSEWHERE`."""
 ELSEWHERE = {
-    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "requeue", "shell", "stacks")},
+    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "debug", "requeue", "shell", "stacks")},
     "completion": "cli.help:completion",
     "env": "cli.run:env",
     "schema": "cli.check:schema",

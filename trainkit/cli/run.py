@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,10 +28,12 @@ from trainkit.cli.options import (
     trailing_workload,
 )
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
+from trainkit.folders import user_name
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.job.node.slurm_step import SlurmTask
+    from trainkit.plan.launch import DebugPlan, LaunchPlan
     from trainkit.plan.workload import Workload
     from trainkit.run.record import AttemptRecord
     from trainkit.run.rundir import AttemptDir, RunDir
@@ -49,12 +53,30 @@ if TYPE_CHECKING:
 @host_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 @launcher_option
-def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: Any) -> int:
+@click.option(
+    "--debug",
+    is_flag=False,
+    flag_value="0",
+    metavar="[RANK|debugpy]",
+    help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
+)
+@click.option("--post-mortem", is_flag=True, help="Debug that rank where an exception ends it.")
+def command(
+    request: ConfigRequest,
+    run_dir: str | None,
+    launcher: str,
+    debug: str | None,
+    post_mortem: bool,
+    **host: Any,
+) -> int:
     """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
     in which it is started. With a COMMAND after --, each rank runs it instead of the built-in trainer.
 
     Without Slurm it runs on several hosts that share the filesystem of the run folder, if it is started on
     each with the same --nodes, --master-addr and --master-port and its own --node-rank.
+
+    With --debug one rank has the terminal, the others log to files, and nothing counts as a hang. `trainkit
+    debug` debugs a rank of a run that has no terminal.
 
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
     and `fg` continues it. A run also saves and stops when its terminal closes.
@@ -70,6 +92,14 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
     workload = trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
     place = host_place(None if nodes is None else int(str(nodes[1])), **host)
+    debug_plan = (
+        None if debug is None and not post_mortem else _debug_plan(debug or "0", post_mortem, workload)
+    )
+    if debug_plan is not None and (place is not None or "SLURM_STEP_ID" in os.environ):
+        raise UsageError(
+            "--debug is for a run on this machine alone",
+            hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
+        )
     if place is None and "SLURM_STEP_ID" in os.environ:
         from trainkit.job.node.slurm_step import find_slurm_task
 
@@ -94,6 +124,8 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
+    if debug_plan is not None:
+        plan = _in_debugger(plan, debug_plan)
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
@@ -112,8 +144,64 @@ def command(request: ConfigRequest, run_dir: str | None, launcher: str, **host: 
     run, name, entry = start()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
-    code = follow_run(run, entry.attempt, to_stderr=False, on_poll=lambda: forwarder.forward(run))
+    code = follow_run(
+        *(run, entry.attempt),
+        to_stderr=False,
+        on_poll=lambda: forwarder.forward(run),
+        shows_log=plan.debug is None or plan.debug.port is not None,
+    )
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
+
+
+def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
+    """How a run is debugged, as typed; UsageError where that cannot be."""
+    from trainkit.plan.launch import DebugPlan
+
+    mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
+    if mode not in ("", "debugpy") or not rank.isdecimal() or (mode and post_mortem):
+        raise UsageError(
+            f"--debug {text}: neither a rank nor debugpy",
+            hint="for example --debug 1, --debug=debugpy or --debug=debugpy:1; CONFIG comes before --debug",
+        )
+    if not mode and not sys.stdin.isatty():
+        raise UsageError("--debug needs a terminal", hint="--debug=debugpy waits for an editor")
+    words = workload.argv
+    is_python = workload.launcher != "python" or not words or PurePath(words[0]).name.startswith("python")
+    if post_mortem and not is_python and not any(word.endswith(".py") for word in words):
+        raise UsageError(
+            f"--post-mortem is for Python, and the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
+        )
+    if not mode:
+        return DebugPlan(int(rank), "post-mortem" if post_mortem else "pdb")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return DebugPlan(int(rank), mode, free.getsockname()[1])
+
+
+def _in_debugger(plan: LaunchPlan, debug: DebugPlan) -> LaunchPlan:
+    """The plan with nothing that counts as a hang; UsageError for another rank, or without debugpy."""
+    from trainkit.submit.environment import NoAnswer, find_packages
+
+    if debug.rank >= plan.world_size:
+        raise UsageError(
+            f"the run has no rank {debug.rank}", hint=f"its ranks are 0 to {plan.world_size - 1}"
+        )
+    reason = f"rank {debug.rank} has the terminal; nothing counts as a hang"
+    if debug.port is not None:
+        named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
+        python = (named,) if named else plan.python or (sys.executable,)
+        with contextlib.suppress(NoAnswer):
+            if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
+                raise UsageError(
+                    f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
+                )
+        reason = (
+            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
+            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}"
+        )
+    reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
+    policy = replace(plan.requeue, hang_factor=None, inspect_s=None, silence_s=None)
+    notify = replace(plan.notify, on=tuple(event for event in plan.notify.on if event != "stalled"))
+    return replace(plan, debug=debug, requeue=policy, notify=notify, reasons={**reasons, "debug": reason})
 
 
 class _Forwarder:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from shlex import quote
+from typing import TYPE_CHECKING, NoReturn
 
 from trainkit.backends import backend_of
 from trainkit.cluster.machine import Machine
@@ -14,16 +17,23 @@ from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import ensure_folder
+from trainkit.formats import rank_list
+from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
+from trainkit.run.files import read_object, write_atomic
+from trainkit.run.process import own_host
 from trainkit.run.record import AttemptRecord, read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.submit.environment import find_interpreter
 from trainkit.submit.script import make_job_environment, render
+
+if TYPE_CHECKING:
+    from trainkit.slurm.jobs import JobInfo
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
 BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
@@ -95,12 +105,54 @@ def attach(run: RunDir, node: int) -> NoReturn:
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     _require_terminal("`trainkit logs` shows the output of the run")
+    _run_next_to(job, hosts[node], ("bash", "-i"))
+
+
+def _run_next_to(job: JobInfo, host: str, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by one on a host of a job, with this terminal."""
     argv = [
         *("srun", f"--jobid={job.number or job.job_id}", "--overlap", "--mpi=none"),
         *("--mem=0", "--nodes=1", "--ntasks=1"),
-        *(f"--nodelist={hosts[node]}", "--pty", "bash", "-i"),
+        *(f"--nodelist={host}", "--pty", *argv),
     ]
     os.execvpe(argv[0], argv, scrubbed(os.environ))
+
+
+def debug(attempt: AttemptDir, rank: int) -> None:
+    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends that.
+
+    Runs on the host of the rank. Raises UsageError for a rank that does not wait.
+    """
+    run, folder = attempt.run, attempt.debugger_dir
+    waiting = {int(file.stem.partition("-")[2]): file for file in folder.glob("rank-*.json")}
+    record = read_object(waiting[rank]) if rank in waiting else {}
+    if not record.get("socket"):
+        problem = "is in another debugger" if record else "is not at a breakpoint()"
+        hint = f"`trainkit stacks {quote(str(run.path))} --rank {rank}` shows where it is"
+        if others := sorted(waiting.keys() - {rank}):
+            hint = f"{rank_list(others)} of this run may be"
+        raise UsageError(f"rank {rank} {problem}", hint=hint)
+    _require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(record["socket"]))
+        except OSError as error:
+            if own_host() == record["node"]:
+                raise UsageError(f"rank {rank} cannot be reached: {error}") from None
+            entry = read_job(run).newest or AttemptRecord()
+            again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
+            _run_next_to(backend_of(entry).running_job(run, entry), str(record["node"]), again)
+        write_atomic(folder / CHOSEN_FILE, str(rank))
+        terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)
+        socket.send_fds(client, [AT_PROMPT], [terminal])
+        state = AT_PROMPT
+        while state:
+            try:
+                state = client.recv(1)
+            except KeyboardInterrupt:
+                if state == RUNNING:
+                    return
+                print("\n`c` continues the run, `q` stops it", flush=True)
 
 
 def _require_terminal(hint: str) -> None:

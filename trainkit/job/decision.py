@@ -19,7 +19,15 @@ from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, AttemptEnd, Cause, RankFailure
+from trainkit.run.end import (
+    RESUME_ACTIONS,
+    WITHOUT_RECORD,
+    Action,
+    AttemptEnd,
+    Cause,
+    RankFailure,
+    is_quit,
+)
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
@@ -150,6 +158,8 @@ def decide(
     if result.moved_to is not None and not saved:
         reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
+    if result.failure is not None and is_quit(result.failure.type or ""):
+        return Decision("stopped", "stopped in the debugger", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     # A save that fails when a person cancels the run is reported as the failure that it is.

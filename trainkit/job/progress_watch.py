@@ -208,7 +208,8 @@ class SilenceWatch:
             self._silence = explain_silence(replies, self._started)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
-            self._report(self._silence)
+            if not self._attempt.has_rank_in_debugger:
+                self._report(self._silence)
             self._forget()
             self._output.reset()
 

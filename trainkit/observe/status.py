@@ -231,6 +231,10 @@ def read_status(
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
     state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
+    if plan.values.get("debug") is not None:
+        reason = "; ".join(filter(None, (reason, "run with --debug")))
+    elif reason is None and state == "running" and run.attempt(entry.attempt).has_rank_in_debugger:
+        reason = "a rank waits at breakpoint() for `trainkit debug`, or is in it"
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")

@@ -128,6 +128,23 @@ class NotifyPolicy:
 
 
 @dataclass(frozen=True)
+class DebugPlan:
+    """A run in the debugger."""
+
+    rank: int
+    """The rank that is debugged; the others run on."""
+    mode: str
+    """``pdb``, ``post-mortem`` or ``debugpy``."""
+    port: int | None = None
+    """Where debugpy listens."""
+
+    @property
+    def words(self) -> str:
+        """As a variable of the environment says it."""
+        return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """A planned launch, with the reason for each derived value."""
 
@@ -188,6 +205,8 @@ class LaunchPlan:
     """First and last step that `trainkit replay` computes again; None for a training."""
     after: tuple[str, ...] = ()
     """The folders of runs and groups that must finish before a run on this machine starts."""
+    debug: DebugPlan | None = None
+    """Which rank `trainkit run --debug` debugs."""
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
     checkpoint_bytes: int | None = None
@@ -255,7 +274,7 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes"):
+        for name in ("after", "sizes", "debug"):
             if not values[name]:
                 del values[name]
         return values
@@ -309,6 +328,8 @@ class LaunchPlan:
         ):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
+        if values.get("debug") is not None:
+            values["debug"] = DebugPlan(**values["debug"])
         if values.get("slurm") is not None:
             from trainkit.plan.slurm_request import SlurmRequest
 

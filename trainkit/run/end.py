@@ -31,6 +31,11 @@ WITHOUT_RECORD = "ended without a record"
 """How the reason begins in which a later start of the job says that the attempt left no record."""
 
 
+def is_quit(kind: str) -> bool:
+    """Whether a failure of this type is the end of a debugger in which a person has typed `q`."""
+    return kind.rpartition(".")[2] == "BdbQuit"
+
+
 SIGNALLED = 128
 """The exit code of a process that signal n killed is SIGNALLED + n."""
 

@@ -10,9 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The terminal of `trainkit run`, in which `breakpoint()` debugs: ranks have another standard input."""
-
 
 @dataclass(frozen=True)
 class ProcessStat:

@@ -173,6 +173,8 @@ class AttemptDir:
     hangs_dir = Child("hangs")
     """Created by the first rank that hangs."""
     stacks_dir = Child("stacks")
+    debugger_dir = Child("debugger")
+    """Created by the first rank that waits for `trainkit debug`."""
     profile_dir = Child("profile")
     ranks_dir = Child("ranks")
     done_file = Child("done")
@@ -194,6 +196,11 @@ class AttemptDir:
     def path(self) -> Path:
         """Below the run's, which may be moved."""
         return self.run.attempts_dir / f"{self.number:03d}"
+
+    @property
+    def has_rank_in_debugger(self) -> bool:
+        """Whether a rank waits for `trainkit debug`, or is in it: its peers wait, and do not hang."""
+        return any(self.debugger_dir.glob("rank-*.json"))
 
     def node_log(self, node_rank: int) -> Path:
         return self.logs_dir / f"node-{node_rank:04d}.log"

@@ -9,17 +9,16 @@ import logging
 import os
 import sys
 import traceback
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from functools import partial
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
 from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import users_line
+from trainkit.run.end import is_quit, users_line
 from trainkit.run.files import utc_now, write_json
-from trainkit.run.process import TERMINAL_VARIABLE, own_host
+from trainkit.run.process import own_host
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import last_exception
@@ -42,15 +41,16 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     rank_info = RankInfo(rank, int(os.environ.get("NODE_RANK", "0")), own_host())
     stacks = RankStacks(attempt, rank, progress)
+    debug_mode, unwatched = mode_of_rank(), partial(progress.within, "unwatched")  # the hang watch pauses
     set_up_logging(rank)
     try:
         plan = LaunchPlan.read(attempt.plan_file)
         stacks.listen(stop)
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
-        if "PYTHONBREAKPOINT" not in os.environ:
-            terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 else None
-            sys.breakpointhook = lambda *args, **kwargs: debug(sys._getframe(1), terminal, progress)
+        if "PYTHONBREAKPOINT" not in os.environ and debug_mode not in ("off", "debugpy"):
+            terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not debug_mode else None
+            sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
         refuse_old_torch()
         worker = "trainkit.trainer.worker" if plan.replay is None else REPLAY_WORKER
         work = importlib.import_module(worker).run_worker
@@ -58,6 +58,9 @@ def main() -> None:
         gc.enable()
         code = work(attempt, plan, stop, progress)
     except BaseException as error:
+        if debug_mode == "post-mortem" and isinstance(error, Exception) and not is_quit(type(error).__name__):
+            traceback.print_exception(error)
+            stop_at(error.__traceback__, around=unwatched)
         code = record_failure(attempt, rank_info, error, progress.current)
     stacks.close()
     if "trainkit.trainer.distributed" not in sys.modules:
@@ -65,25 +68,6 @@ def main() -> None:
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
-
-
-def debug(frame: FrameType, terminal: str | None, progress: Progress) -> None:
-    """What `breakpoint()` does in the code of a task: debug in the terminal of `trainkit run`."""
-    import pdb
-
-    class Debugger(pdb.Pdb):
-        def interaction(self, *args: Any, **kwargs: Any) -> None:
-            with progress.within("unwatched"):  # the hang watch pauses
-                super().interaction(*args, **kwargs)
-
-    if terminal is None:
-        raise UsageError(
-            f"breakpoint() in {frame.f_code.co_filename}:{frame.f_lineno} needs a terminal and a run of one "
-            "process",
-            hint="type `trainkit run CONFIG --gpus-per-node 1` in a terminal, or remove it",
-        )
-    file = Path(terminal)
-    Debugger(stdin=file.open(), stdout=file.open("w")).set_trace(frame)
 
 
 def refuse_old_torch() -> None:

@@ -212,6 +212,9 @@ class HangDetector:
         self._others_hang = others_hang
         self._checked_s = self._resumed_s = time.monotonic()
 
+    def count_from_now(self) -> None:
+        self._resumed_s = time.monotonic()
+
     def check(self, now_s: float) -> Hang | None:
         """The hang of this rank, or None; call about once per second."""
         if now_s > self._checked_s + SUSPENDED_S:
@@ -251,6 +254,9 @@ class Watchdog:
             time.sleep(poll_s)
             hang = detector.check(time.monotonic())
             if hang is None:
+                continue
+            if self.attempt.has_rank_in_debugger:
+                detector.count_from_now()
                 continue
             try:
                 self._report(hang)

@@ -25,6 +25,7 @@ from trainkit.job import processes
 from trainkit.job.local_queue import VISIBLE
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
+from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
@@ -104,6 +105,9 @@ def worker_environ(
         environ["TRAINKIT_JOB_CODE_SOURCE"], environ["TRAINKIT_JOB_CODE_COPY"] = code.source, code.code
     environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
     environ[ATTEMPT_VARIABLE] = str(attempt.number)
+    environ[FOLDER_VARIABLE] = str(attempt.debugger_dir)
+    if plan.debug is not None:
+        environ[DEBUG_VARIABLE] = plan.debug.words
     if plan.workload.is_command:
         _add_for_command(environ, plan, attempt)
         if WORK_DIR_VARIABLE in inherited:

@@ -16,20 +16,37 @@ from types import ModuleType
 FOLDER = __file__.rpartition("/")[0]
 
 
+def load(name: str) -> ModuleType:
+    """A module of `trainkit.job`, which this Python may lack; it imports only the standard library."""
+    if (loaded := sys.modules.get(f"trainkit_{name}")) is not None:
+        return loaded
+    module = sys.modules[f"trainkit_{name}"] = type(sys)(f"trainkit_{name}")
+    SourceFileLoader(module.__name__, f"{FOLDER}/../{name}.py").exec_module(module)
+    return module
+
+
 def spare_what_a_rank_starts() -> None:
     """Have a rank spare its children, and a process that a rank has started spare itself."""
-    module = type(sys)("trainkit_spare_children")
-    SourceFileLoader(module.__name__, f"{FOLDER}/../spare_children.py").exec_module(module)
+    module = load("spare_children")
     own_pid, parent_pid = str(os.getpid()), str(os.getppid())
     if os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid:
         module.spare_this_process()
     # A launcher of a single process, such as accelerate, gives it no RANK.
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
         module.spare_children()
+        debug_rank()
     elif os.environ[module.AGENT_VARIABLE] == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
+
+
+def debug_rank() -> None:
+    """Prepare a rank for a debugger: it has no terminal."""
+    if "TRAINKIT_JOB_DEBUG" in os.environ:
+        load("rank_debugger").install()
+    elif "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = lambda *args, **kwargs: load("rank_debugger").stop_at(sys._getframe(1))
 
 
 class CopyFinder:

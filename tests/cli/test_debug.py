@@ -1,0 +1,235 @@
+"""Debuggers, in a real terminal: `trainkit run --debug`, `--post-mortem` and `trainkit debug`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from steering import wait_for
+
+from tests.support.tmux import Tmux, needs_tmux
+from trainkit.cli.main import main
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import read_end
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
+from trainkit.submit import environment
+
+TRAINKIT = [sys.executable, "-m", "trainkit"]
+SCRIPT = """
+import os
+import time
+rank = int(os.environ["RANK"])
+for step in range(3):
+    print(f"rank {rank} step {step}", flush=True)
+    breakpoint()
+if os.environ.get("CRASH") and rank == 1:
+    secret = 42
+    raise ValueError(f"bad {rank}")
+while os.environ.get("CRASH"):
+    time.sleep(1)
+print("done", input("name? ") if os.isatty(0) else "", flush=True)
+"""
+
+
+@pytest.fixture
+def terminal(desk, tmp_path):
+    (desk.folder / "loop.py").write_text(SCRIPT)
+    with Tmux(tmp_path, 140, 60, desk.folder, desk.environ) as window:
+        yield window
+
+
+def typed(terminal: Tmux, text: str, expected: str) -> None:
+    """Type a line for which the window then shows a pattern."""
+    terminal._run("send-keys", "-l", text)
+    terminal.keys("Enter")
+    terminal.wait_for(expected)
+
+
+def trainkit(desk, *args: str) -> subprocess.CompletedProcess[str]:
+    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run([*TRAINKIT, *args], stdin=subprocess.DEVNULL, **options)
+
+
+def ended(run: RunDir) -> tuple[str, str]:
+    end = wait_for(lambda: read_end(run.attempt(1)), 60)
+    return end.state, end.reason
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=8)
+def test_a_script_on_rank_1_of_2(desk, terminal):
+    run = RunDir(desk.folder / "runs" / "loop")
+    argv = [*TRAINKIT, "run", "--gpus-per-node", "2", "--debug", "1", "--", sys.executable, "loop.py"]
+    terminal.type(argv)
+    terminal.wait_for(r"rank 1 step 0\n(?:.*\n)*\(Pdb\)$")
+    assert desk.status(run)["reason"] == "run with --debug"
+    typed(terminal, "p 'rank', rank + 41", r"^\('rank', 42\)")
+    typed(terminal, "c", r"rank 1 step 1\n(?:.*\n)*\(Pdb\)$")
+    typed(terminal, "c", r"rank 1 step 2\n(?:.*\n)*\(Pdb\)$")
+    typed(terminal, "c", r"^name\?$")
+    typed(terminal, "Ada", r"^done Ada\n(?:.*\n)*finished: all workers finished")
+    plan = LaunchPlan.read(run.plan_file)
+    assert (plan.debug.rank, plan.debug.mode, plan.requeue.hang_factor) == (1, "pdb", None)
+    log = run.attempt(1).rank_log(0).read_text()
+    assert log == "rank 0 step 0\nrank 0 step 1\nrank 0 step 2\ndone \n"
+    assert desk.status(run)["reason"] == "all workers finished; run with --debug"
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=15)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["q", "Enter"], ("stopped", "stopped in the debugger")),
+        (["C-d"], ("stopped", "stopped in the debugger")),
+        (["C-c", "C-c"], ("stopped", "killed: not all workers ended within the grace time after SIGINT")),
+        (None, ("stopped", "")),
+    ],
+    ids=["quit", "Ctrl-D", "Ctrl-C twice", "closed terminal"],
+)
+def test_the_end_of_a_debugger_is_no_crash(desk, terminal, keys, expected):
+    run = RunDir(desk.folder / "runs" / "loop")
+    terminal.type([*TRAINKIT, "run", "--gpus-per-node", "2", "--debug", "--", sys.executable, "loop.py"])
+    terminal.wait_for(r"\(Pdb\)$")
+    if keys is None:
+        terminal.close_window()
+    for key in keys or ():
+        terminal.keys(key)
+        if key == "C-c":
+            terminal.wait_for("stopping")
+    state, reason = ended(run)
+    assert (state, reason.startswith(expected[1])) == (expected[0], True), reason
+    assert not any(run.attempt(1).hangs_dir.glob("*"))
+    if reason == "stopped in the debugger":
+        assert (
+            "Stopped in the debugger\na person quit the debugger" in trainkit(desk, "diagnose", "last").stdout
+        )
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=8)
+def test_post_mortem(desk, terminal):
+    run = RunDir(desk.folder / "runs" / "loop")
+    (desk.folder / "loop.py").write_text(SCRIPT.replace("    breakpoint()\n", ""))
+    argv = [*TRAINKIT, "run", "--gpus-per-node", "2", "--debug", "1", "--post-mortem"]
+    terminal.type(["env", "CRASH=1", *argv, "--", sys.executable, "loop.py"])
+    terminal.wait_for(r"ValueError: bad 1\n(?:.*\n)*\(Pdb\)$")
+    typed(terminal, "p secret", "^42")
+    typed(terminal, "c", "^failed: a worker ended with exit code 1")
+    failure = read_json(run.attempt(1).rank_error(1))
+    assert (failure["type"], failure["message"]) == ("ValueError", "bad 1")
+    assert failure["code"]["line"] == 9
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=12)
+def test_a_job_without_a_terminal(desk, terminal):
+    """The chosen rank stops at each breakpoint(), also after its terminal was closed; the other goes on."""
+    argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
+    run = RunDir(trainkit(desk, "submit", *argv).stdout.splitlines()[0])
+    attempt = run.attempt(1)
+    wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-*.json"))) == 2)
+    waits = f":7: rank 1 waits for `trainkit debug {run.path} --rank 1`"
+    assert attempt.rank_log(1).read_text().count(waits) == 1
+    path = Path(read_json(attempt.debugger_dir / "rank-0001.json")["socket"])
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
+    refused = trainkit(desk, "debug", str(run.path), "--rank", "2")
+    assert refused.returncode == 2
+    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may be" in refused.stderr
+    terminal.type([*TRAINKIT, "debug", str(run.path), "--rank", "1"])
+    terminal.wait_for(r"\(Pdb\)$")
+    terminal.close_window()
+    wait_for(lambda: attempt.rank_log(1).read_text().count(waits) == 2)
+    (desk.folder / "second").mkdir()
+    with Tmux(desk.folder / "second", 140, 50, desk.folder, desk.environ) as second:
+        second.type([*TRAINKIT, "debug", "last", "--rank", "1"])
+        second.wait_for(r"\(Pdb\)$")
+        second.keys("C-c")
+        second.wait_for("`c` continues the run, `q` stops it")
+        for step in (1, 2):
+            typed(second, f"p 'step', step + {10 * step}", rf"^\('step', {11 * step - 1}\)")
+            second.keys("c", "Enter")
+        second.wait_for(r"\(Pdb\)$")
+        typed(second, "p 'last', step", r"^\('last', 2\)")
+        second.keys("c", "Enter")
+        second.wait_for(r"c\n\$$")
+    assert ended(run) == ("finished", "all workers finished")
+    assert not any(attempt.debugger_dir.glob("rank-*.json"))
+    assert attempt.rank_log(0).read_text().endswith("rank 0 step 1\nrank 0 step 2\ndone \n")
+
+
+@pytest.mark.slow(seconds=6)
+def test_debugpy(desk, tmp_path):
+    """A stand-in, which is told where to listen."""
+    (desk.folder / "loop.py").write_text(SCRIPT)
+    package = tmp_path / "packages" / "debugpy.py"
+    package.parent.mkdir()
+    package.write_text(
+        "import sys\nlisten = lambda at: print('listens', *at, flush=True)\n"
+        "def wait_for_client():\n    sys.breakpointhook = lambda: print('an editor', flush=True)\n"
+    )
+    desk.environ["PYTHONPATH"] = f"{package.parent}{os.pathsep}{desk.environ['PYTHONPATH']}"
+    argv = ["--gpus-per-node", "2", "--debug=debugpy:1", "--", sys.executable, "loop.py"]
+    done = trainkit(desk, "run", *argv)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(desk.folder / "runs" / "loop")
+    port = LaunchPlan.read(run.plan_file).debug.port
+    assert (
+        f"rank 1 waits for an editor at 127.0.0.1:{port}; from another computer: ssh -L {port}:"
+        in done.stderr
+    )
+    log = run.attempt(1).rank_log(1).read_text()
+    assert log.startswith(f"listens 127.0.0.1 {port}\n")
+    assert log.count("an editor") == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--debug", "x.yaml"], "--debug x.yaml: neither a rank nor debugpy\n\nhint: for example --debug 1"),
+        (["--debug=debugpy", "--post-mortem"], "--debug debugpy: neither a rank nor debugpy"),
+        (["--debug", "2", "--", "python", "x.py"], "the run has no rank 2\n\nhint: its ranks are 0 to 1"),
+        (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem is for Python, and the COMMAND is bash"),
+        (["--debug=debugpy", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
+        (
+            ["--debug", "--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "9"],
+            "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
+        ),
+    ],
+)
+def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(environment, "find_packages", lambda *args: environment.Packages("3", "", {}, {}))
+    assert main(["run", "--gpus-per-node", "2", *args]) == 2
+    assert expected in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert main(["run", "--debug"]) == 2
+    assert "--debug needs a terminal\n\nhint: --debug=debugpy waits for an editor" in capsys.readouterr().err
+
+
+def test_process_groups_of_torch_get_a_week():
+    """Unless the script sets their timeout; torch is imported once."""
+    code = "import torch.distributed as d; print(d.distributed_c10d._get_default_timeout('gloo').days)"
+    environ = {
+        **os.environ,
+        "TRAINKIT_JOB_DEBUG": "0 pdb",
+        "RANK": "1",
+        "TRAINKIT_JOB_AGENT_PID": str(os.getpid()),
+    }
+    environ["PYTHONPATH"] = str(Path(sys.modules["trainkit"].__file__).parent / "job" / "startup")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("7\n", "")

@@ -1,0 +1,252 @@
+"""Debuggers in ranks: `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
+
+Ranks have no terminal. The one of `--debug` gets that of `trainkit run`; any other waits at `breakpoint()`
+until `trainkit debug` passes it a terminal through a socket. `startup/sitecustomize.py` loads this file, also
+in a Python without trainkit: it imports only the standard library, and a debugger only where it stops.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+from types import FrameType, TracebackType
+from typing import Any
+
+DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
+"""Of a run in the debugger: the rank, ``pdb``, ``post-mortem`` or ``debugpy``, and the port of the last."""
+FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
+"""Where ranks that wait for `trainkit debug`, or are in it, say so, in ``rank-0005.json``."""
+TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
+"""The terminal of `trainkit run`."""
+CHOSEN_FILE = "rank"
+"""In the folder: the rank that `trainkit debug` has chosen; no other one stops from then on."""
+AT_PROMPT, RUNNING = b"p", b"r"
+"""What a rank tells `trainkit debug`: whether it reads from its terminal."""
+POLL_S = 1.0
+TORCH_CONSTANTS = "torch.distributed.constants"
+
+
+def mode_of_rank() -> str | None:
+    """How this rank of a run in the debugger is debugged, ``off`` for all but one; None in any other run."""
+    words = os.environ.get(DEBUG_VARIABLE, "").split()
+    if not words:
+        return None
+    return words[1] if words[0] == os.environ.get("RANK", "0") else "off"
+
+
+def install() -> None:
+    """Prepare a rank of a run in the debugger, when its interpreter starts."""
+    mode, (rank, _, *port) = mode_of_rank(), os.environ[DEBUG_VARIABLE].split()
+    sys.meta_path.insert(0, LongTimeouts())
+    if mode == "off":
+        sys.breakpointhook = lambda *args, **kwargs: None
+    elif mode == "debugpy":
+        import debugpy
+
+        debugpy.listen(("127.0.0.1", int(port[0])))
+        debugpy.wait_for_client()
+    else:
+        log = os.dup(1)
+        terminal = os.open(os.environ[TERMINAL_VARIABLE], os.O_RDWR | os.O_NOCTTY)
+        for descriptor in (0, 1, 2):
+            os.dup2(terminal, descriptor)
+        os.write(log, f"rank {rank} has the terminal of `trainkit run --debug`\n".encode())
+        sys.excepthook = partial(_uncaught, log, mode == "post-mortem")
+        if "PYTHONBREAKPOINT" not in os.environ:
+            sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1))
+
+
+class LongTimeouts:
+    """A finder that gives the process groups of torch a week, unless the script sets their timeout."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != TORCH_CONSTANTS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            module.default_pg_timeout = module.default_pg_nccl_timeout = timedelta(days=7)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _uncaught(
+    log: int, stops: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print what ends a rank to its terminal and to its log, which the agent reads."""
+    import bdb
+    import traceback
+
+    if isinstance(error, OSError) and error.errno == errno.EIO:
+        kind = bdb.BdbQuit
+        error = kind("the terminal was closed")
+    os.write(log, "".join(traceback.format_exception(kind, error, trace)).encode(errors="replace"))
+    if kind is not bdb.BdbQuit:
+        sys.__excepthook__(kind, error, trace)
+        if stops:
+            stop_at(trace)
+
+
+def stop_at(
+    place: FrameType | TracebackType | None,
+    terminal: str | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Debug at a frame, or where an exception was raised.
+
+    Reads from the standard input in the rank of `--debug`, else from `terminal`, a path, else from that of
+    `trainkit debug`. `around` is entered while the debugger reads.
+    """
+    import pdb
+
+    frame = place if isinstance(place, FrameType) else None
+    where = "an exception" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    is_remote = terminal is None and DEBUG_VARIABLE not in os.environ
+
+    class Debugger(pdb.Pdb):
+        def interaction(self, *args: Any, **kwargs: Any) -> None:
+            with around(), attached.at_prompt(where) if is_remote else nullcontext():
+                super().interaction(*args, **kwargs)
+
+        def do_EOF(self, arg: str) -> bool | None:
+            if not is_remote or attached.is_connected():
+                return super().do_EOF(arg)
+            if not attached.wait(where):  # the terminal was closed: another may follow
+                return self.do_continue(arg)
+            self.stdin = self.stdout = attached.terminal
+            return None
+
+    if is_remote:
+        with around():
+            if not attached.is_connected() and not attached.wait(where):
+                return
+        own = attached.terminal
+    else:
+        own = None if terminal is None else Terminal(os.open(terminal, os.O_RDWR | os.O_NOCTTY))
+    debugger = Debugger(stdin=own, stdout=own, nosigint=True)
+    if frame is not None:
+        debugger.set_trace(frame)
+    else:
+        debugger.reset()
+        debugger.interaction(None, place)
+
+
+class Terminal:
+    """Reads from and writes to a terminal; one that was closed is at its end, and loses what is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, errors="replace")
+
+    def is_open(self) -> bool:
+        return self._file.isatty()
+
+    def readline(self) -> str:
+        try:
+            return self._file.readline()
+        except OSError:
+            return ""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            os.write(self._file.fileno(), text.encode(errors="replace"))
+
+    def flush(self) -> None:
+        """Everything is written at once."""
+
+
+class Attached:
+    """The terminal that this rank gets from `trainkit debug`."""
+
+    def __init__(self) -> None:
+        self.terminal: Any = None
+        self._connection: socket.socket | None = None
+
+    def is_connected(self) -> bool:
+        if self._connection is None or not self.terminal.is_open():
+            return False
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+
+    @contextmanager
+    def at_prompt(self, where: str) -> Iterator[None]:
+        """While the debugger reads from the terminal; nothing counts as a hang then."""
+        self._record(where, "")
+        self._tell(AT_PROMPT)
+        try:
+            yield
+        finally:
+            self._tell(RUNNING)
+            self._file.unlink(missing_ok=True)
+
+    def wait(self, where: str) -> bool:
+        """Wait for a terminal; False once another rank was chosen."""
+        import tempfile
+
+        rank, run = os.environ.get("RANK", "0"), os.environ["TRAINKIT_JOB_RUN_DIR"]
+        chosen, is_first = self._file.with_name(CHOSEN_FILE), True
+        with tempfile.TemporaryDirectory(prefix="trainkit-debug-") as folder, self._listen(folder) as server:
+            while True:
+                if chosen.exists() and chosen.read_text() != rank:
+                    self._file.unlink(missing_ok=True)
+                    return False
+                if is_first:
+                    self._record(where, server.getsockname())
+                    command = f"trainkit debug {quote(run)} --rank {rank}"
+                    print(f"breakpoint() in {where}: rank {rank} waits for `{command}`", flush=True)
+                is_first = False
+                with suppress(TimeoutError):
+                    connection = server.accept()[0]
+                    descriptors = socket.recv_fds(connection, 1, 1)[1]
+                    if descriptors:
+                        break
+        self._connection = connection
+        self.terminal = Terminal(descriptors[0])
+        self._record(where, "")
+        self._tell(AT_PROMPT)
+        return True
+
+    @staticmethod
+    def _listen(folder: str) -> socket.socket:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"{folder}/socket")  # of a folder that is private
+        Path(folder, "socket").chmod(0o600)
+        server.listen(1)
+        server.settimeout(POLL_S)
+        return server
+
+    @property
+    def _file(self) -> Path:
+        return Path(os.environ[FOLDER_VARIABLE], f"rank-{int(os.environ.get('RANK', '0')):04d}.json")
+
+    def _record(self, where: str, path: str) -> None:
+        node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        self._file.parent.mkdir(exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps({"node": node, "socket": path, "where": where}))
+        new.replace(self._file)
+
+    def _tell(self, state: bytes) -> None:
+        with suppress(OSError):
+            if self._connection is not None:
+                self._connection.send(state)
+
+
+attached = Attached()
