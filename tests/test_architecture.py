@@ -49,6 +49,7 @@ ALLOWED = {
         *("errors", "locks", "run", "plan", "slurm"),
         *("job.processes", "job.signals", "job.node.slurm_step"),
         "job.supervisor",  # submitit pickles what its jobs run
+        "job.rank_debugger",  # the variable that names the terminal
     },
     # How it gets there.
     "submit": {
@@ -69,6 +70,7 @@ ALLOWED = {
     "control": {
         *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "submit"),
         *("job.failed_starts", "job.requeue"),  # where a job is not started again
+        "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
     },
@@ -95,7 +97,7 @@ ALLOWED = {
             "safetensors",
             "adapters",
         ),
-        *("job.signals", "job.rank_env"),
+        *("job.signals", "job.rank_env", "job.rank_debugger"),
         "cluster.machine",  # the version of its driver
     },
     # The other public face of the trainer: for loops of the user's own.

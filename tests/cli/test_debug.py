@@ -128,7 +128,7 @@ def test_post_mortem(desk, terminal):
 @needs_tmux
 @pytest.mark.slow(seconds=12)
 def test_a_job_without_a_terminal(desk, terminal):
-    """The chosen rank stops at each breakpoint(), also after its terminal was closed; the other goes on."""
+    """The chosen rank stops at each breakpoint(), also after its terminal was closed; the other continues."""
     argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
     run = RunDir(trainkit(desk, "submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
@@ -165,7 +165,7 @@ def test_a_job_without_a_terminal(desk, terminal):
 
 @pytest.mark.slow(seconds=6)
 def test_debugpy(desk, tmp_path):
-    """A stand-in, which is told where to listen."""
+    """A stand-in, which prints where it would listen."""
     (desk.folder / "loop.py").write_text(SCRIPT)
     package = tmp_path / "packages" / "debugpy.py"
     package.parent.mkdir()

@@ -189,11 +189,11 @@ class Attached:
     def at_prompt(self, where: str) -> Iterator[None]:
         """While the debugger reads from the terminal; nothing counts as a hang then."""
         self._record(where, "")
-        self._tell(AT_PROMPT)
+        self._send_state(AT_PROMPT)
         try:
             yield
         finally:
-            self._tell(RUNNING)
+            self._send_state(RUNNING)
             self._file.unlink(missing_ok=True)
 
     def wait(self, where: str) -> bool:
@@ -220,7 +220,7 @@ class Attached:
         self._connection = connection
         self.terminal = Terminal(descriptors[0])
         self._record(where, "")
-        self._tell(AT_PROMPT)
+        self._send_state(AT_PROMPT)
         return True
 
     @staticmethod
@@ -238,12 +238,13 @@ class Attached:
 
     def _record(self, where: str, path: str) -> None:
         node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        self._file.parent.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            self._file.parent.mkdir()
         new = self._file.with_suffix(".new")
         new.write_text(json.dumps({"node": node, "socket": path, "where": where}))
         new.replace(self._file)
 
-    def _tell(self, state: bytes) -> None:
+    def _send_state(self, state: bytes) -> None:
         with suppress(OSError):
             if self._connection is not None:
                 self._connection.send(state)
