@@ -1,12 +1,14 @@
-"""`trainkit shell` and `attach` on a terminal, and what a process there is."""
+"""`trainkit shell`, `attach` and `debug` on a terminal, and what a process there is."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
-from tests.on_slurm.login import TRAINKIT, Login
+from tests.on_slurm.login import TRAINKIT, Login, wait_for
 from tests.on_slurm.terminal import Terminal
+from tests.support.tmux import Tmux, needs_tmux
 
 
 def terminal(login: Login, *args: str) -> Terminal:
@@ -71,3 +73,31 @@ def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
     login.trainkit("cancel", str(run.path), "--now")
     refused = login.trainkit("attach", str(run.path))
     assert refused.returncode == 2
+
+
+@needs_tmux
+def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) -> None:
+    """Where the login node does not see the temporary files of the host."""
+    login.script("import os\nnode = os.environ['SLURMD_NODENAME']\nbreakpoint()\nprint('over')\n")
+    (tmp_path / "of-host").mkdir()
+    setting = f"launch.env.TMPDIR={tmp_path / 'of-host'}"
+    run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--set", setting, "--", "python", "script.py")
+    records = [run.attempt(1).debugger_dir / f"rank-000{rank}.json" for rank in (0, 1)]
+    wait_for(lambda: all(record.exists() for record in records), "both ranks at breakpoint()")
+    hidden = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs none "$0" && exec "$@"',
+        str(tmp_path / "of-host"),
+    ]
+    environ = {**login.cluster.environ, **login.env}
+    with Tmux(tmp_path, 140, 40, login.folder, environ) as window:
+        window.type([*hidden, *TRAINKIT, "debug", str(run.path), "--rank", "1"])
+        window.wait_for(r"\(Pdb\)$", 60)
+        window.keys("p", "Space", "n", "o", "d", "e", "Enter")
+        window.wait_for(f"^'{login.cluster.hosts[1]}'$")
+        window.keys("c", "Enter")
+        window.wait_for(r"^\$$", 60)
+    login.finish(run)
