@@ -27,7 +27,17 @@ SECTIONS = {
         *("--partition", "--account", "--qos", "--constraint", "--time", "--run-dir", "--dir", "--as"),
     ),
     "How": (
-        *("--submit", "--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup"),
+        *(
+            "--submit",
+            "--launcher",
+            "--debug",
+            "--post-mortem",
+            "--no-snapshot",
+            "--new-code",
+            "--after",
+            "--workers",
+            "--warmup",
+        ),
         *("--repeats", "--at-once"),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
         "--test-notification",

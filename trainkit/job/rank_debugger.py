@@ -93,7 +93,7 @@ def _uncaught(
     import bdb
     import traceback
 
-    if isinstance(error, OSError) and error.errno == errno.EIO:
+    if isinstance(error, OSError) and error.errno == errno.EIO and not os.isatty(0):
         kind = bdb.BdbQuit
         error = kind("the terminal was closed")
     os.write(log, "".join(traceback.format_exception(kind, error, trace)).encode(errors="replace"))
