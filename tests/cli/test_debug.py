@@ -153,8 +153,7 @@ def test_a_job_without_a_terminal(desk, terminal):
         second.wait_for("`c` continues the run, `q` stops it")
         for step in (1, 2):
             typed(second, f"p 'step', step + {10 * step}", rf"^\('step', {11 * step - 1}\)")
-            second.keys("c", "Enter")
-        second.wait_for(r"\(Pdb\)$")
+            typed(second, "c", rf"^\('step', {11 * step - 1}\)\n\(Pdb\) c\n> .*\n-> .*\n\(Pdb\)$")
         typed(second, "p 'last', step", r"^\('last', 2\)")
         second.keys("c", "Enter")
         second.wait_for(r"c\n\$$")
