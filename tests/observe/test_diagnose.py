@@ -224,6 +224,13 @@ def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> N
     assert status.verdict is not None
     assert status.verdict.rank == 0
     assert status.warnings == ["the program exited without recording how the attempt ended"]
+    write_json(
+        run.attempt(1).plan_file, {"command": ["torchrun", "train.py"], "num_nodes": 1, "workers_per_node": 2}
+    )
+    found = newest(run)
+    assert (found.name, found.rank) == ("network", 1)
+    assert found.cause.startswith("rank 1 left no record, as a process that is killed")
+    assert found.advice[0] == "`torchrun train.py` resumes from the newest checkpoint, if there is one"
     run.attempt(1).rank_error(0).unlink()
     found = newest(run)
     assert found.cause.endswith("the program was killed or its host went down: it recorded no end")

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.formats import rank_list
 from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.observe.advice import collective_values, hang_values, missing_rank_values, run_values
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
@@ -365,6 +366,7 @@ class _Case:
         }
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
+        values |= self._silent_rank_values(match)
         values |= self.events.values()
         memory = self.files.memory_in_use(host)
         values |= {} if memory is None else {"memory_in_use": memory}
@@ -420,6 +422,14 @@ class _Case:
         if match.text.kind in ("agent", "srun") and match.groups.get("host"):
             host = match.groups["host"]
         return own, host or match.text.host, step
+
+    def _silent_rank_values(self, match: Match) -> dict[str, str]:
+        """The ranks of a loop by hand, which no agent watches, that left no record when the others did."""
+        if match.signature.name != "network" or not self.run.was_started_by_hand:
+            return {}
+        recorded = {first.rank for first in self.records}
+        silent = [rank for rank in range(self.files.world_size) if rank not in recorded]
+        return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
 
     def _host_values(self, match: Match) -> dict[str, str]:
         """The hosts whose ranks reported this cause, if the run has others."""
