@@ -201,6 +201,29 @@ def test_numbers(run):
     assert status.warnings == []
 
 
+def test_what_several_attempts_took(run):
+    plan = {"num_nodes": 4, "workers_per_node": 4, "world_size": 16, "device": "cuda"}
+    write_json(run.plan_file, {**plan, "requeue": {"total_s": 7200.0}})
+    attempts = [
+        {"attempt": number, "job_id": "7", "submitted_at": ago(9999), "reason": reason}
+        for number, reason in ((1, "submit"), (2, "resume"), (3, "comeback"))
+    ]
+    write_json(run.job_file, {"name": "mine", "attempts": attempts})
+    append_jsonl(run.events_file, {"time": ago(9000), "event": "started", "attempt": 1})  # an older version
+    append_jsonl(run.events_file, {"time": ago(5400), "event": "stopped", "attempt": 1})
+    for number, nodes, begin, end in ((2, 2, 3600, 1800), (3, 4, 900, None)):
+        size = {"attempt": number, "nodes": nodes, "world_size": 4 * nodes, "partition": "b"}
+        append_jsonl(run.events_file, {"time": ago(begin), "event": "started", **size})
+        if end is not None:
+            append_jsonl(run.events_file, {"time": ago(end), "event": "stopped", "attempt": number})
+    status = status_of(run, True)
+    assert status.worker_hours == 16 * 1.0 + 8 * 0.5 + 16 * 0.25
+    assert (status.attempt_nodes, status.slices_s, status.partition) == ([2, 4], 2700.0, "b")
+    assert status.used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
+    assert f"used        {status.used}" in run_details(status)
+    assert "4 x 4 on cuda, partition b" in run_details(status)
+
+
 def test_the_trainer_knows_the_length_of_epochs(run):
     log_event(run, 1, "first_step", total_steps=77)
     assert status_of(run, True).total_steps == 77
