@@ -7,7 +7,10 @@ import pytest
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
+from trainkit.observe.report import read_report, render_report
+from trainkit.observe.run_view import read_view
 from trainkit.observe.status import find_restarts, read_status
+from trainkit.observe.view_text import Size, view_lines
 from trainkit.run.end import RankFailure
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
@@ -222,6 +225,14 @@ def test_what_several_attempts_took(run):
     assert status.used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
     assert f"used        {status.used}" in run_details(status)
     assert "4 x 4 on cuda, partition b" in run_details(status)
+    history = RunHistory(run)
+    history.events.update()
+    view = read_view(history, status, NOW)
+    assert f"used       {status.used}" in [line.plain for line in view_lines(view, Size(100))]
+    page = render_report(read_report(history, status, NOW.timestamp()))
+    assert '<b>24.00</b><span class="dim">GPU-hours</span>' in page
+    assert '<th class="n">Nodes<' in page
+    assert '<td>2<td class="n">2<td class="n">30m00s<' in page
 
 
 def test_the_trainer_knows_the_length_of_epochs(run):

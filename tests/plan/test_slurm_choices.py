@@ -109,6 +109,8 @@ def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) 
     assert made.slurm is not None
     assert made.slurm.sbatch["partition"] == partitions
     assert made.slurm.sbatch["gpus-per-node"] == str(made.workers_per_node)
+    assert made.reasons["partition"].startswith("a (a100-40gb)" if partitions == "a" else "h (h100) or ")
+    assert list(made.gpu_types) == partitions.split(",")
 
 
 def test_memory_is_checked_for_the_smallest_type() -> None:

@@ -218,12 +218,13 @@ class SlurmDraft(LaunchDraft):
         """The partitions to name in the request, which the GPU types may choose."""
         refused = partition_refusals(asked, self.cluster)
         able = [item for item in asked.partitions if item.name not in refused]
-        if len(asked.names) > 1 and able:
+        if able and (len(asked.names) > 1 or asked.gpu_types):
             types = {item.name: item.gpu_type(asked.constraint) for item in able}
             self.gpu_types = {name: kind for name, kind in types.items() if kind}
             shown = [f"{name} ({kind})" if kind else name for name, kind in types.items()]
             notes = [f"not {name}: {key} {message}" for name, (key, message, _) in refused.items()]
-            self.reasons["partition"] = "; ".join([f"{listed(shown, 'or')}, whichever is free first", *notes])
+            which = ", whichever is free first" if len(shown) > 1 else ""
+            self.reasons["partition"] = "; ".join([listed(shown, "or") + which, *notes])
         if asked.gpu_types and able:
             return ",".join(item.name for item in able)
         return self.loaded.config.resources.partition
