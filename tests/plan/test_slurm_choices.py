@@ -125,3 +125,10 @@ def test_types_that_no_partition_has_alone() -> None:
         plan("resources.gpu_type=v100,a100-40gb", "resources.partition=mixed", "device=cuda")
     assert "no partition of west has GPUs of only one of these types" in error.value.render()
     assert "mixed has a100-40gb and v100: name a single type" in error.value.render()
+    unknown = Target("sbatch", "a test", Cluster("east"))
+    given = ("resources.gpu_type=v100,h100", "device=cuda", "resources.gpus_per_node=2")
+    with pytest.raises(ConfigError, match="the partitions of this cluster, which decide it, are unknown"):
+        plan(*given, target=unknown)
+    made = plan("resources.gpu_type=v100,h100", "device=cpu", target=unknown)  # it needs no GPU
+    assert made.slurm is not None
+    assert "partition" not in made.slurm.sbatch

@@ -230,7 +230,9 @@ class RequeueConfig(Section):
     on: tuple[Literal["preempted", "timeout", "node_fail", "crash", "hang"], ...] = list_field(
         ("preempted", "timeout", "node_fail", "crash", "hang"), "Causes after which the run restarts."
     )
-    max: NotNegative = Field(default=100, description="Maximum number of restarts of a run.")
+    max: NotNegative = Field(
+        default=100, description="Maximum number of restarts of a run, besides those after a slice."
+    )
     max_crashes: NotNegative = Field(
         default=3, description="Maximum number of restarts after crashes without progress."
     )

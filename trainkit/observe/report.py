@@ -334,7 +334,8 @@ def _advice(
             following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
         minutes, seconds = divmod(round(longest_s), 60)
         longest = f"{minutes:,} min {seconds:02d} s" if longest_s >= 60 else f"{longest_s:.1f} s"
-        asked, used = str(config.get("resources.time")), f"{longest} (longest attempt)"
+        asked = str(config.get("resources.slice") or config.get("resources.time"))
+        used = f"{longest} (longest attempt)"
         found.append(Advice("Time", asked, used, following))
     memory = max((node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None), default=None)
     asked = str(config.get("resources.mem") or "the cluster's default")

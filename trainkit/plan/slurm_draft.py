@@ -194,6 +194,9 @@ class SlurmDraft(LaunchDraft):
         for key, message, hint in limit_problems(asked, self.cluster):
             if key not in reported:
                 self.problem(key, message, hint)
+        if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
+            message = "names several types, but the partitions of this cluster, which decide it, are unknown"
+            self._unknown("resources.gpu_type", message, "name one type")
         names = self._partition_names(asked)
         cpus = None if threads is None else threads * workers_per_node // tasks
         request = make_request(
@@ -225,7 +228,7 @@ class SlurmDraft(LaunchDraft):
             notes = [f"not {name}: {key} {message}" for name, (key, message, _) in refused.items()]
             which = ", whichever is free first" if len(shown) > 1 else ""
             self.reasons["partition"] = "; ".join([listed(shown, "or") + which, *notes])
-        if asked.gpu_types and able:
+        if asked.gpu_types and asked.gpus_per_node and able:
             return ",".join(item.name for item in able)
         return self.loaded.config.resources.partition
 
