@@ -327,6 +327,23 @@ def test_cap_on_restarts():
     )
 
 
+def test_slices_end_with_their_total_and_are_no_restarts():
+    policy = RequeuePolicy(max=1, total_s=7200.0)
+    slices = [was("timeout", 1, 5), was("timeout", 2, 9)]
+    end = ended([75], "SIGUSR2", "timeout", progress=3, step=12)
+    assert after(end, *slices, policy=policy).action == "requeue"
+    assert not after(end, *slices, policy=RequeuePolicy(max=1)).resumes
+    assert not after(end, *slices, was("preempted"), policy=policy).resumes
+    decision = after(replace(end, is_total_used=True), policy=policy)
+    assert (decision.action, decision.exit_code) == ("stopped", 75)
+    assert decision.reason == (
+        "saved after SIGUSR2 before the time limit; not started again: its jobs have taken the 02:00:00 of"
+        " resources.time; `trainkit resume` allows as much again"
+    )
+    crash = after(ended([1], is_total_used=True), policy=policy)
+    assert (crash.action, "have taken the 02:00:00" in crash.reason) == ("failed", True)
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [([0], 0), ([0, 75], 75), ([75, 3, 1], 3), ([1, 78], 78), ([0, 137], 137), ([], 0)],

@@ -303,6 +303,21 @@ def watch_of(
     return SlurmAttemptWatch(run.attempt(1), plan, [sys.executable, "-c", code], supervisor_view="")
 
 
+def test_the_run_saves_when_its_slices_have_taken_their_total(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.1)
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    values = read_json(run.attempt(1).plan_file)
+    values["requeue"] |= {"total_s": values["grace_s"] + 2.0}
+    write_json(run.attempt(1).plan_file, values)
+    code = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(75)); time.sleep(60)"
+    assert supervise_job(run, [sys.executable, "-c", code]) == 75
+    end = read_json(run.attempt(1).end_file)
+    assert (end["action"], end["cause"]) == ("stopped", "timeout")
+    assert "not started again: its jobs have taken the 00:0" in end["reason"]
+
+
 def test_a_start_waits_for_room_on_the_disk(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

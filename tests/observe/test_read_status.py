@@ -7,7 +7,10 @@ import pytest
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
+from trainkit.observe.report import read_report, render_report
+from trainkit.observe.run_view import read_view
 from trainkit.observe.status import find_restarts, read_status
+from trainkit.observe.view_text import Size, view_lines
 from trainkit.run.end import RankFailure
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
@@ -199,6 +202,37 @@ def test_numbers(run):
     assert (status.num_nodes, status.workers_per_node, status.device) == (2, 4, "cpu")
     assert (status.metrics_age_s, status.age_s) == (2.0, 600.0)
     assert status.warnings == []
+
+
+def test_what_several_attempts_took(run):
+    plan = {"num_nodes": 4, "workers_per_node": 4, "world_size": 16, "device": "cuda"}
+    write_json(run.plan_file, {**plan, "requeue": {"total_s": 7200.0}})
+    attempts = [
+        {"attempt": number, "job_id": "7", "submitted_at": ago(9999), "reason": reason}
+        for number, reason in ((1, "submit"), (2, "resume"), (3, "comeback"))
+    ]
+    write_json(run.job_file, {"name": "mine", "attempts": attempts})
+    append_jsonl(run.events_file, {"time": ago(9000), "event": "started", "attempt": 1})  # an older version
+    append_jsonl(run.events_file, {"time": ago(5400), "event": "stopped", "attempt": 1})
+    for number, nodes, begin, end in ((2, 2, 3600, 1800), (3, 4, 900, None)):
+        size = {"attempt": number, "nodes": nodes, "world_size": 4 * nodes, "partition": "b"}
+        append_jsonl(run.events_file, {"time": ago(begin), "event": "started", **size})
+        if end is not None:
+            append_jsonl(run.events_file, {"time": ago(end), "event": "stopped", "attempt": number})
+    status = status_of(run, True)
+    assert status.worker_hours == 16 * 1.0 + 8 * 0.5 + 16 * 0.25
+    assert (status.attempt_nodes, status.slices_s, status.partition) == ([2, 4], 2700.0, "b")
+    assert status.used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
+    assert f"used        {status.used}" in run_details(status)
+    assert "4 x 4 on cuda, partition b" in run_details(status)
+    history = RunHistory(run)
+    history.events.update()
+    view = read_view(history, status, NOW)
+    assert f"used       {status.used}" in [line.plain for line in view_lines(view, Size(100))]
+    page = render_report(read_report(history, status, NOW.timestamp()))
+    assert '<b>24.00</b><span class="dim">GPU-hours</span>' in page
+    assert '<th class="n">Nodes<' in page
+    assert '<td>2<td class="n">2<td class="n">30m00s<' in page
 
 
 def test_the_trainer_knows_the_length_of_epochs(run):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.help import Command, examples, terminal_width, warn
-from trainkit.cli.options import ConfigRequest, config_options, json_option
+from trainkit.cli.options import ConfigRequest, config_options, gpu_type_option, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     ),
 )
 @config_options
+@gpu_type_option
 @click.option("--show-origin", is_flag=True, help="Print every value with its origin.")
 @click.option(
     "--estimate/--no-estimate",

@@ -239,6 +239,8 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
 
 SLURM_FLAGS = {
     "time": ("resources.time", "T", "Time limit of the job, in Slurm's format."),
+    "slice": ("resources.slice", "T", "Time limit of each job, with --time for all of them together."),
+    "time-min": ("resources.time_min", "T", "Shortest time limit to accept if the job starts sooner."),
     "partition": ("resources.partition", "P", "Slurm partition."),
     "account": ("resources.account", "A", "Slurm account."),
     "qos": ("resources.qos", "Q", "Slurm quality of service."),
@@ -258,6 +260,9 @@ job_options = combined(
     ),
 )
 """The options of a Slurm job whose code is given."""
+gpu_type_option = click.option(
+    "--gpu-type", metavar="TYPE", help="GPU type, or several such as h100,a100, of which any one will do."
+)
 slurm_options = combined(
     job_options,
     click.option("--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."),
@@ -267,8 +272,14 @@ slurm_options = combined(
 
 FLAGS = {
     **{"nodes": "resources.nodes", "gpus_per_node": "resources.gpus_per_node"},
-    **{name: key for name, (key, _, _) in SLURM_FLAGS.items()},
-    **{"per": "launch.per", "name": "name", "backend": "launch.backend", "note": "note"},
+    **{name.replace("-", "_"): key for name, (key, _, _) in SLURM_FLAGS.items()},
+    **{
+        "gpu_type": "resources.gpu_type",
+        "per": "launch.per",
+        "name": "name",
+        "backend": "launch.backend",
+        "note": "note",
+    },
 }
 """Argument of a command -> its config key."""
 

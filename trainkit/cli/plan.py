@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @config_options
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Total number of GPUs, in full nodes.")
-@click.option("--gpu-type", metavar="TYPE", help="GPU type; default: that of the run.")
+@click.option("--gpu-type", "planned_type", metavar="TYPE", help="GPU type; default: that of the run.")
 @click.option("--all", "show_all", is_flag=True, help="Also list layouts that do not fit.")
 @click.option(
     "--limit",
@@ -43,7 +43,12 @@ if TYPE_CHECKING:
 )
 @json_option
 def command(
-    request: ConfigRequest, gpus: int | None, gpu_type: str | None, show_all: bool, limit: int, as_json: bool
+    request: ConfigRequest,
+    gpus: int | None,
+    planned_type: str | None,
+    show_all: bool,
+    limit: int,
+    as_json: bool,
 ) -> int:
     """List the parallel layouts that can train the model of CONFIG, fastest first.
 
@@ -55,7 +60,7 @@ def command(
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
         raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
     loaded = request.load()
-    hardware = _hardware(loaded, gpus, gpu_type)
+    hardware = _hardware(loaded, gpus, planned_type)
     planned = _Planned(request, loaded, _shape(loaded), hardware)
     if as_json:
         click.echo(json.dumps(planned.to_dict(show_all, limit), ensure_ascii=False))

@@ -288,13 +288,17 @@ def run_details(status: RunStatus) -> str:
     """One run in detail, its failure first, then one value per line."""
     failed, run = status.failure, quote(relative_path(status.run_dir, Path.cwd()))
     reason = f" - {status.reason}" if status.reason else ""
+    workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
+    place = f", partition {status.partition}" if status.partition else ""
+    place += f" ({status.gpu_type})" if status.gpu_type else ""
     lines = {
         "run": status.name,
         "folder": status.run_dir,
         "command": join(status.command or ()),
         "state": f"{status.state}{reason}",
         "attempt": f"{cell(status.attempt)} as {cell(status.job_id)}, started {duration(status.age_s)} ago",
-        "workers": f"{cell(status.num_nodes)} x {cell(status.workers_per_node)} on {cell(status.device)}",
+        "workers": f"{workers} on {cell(status.device)}{place}",
+        "used": status.used,
     }
     if not status.is_command or status.step is not None:
         first = f" (first: {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""

@@ -18,6 +18,7 @@ from trainkit.cli.options import (
     WithTrailingCommand,
     after_option,
     config_options,
+    gpu_type_option,
     json_option,
     launcher_option,
     named_folder,
@@ -134,6 +135,7 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
     ),
 )
 @config_options
+@gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
 @click.option(
     "--array",

@@ -36,15 +36,38 @@ def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyPr
 def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
     yield from _unknown_partitions(request, cluster)
     yield from _account_problems(request, cluster)
+    yield from _gpu_types_problems(request, cluster)
     visible = [item for item in cluster.partitions if not item.is_hidden]
     if not request.partitions and visible:
         # None of the names exists: a time beyond the longest limit is wrong in any partition.
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
-    found = {item.name: list(partition_problems(request, cluster, item)) for item in request.partitions}
+    found = [list(partition_problems(request, cluster, item)) for item in request.partitions]
     # Of several partitions, one that can start the job is enough.
-    if found and all(found.values()):
-        yield from next(iter(found.values()))
+    if found and all(found):
+        yield from found[0]
+
+
+def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
+    """GPU types of which no partition has one alone, and so none decides the type of all nodes."""
+    types, constraint = request.gpu_types, request.constraint
+    if not (types and request.gpus_per_node and request.partitions):
+        return
+    if any(item.gpu_type(constraint) in types for item in request.partitions):
+        return
+    have = [
+        f"{item.name} has {listed(dict.fromkeys(name for kind in item.nodes for name in kind.gpus))}"
+        for item in request.partitions
+        if any(kind.gpus for kind in item.nodes)
+    ]
+    message = f"is {','.join(types)}, but no partition of {cluster.name} has GPUs of only one of these types"
+    yield "resources.gpu_type", message, f"{'; '.join(have) or 'none has GPUs'}: name a single type"
+
+
+def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, KeyProblem]:
+    """The first problem of each requested partition that can never start the job."""
+    found = {item.name: next(partition_problems(request, cluster, item), None) for item in request.partitions}
+    return {name: problem for name, problem in found.items() if problem is not None}
 
 
 def spare_capacity(request: ResourceRequest) -> int | None:
@@ -199,6 +222,7 @@ def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
 
 def _time_problems(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[KeyProblem]:
     qos, time_s = _qos_of(request, cluster), request.time_s
+    option = "slice" if request.is_sliced else "time"
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
     if _applies("time", qos):
         limits.append((partition.max_time_s, f"partition {partition.name}"))
@@ -208,7 +232,7 @@ def _time_problems(request: ResourceRequest, cluster: Cluster, partition: Partit
         return
     shown = "sets no limit" if time_s == math.inf else f"is {time_text(int(time_s))}"
     message = f"{shown}, but {owner} allows at most {time_text(limit_s)}"
-    yield "resources.time", message, f"--time {time_text(limit_s)} fits"
+    yield f"resources.{option}", message, f"--{option} {time_text(limit_s)} fits"
 
 
 def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[KeyProblem]:

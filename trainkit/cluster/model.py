@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -69,6 +69,11 @@ class Partition:
     def job_time_s(self) -> int | None:
         """Time limit of a job that requests none; None for no limit."""
         return self.max_time_s if self.default_time_s is None else self.default_time_s
+
+    def gpu_type(self, constraint: str | None = None) -> str | None:
+        """The type of the GPUs of those nodes with the features; None if there is none, or several."""
+        types = {name for kind in matching_nodes(self, constraint, None) for name in kind.gpus}
+        return types.pop() if len(types) == 1 else None
 
     def usable_cpus(self, kind: NodeKind) -> int | None:
         """CPUs per node of this kind that jobs of this partition may use; None if unknown."""
@@ -134,14 +139,32 @@ class Cluster:
 
     def resource_request(self, resources: ResourcesConfig) -> ResourceRequest:
         """What the section `resources` requests here, before a plan derives the workers of a node."""
-        names = (None,) if resources.partition is None else map(str.strip, resources.partition.split(","))
+        types = resources.gpu_types
+        names: Iterable[str | None] = (None,)
+        if resources.partition is not None:
+            names = map(str.strip, resources.partition.split(","))
+        elif len(types) > 1:
+            names = [item.name for item in self.partitions if item.is_up and not item.is_hidden]
+        partitions = {name: self.partition(name) for name in names}
+        if len(types) > 1:
+            # A job gets all its nodes from one partition, which therefore decides the type.
+            one_type: dict[str | None, Partition | None] = {
+                name: item
+                for name, item in partitions.items()
+                if item is not None and item.gpu_type(resources.constraint) in types
+            }
+            if one_type:
+                partitions = one_type
         return ResourceRequest(
             nodes=resources.most_nodes,
             spare_nodes=resources.spare_nodes,
-            gpu_type=resources.gpu_type,
+            gpu_type=resources.gpu_type if len(types) == 1 else None,
+            gpu_types=types if len(types) > 1 else (),
             mem_mib=None if resources.mem is None else memory_mib(resources.mem),
-            time_s=None if resources.time is None else time_limit_s(resources.time) or math.inf,
-            names={name: self.partition(name) for name in names},
+            time_s=None if resources.job_time is None else time_limit_s(resources.job_time) or math.inf,
+            time_min_s=None if resources.time_min is None else time_limit_s(resources.time_min),
+            is_sliced=resources.slice is not None,
+            names=partitions,
             account=resources.account,
             qos=resources.qos,
             constraint=resources.constraint,
@@ -163,10 +186,16 @@ class ResourceRequest:
     workers_per_node: int = 1
     gpus_per_node: int | None = None
     gpu_type: str | None = None
+    gpu_types: tuple[str, ...] = ()
+    """Several types, of which the partition that starts the job has one."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
     time_s: float | None = None
     """Infinite for a job without a limit."""
+    time_min_s: float | None = None
+    """The time that the job accepts if that lets it start sooner; None for no less than `time_s`."""
+    is_sliced: bool = False
+    """Whether `time_s` is ``resources.slice``."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None

@@ -18,6 +18,13 @@ OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
 SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
+SlurmTime = Annotated[
+    str,
+    Field(
+        pattern=SLURM_TIME,
+        json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'},
+    ),
+]
 
 
 class ParallelConfig(Section):
@@ -112,11 +119,18 @@ class ResourcesConfig(Section):
         description="Memory per node, in Slurm's format.",
         json_schema_extra={"allowed": 'an amount such as "64G"'},
     )
-    time: str | None = Field(
+    time: SlurmTime | None = Field(
         default="01:00:00",
-        pattern=SLURM_TIME,
         description="Time limit of a job, in Slurm's format.",
-        json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'},
+    )
+    time_min: SlurmTime | None = Field(
+        default=None,
+        description="Shortest time limit that the job may get: Slurm lowers its limit to start it sooner.",
+    )
+    slice: SlurmTime | None = Field(
+        default=None,
+        description="Time limit of each job of the run, which returns to the queue after it; `time` is then"
+        " what all of them may take.",
     )
     partition: OneLine | None = Field(default=None, description="Slurm partition.")
     account: OneLine | None = Field(default=None, description="Slurm account.")
@@ -125,7 +139,9 @@ class ResourcesConfig(Section):
     exclude: OneLine | None = Field(default=None, description="Nodes to exclude, as a Slurm host list.")
     reservation: OneLine | None = Field(default=None, description="Slurm reservation.")
     gpu_type: str | None = Field(
-        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="GPU type, by its name in Slurm."
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$",
+        description="GPU type, by its name in Slurm; of several such as h100,a100, whichever is free first.",
     )
     comment: OneLine | None = Field(default=None, description="Comment that Slurm stores with the job.")
     mail_user: OneLine | None = Field(default=None, description="Recipient of Slurm's emails.")
@@ -138,6 +154,16 @@ class ResourcesConfig(Section):
         default=0,
         description="Nodes to allocate in addition to `nodes`, as replacements for nodes that fail.",
     )
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """The GPU types of which the job may get any one."""
+        return () if self.gpu_type is None else tuple(self.gpu_type.split(","))
+
+    @property
+    def job_time(self) -> str | None:
+        """The time limit of one job."""
+        return self.slice or self.time
 
     @property
     def fewest_nodes(self) -> int:
@@ -204,7 +230,9 @@ class RequeueConfig(Section):
     on: tuple[Literal["preempted", "timeout", "node_fail", "crash", "hang"], ...] = list_field(
         ("preempted", "timeout", "node_fail", "crash", "hang"), "Causes after which the run restarts."
     )
-    max: NotNegative = Field(default=100, description="Maximum number of restarts of a run.")
+    max: NotNegative = Field(
+        default=100, description="Maximum number of restarts of a run, besides those after a slice."
+    )
     max_crashes: NotNegative = Field(
         default=3, description="Maximum number of restarts after crashes without progress."
     )

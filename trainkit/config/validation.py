@@ -16,7 +16,7 @@ from trainkit.config.suggest import value_hint
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.config.yamlfile import Entry
 from trainkit.errors import Problem
-from trainkit.formats import RESERVED_NAME, plural
+from trainkit.formats import RESERVED_NAME, plural, time_limit_s
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -105,6 +105,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         message = f"is {name}, which commands take for {'the newest run' if name == 'last' else 'a job id'}"
         yield loaded.problem("name", message, f"choose another, such as run-{name}")
     yield from _nodes(loaded)
+    yield from _times(loaded)
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)
@@ -134,6 +135,30 @@ def _nodes(loaded: LoadedConfig) -> Iterator[Problem]:
         message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
         hint = "remove it: of a range, the nodes above the fewest are the spare ones"
         yield loaded.problem("resources.spare_nodes", message, hint)
+
+
+def _times(loaded: LoadedConfig) -> Iterator[Problem]:
+    resources = loaded.config.resources
+    total_s, job_s = (
+        None if time is None else time_limit_s(time) for time in (resources.time, resources.job_time)
+    )
+    if resources.slice is not None:
+        slice_s = time_limit_s(resources.slice)
+        if total_s is None:
+            message = f"is {resources.slice}, but resources.time limits nothing"
+            yield loaded.problem("resources.slice", message, "set it to the time of all slices together")
+        elif slice_s is None or slice_s > total_s:
+            message = f"is {resources.slice}, which is more than the {resources.time} of resources.time"
+            yield loaded.problem("resources.slice", message, "resources.time is that of all slices together")
+        if "timeout" not in loaded.config.requeue.on:
+            message = f"is {resources.slice}, but requeue.on does not include timeout"
+            yield loaded.problem("resources.slice", message, "add it: every slice ends with its time limit")
+    if resources.time_min is not None:
+        least_s, key = time_limit_s(resources.time_min), "slice" if resources.slice else "time"
+        if job_s is None or least_s is None or least_s > job_s:
+            limit = "sets no limit" if job_s is None else f"is {resources.job_time}"
+            message = f"is {resources.time_min}, but resources.{key} {limit}"
+            yield loaded.problem("resources.time_min", message, f"set it to less than resources.{key}")
 
 
 def _hf(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from trainkit.job import processes
 from trainkit.job.attempt_end import (
     close_dead_attempts,
     judge,
+    left_s,
     previous_ends,
     reached_its_stop,
     write_end,
@@ -186,6 +187,10 @@ class Allocation:
         """The plan for the nodes that there are, which becomes that of the attempt."""
         return plan
 
+    def place(self, plan: LaunchPlan) -> dict[str, str]:
+        """What Slurm chose for this start, for its event."""
+        return {}
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
         entry = read_job(self.run).newest
@@ -281,6 +286,11 @@ class SlurmAllocation(Allocation):
             retry_on_disk_error(lambda: write_plan(attempt, fitting.to_text()))
         return fitting
 
+    def place(self, plan: LaunchPlan) -> dict[str, str]:
+        partition = os.environ.get("SLURM_JOB_PARTITION", "")
+        found = {"partition": partition, "gpu_type": plan.gpu_types.get(partition, "")}
+        return {name: value for name, value in found.items() if value}
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         view = retry_on_disk_error(lambda: supervisor_view(attempt))
         others = [host for host in self.good_hosts if host != self.hosts[0]]
@@ -288,7 +298,8 @@ class SlurmAllocation(Allocation):
         if plan.may_lose_nodes and others and not is_watched:
             self._host_watch = start_host_watch(others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
-        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts)
+        until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
+        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts, until_total_s)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -333,6 +344,8 @@ class SlurmAllocation(Allocation):
                 lost=bool(lost),
                 notice=f"SIG{option.partition('@')[0]}",
             )
+        if outcome.is_total_used and outcome.cause == "asked":
+            outcome.cause = "timeout"
         if outcome.slow_host is not None:
             self.bad[outcome.slow_host.host] = "slow"
             if self.job is None or outcome.cause == "asked":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,6 +62,8 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         failed_after_signal=_is_after_signal(attempt, failure),
         workload=plan.workload,
         is_done=attempt.done_file.exists(),
+        # What a save takes is too short for another attempt.
+        is_total_used=outcome.is_total_used or left_s(attempt, plan) <= plan.grace_s,
     )
     return decide(result, list(previous_ends(attempt).values()), plan.requeue, options)
 
@@ -193,11 +196,21 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
 
 
+def left_s(attempt: AttemptDir, plan: LaunchPlan) -> float:
+    """Seconds until the ranks must save, so that the run's slices end with their total; else infinite."""
+    if plan.requeue.total_s is None:
+        return math.inf
+    used_s = sum(map(_duration_s, [*map(attempt.run.attempt, previous_ends(attempt)), attempt]))
+    return plan.requeue.total_s - used_s - plan.grace_s
+
+
 def _duration_s(attempt: AttemptDir) -> float:
-    """Seconds that an attempt has run; for an earlier attempt, until the last write to its logs."""
+    """Seconds that an attempt has run; until its last write to a log if it left no end."""
     entry = record_of(attempt)
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
-    end = datetime.now(timezone.utc) if is_newest else last_log_write(attempt)
+    ended = None if is_newest else read_end(attempt)
+    end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)
+    end = datetime.now(timezone.utc) if is_newest else end
     return seconds_between(entry.started_at or entry.submitted_at, end) or 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -196,8 +197,11 @@ class SlurmAttemptWatch(AttemptWatch):
         step: Sequence[str],
         supervisor_view: str,
         hosts: Sequence[str] = (),
+        left_s: float = math.inf,
     ) -> None:
         super().__init__(attempt, plan)
+        self._until_s = time.monotonic() + left_s
+        """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
         restarts = plan.requeue.slow_hosts == "restart"
         self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
         self.step = step
@@ -244,6 +248,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self._forward_unconfirmed()
         self._end_after_failure()
         self._leave_slow_host()
+        self._end_last_slice()
 
     def _end_if_superseded(self) -> None:
         """Have the ranks save and exit when another start of the job has claimed the next attempt.
@@ -291,7 +296,20 @@ class SlurmAttemptWatch(AttemptWatch):
         if found is None or SRUN not in self.running or self._signal_of_ranks() is not None:
             return
         log_line(f"attempt {self.attempt.number}: restarts without {found.host}: {found.why}")
-        self.outcome.slow_host, self.outcome.stop_signal = found, RESTART_SIGNAL
+        self.outcome.slow_host = found
+        self._ask_to_save()
+
+    def _end_last_slice(self) -> None:
+        """Have the ranks save and exit when the slices of the run have taken their total."""
+        if time.monotonic() < self._until_s or self.outcome.stop_signal is not None:
+            return
+        if SRUN in self.running and self._signal_of_ranks() is None:
+            log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
+            self.outcome.is_total_used = True
+            self._ask_to_save()
+
+    def _ask_to_save(self) -> None:
+        self.outcome.stop_signal = RESTART_SIGNAL
         self._unconfirmed_since_s = float("inf")
         self._notify_ranks()
         self.kill_after_grace()

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import takewhile
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
-from trainkit.formats import plural
+from trainkit.formats import plural, time_text
 from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
@@ -93,6 +93,8 @@ class Outcome:
     """A measure of the run's progress that grows with every checkpoint."""
     step: int | None = None
     """The step at which it ended."""
+    is_total_used: bool = False
+    """Whether the attempts of the run have taken the time of all its slices."""
     failed_after_signal: bool = False
     """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
     workload: Workload = TRAINER
@@ -241,7 +243,7 @@ def _after_request(
     if result.slow_host is not None and cause == "slow_host":
         why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
         summary = why if saved else f"{why}; {summary}"
-    limit = _restarts_limit(previous, policy)
+    limit = _total_limit(result, policy) or _restarts_limit(previous, policy)
     if cause not in ("asked", "slow_host", *policy.on):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
@@ -319,7 +321,7 @@ def _restart_limit(
         return f"requeue.max_crashes is {policy.max_crashes}, and {attempts} saved nothing new"
     if _makes_no_progress(result, previous):
         return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {result.step}"
-    return _restarts_limit(previous, policy)
+    return _total_limit(result, policy) or _restarts_limit(previous, policy)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
@@ -343,10 +345,19 @@ def _what(failure: RankFailure) -> tuple[object, ...]:
     return failure.type, failure.step, failure.exit_code if is_code else failure.message
 
 
-def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    if len(previous) < policy.max:
+def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
+    if not result.is_total_used or policy.total_s is None:
         return None
-    return f"requeue.max is {policy.max}, and the run has restarted {plural(len(previous), 'time')}"
+    total = time_text(int(policy.total_s))
+    return f"its jobs have taken the {total} of resources.time; `trainkit resume` allows as much again"
+
+
+def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
+    # The end of a slice is none of the interruptions that are counted: the total limits their number.
+    count = len([end for end in previous if policy.total_s is None or end.cause != "timeout"])
+    if count < policy.max:
+        return None
+    return f"requeue.max is {policy.max}, and the run has restarted {plural(count, 'time')}"
 
 
 def _num_failures_without_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> int:

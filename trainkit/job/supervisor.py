@@ -42,7 +42,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
-from trainkit.run.record import record_of, superseded_by
+from trainkit.run.record import read_job, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
 
@@ -175,9 +175,8 @@ class Supervisor:
             if self.notifier.is_for(plan.notify, "stalled", "slow"):
                 watch.progress = ProgressWatch(attempt, plan, self.notifier)
             outcome = watch.outcome
-            log_event(
-                attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
-            )
+            size = {"world_size": plan.world_size, "nodes": plan.num_nodes}
+            log_event(attempt.run, attempt.number, "started", **size, **self.allocation.place(plan))
             watch.run()
             if watch.superseded_by is not None:
                 with contextlib.suppress(OSError):
@@ -323,7 +322,9 @@ def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
             )
             if cause not in plan.requeue.on:
                 return EXIT_STOPPED
-        if allocation.restarts >= plan.requeue.max:
+        # The ends of slices do not count, and each of them was that of an attempt.
+        sliced = [] if plan.requeue.total_s is None else read_job(allocation.run).of_job(allocation.job_id)
+        if allocation.restarts >= plan.requeue.max + len(sliced):
             log_line(f"not requeued: requeue.max is {plan.requeue.max}")
             return EXIT_FAILED
         if not allocation.is_being_requeued:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves
+from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines
 from trainkit.run.events import Event
@@ -149,7 +149,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         percent={} if total <= 0 else {name: round(100 * spent[name] / total, 1) for name in spent},
         goodput=goodput,
         world_size=world_size,
-        worker_hours=allocated_s * world_size / 3600 if world_size is not None else None,
+        worker_hours=worker_hours(attempts, world_size),
         num_records=curves.num_records,
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
@@ -334,7 +334,8 @@ def _advice(
             following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
         minutes, seconds = divmod(round(longest_s), 60)
         longest = f"{minutes:,} min {seconds:02d} s" if longest_s >= 60 else f"{longest_s:.1f} s"
-        asked, used = str(config.get("resources.time")), f"{longest} (longest attempt)"
+        asked = str(config.get("resources.slice") or config.get("resources.time"))
+        used = f"{longest} (longest attempt)"
         found.append(Advice("Time", asked, used, following))
     memory = max((node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None), default=None)
     asked = str(config.get("resources.mem") or "the cluster's default")

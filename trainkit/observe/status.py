@@ -11,7 +11,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
+from trainkit.formats import number, time_text
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import (
@@ -26,7 +28,7 @@ from trainkit.run.end import (
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
-from trainkit.run.history import Attempt, PlanRecord, RunHistory, read_plan, timestamp
+from trainkit.run.history import Attempt, PlanRecord, RunHistory, ended_attempts, read_plan, timestamp
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -45,6 +47,8 @@ STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continu
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
 BATCH_LOG_LINES = 10
+MAX_SIZES = 8
+"""Attempts whose numbers of nodes are shown."""
 FAILURE_LOG_LINES = 8
 CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
@@ -170,11 +174,38 @@ class RunStatus:
     """How far each tracker has the metrics: ``step, place, time, problem``."""
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script, when it ended before the supervisor began."""
+    num_starts: int = 0
+    """The attempts that have started."""
+    attempt_nodes: list[int] = field(default_factory=list)
+    """The number of nodes of each of them, oldest first; without those of older versions."""
+    partition: str | None = None
+    """The one that the newest attempt has, like `gpu_type`, which is known where several were asked for."""
+    gpu_type: str | None = None
+    worker_hours: float | None = None
+    """The allocated hours of all ranks in all attempts: GPU-hours of a run on GPUs."""
+    slices_s: float | None = None
+    """Seconds that the slices of the run have taken since a command started it; None without slices."""
+    total_s: float | None = None
+    """What all of them may take."""
 
     @property
     def is_command(self) -> bool:
         """Whether a COMMAND runs, which need not write steps and saves nothing that trainkit knows of."""
         return self.command is not None
+
+    @property
+    def used(self) -> str:
+        """What several attempts took together; empty for a single one."""
+        parts, sizes = [], self.attempt_nodes
+        if self.num_starts > 1 and self.worker_hours is not None:
+            unit = "GPU-hours" if self.device == "cuda" else "worker-hours"
+            parts.append(f"{number(self.worker_hours)} {unit} in {self.num_starts} attempts")
+        if len(set(sizes)) > 1:
+            shown = [*(["…"] if len(sizes) > MAX_SIZES else []), *map(str, sizes[-MAX_SIZES:])]
+            parts.append(f"nodes: {', '.join(shown)}")
+        if self.slices_s is not None and self.total_s is not None:
+            parts.append(f"slices {time_text(int(self.slices_s))} of {time_text(int(self.total_s))}")
+        return "; ".join(parts)
 
     @property
     def is_active(self) -> bool:
@@ -240,6 +271,9 @@ def read_status(
     is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
     slowdowns = list(seen.slow.values()) if is_known else []
     metrics_age_s = seconds_between(last.text("time"), now)
+    attempts = ended_attempts(events.attempts, now.timestamp() if state in ACTIVE_STATES else None)
+    total_s = plan.record("requeue").number("total_s")
+    own = attempts[-1 - job.num_auto_restarts :]
     return RunStatus(
         name=job.name,
         run_dir=str(run.path),
@@ -273,6 +307,13 @@ def read_status(
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
+        num_starts=sum(one.started is not None for one in attempts),
+        attempt_nodes=[one.num_nodes for one in attempts if one.num_nodes is not None],
+        partition=seen.partition,
+        gpu_type=seen.gpu_type,
+        worker_hours=worker_hours(attempts, plan.count("world_size")),
+        slices_s=None if total_s is None else sum(one.allocated_s for one in own),
+        total_s=total_s,
     )
 
 

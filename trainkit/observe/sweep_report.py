@@ -17,7 +17,7 @@ from typing import Any
 
 from trainkit.config.schema import flatten
 from trainkit.formats import JsonObject, plural, shown, shown_value
-from trainkit.observe.goodput import Point, idle_gaps
+from trainkit.observe.goodput import Point, idle_gaps, worker_hours
 from trainkit.observe.group import (
     FAILED,
     NUM_READERS,
@@ -247,7 +247,7 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
         result=result,
         tokens_per_s=tokens_per_s,
         allocated_s=allocated_s,
-        worker_hours=allocated_s * world_size / 3600 if attempts and world_size else None,
+        worker_hours=worker_hours(attempts, world_size) if attempts else None,
         productive_s=_productive_s(attempts, records),
         curves={name: _curve(attempts, records, name) for name in ("loss", "tokens_per_s")},
     )

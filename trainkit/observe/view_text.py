@@ -137,6 +137,8 @@ def _progress(view: RunView, size: Size) -> list[Text]:
         )
         text = Text.assemble(text, ": ", verdict)
     lines.append(_line("time", text))
+    if status.used:
+        lines.append(_line("used", Text(status.used)))
     return lines
 
 

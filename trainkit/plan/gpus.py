@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import NodeKind
     from trainkit.cluster.target import Target
+    from trainkit.config.running import ResourcesConfig
     from trainkit.config.schema import RunConfig
 
 Version = tuple[int, int]
@@ -172,17 +173,21 @@ class Hardware:
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
     """The names of the GPU types that a job may get; empty if unknown."""
     if config.resources.gpu_type is not None:
-        return [config.resources.gpu_type]
+        return list(config.resources.gpu_types)
     if target.cluster is None:
         return list(dict.fromkeys(machine.gpu_names))
     return list(dict.fromkeys(kind for node in _nodes(config, target) for kind in node.gpus))
 
 
-def known_gpu(names: list[str]) -> Gpu | None:
-    """The GPU type with the most memory among `names`; None if any of them is unknown."""
+def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu | None:
+    """The GPU type with the most memory among `names`, or the least if `resources` asks for any of them.
+
+    None if any of them is unknown.
+    """
     found = [find_gpu(name) for name in names]
     known = [gpu for gpu in found if gpu is not None]
-    return max(known, key=lambda gpu: gpu.most_memory) if known and len(known) == len(found) else None
+    pick = min if resources is not None and len(resources.gpu_types) > 1 else max
+    return pick(known, key=lambda gpu: gpu.most_memory) if known and len(known) == len(found) else None
 
 
 def find_hardware(
@@ -193,7 +198,7 @@ def find_hardware(
     Raises UsageError if it is unknown.
     """
     names = [gpu_type] if gpu_type is not None else gpu_names(config, machine, target)
-    gpu = known_gpu(names)
+    gpu = known_gpu(names, config.resources)
     if gpu is None:
         raise _unknown(gpu_type, names, machine)
     size = _node_size(config, machine, target, gpu)

@@ -94,6 +94,8 @@ class RequeuePolicy:
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
     max_crashes: int = 3
+    total_s: float | None = None
+    """Seconds that the jobs of a run may take together, each one slice of them; None without slices."""
     hang_factor: float | None = 20.0
     """A step hangs when it takes this many times the median step time; None disables this."""
     hang_min_s: float = 300.0
@@ -213,6 +215,8 @@ class LaunchPlan:
     """The size of a checkpoint; None for what trains no model of trainkit."""
     sizes: dict[str, JsonObject] = field(default_factory=dict)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
+    gpu_types: dict[str, str] = field(default_factory=dict)
+    """The GPU type of each partition that may start the job, where it names several."""
     version: int = PLAN_VERSION
 
     @property
@@ -274,7 +278,7 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes", "debug"):
+        for name in ("after", "sizes", "debug", "gpu_types"):
             if not values[name]:
                 del values[name]
         return values

@@ -32,6 +32,8 @@ class LaunchDraft:
     """Without the origins of their keys."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    gpu_types: dict[str, str] = field(default_factory=dict)
+    """The GPU type of each partition, of which Slurm chooses one."""
     is_one_node: bool = False
     """Whether this machine is one of several hosts that are started by hand, not all nodes."""
 

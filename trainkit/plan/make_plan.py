@@ -15,7 +15,7 @@ from trainkit.config.training import DECODER
 from trainkit.config.validation import doubts
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
-from trainkit.formats import gib, memory_mib
+from trainkit.formats import gib, memory_mib, time_limit_s
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import Gpu, bf16_problem, find_gpu, gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
@@ -167,7 +167,9 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         workers_per_node=workers_per_node,
         env={**given.env, **config.launch.env},
         network=config.launch.network,
-        requeue=_policy(RequeuePolicy, config.requeue),
+        requeue=replace(
+            _policy(RequeuePolicy, config.requeue), total_s=None if slurm is None else _total_s(config)
+        ),
         notify=_policy(NotifyPolicy, config.notify),
         spare_nodes=0 if slurm is None else config.resources.spare_nodes,
         per=per,
@@ -188,6 +190,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         launcher_values=given.values,
         launcher_keys=typed,
         slurm=slurm,
+        gpu_types=draft.gpu_types,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
         warnings=tuple(draft.warnings),
     )
@@ -219,7 +222,14 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 
 def _policy(policy: type[Policy], section: RequeueConfig | NotifyConfig) -> Policy:
     """The values of a section that the job needs."""
-    return policy(**{field.name: getattr(section, field.name) for field in fields(policy)})
+    known = (field.name for field in fields(policy) if field.name in type(section).model_fields)
+    return policy(**{name: getattr(section, name) for name in known})
+
+
+def _total_s(config: RunConfig) -> float | None:
+    """The time that the slices of a run may take together; None without slices."""
+    resources = config.resources
+    return None if resources.slice is None else time_limit_s(str(resources.time))
 
 
 def _silence_reason(policy: RequeuePolicy) -> str:
@@ -259,7 +269,7 @@ def _check_model(
         problem = _host_problem(config, plan, work, machine)
         return plan, [] if problem is None else [problem]
     names = gpu_names(config, machine, facts.target)
-    gpu, problem = known_gpu(names), None
+    gpu, problem = known_gpu(names, config.resources), None
     if gpu is None:
         plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(names)))
     else:

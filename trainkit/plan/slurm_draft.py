@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trainkit.cluster.limits import limit_problems, spare_capacity
+from trainkit.cluster.limits import limit_problems, listed, partition_refusals, spare_capacity
 from trainkit.cluster.model import Cluster, NodeKind, ResourceRequest, matching_nodes
 from trainkit.errors import SlurmError
 from trainkit.formats import plural, time_text
@@ -27,14 +27,19 @@ class SlurmDraft(LaunchDraft):
     def __post_init__(self) -> None:
         self.asked = self.cluster.resource_request(self.loaded.config.resources)
         """What the config requests; `request` adds the workers of a node."""
-        self.partition = next(iter(self.asked.partitions), self.cluster.partition(None))
-        """The first requested partition that exists, else the default one."""
-        self.nodes: tuple[NodeKind, ...] = ()
-        """The nodes that the job may get; empty if unknown."""
+        refused = partition_refusals(self.asked, self.cluster)
+        default = self.cluster.partition(None)
+        named = self.asked.partitions or ([] if default is None else [default])
+        self.partitions = [item for item in named if item.name not in refused] or named
+        """The requested partitions that may start the job, else the default one."""
+        self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
-        if self.partition is not None:
-            found = matching_nodes(self.partition, self.asked.constraint, gpu_type)
-            self.nodes = found or self.partition.nodes
+        self.kinds = {
+            item.name: matching_nodes(item, self.asked.constraint, gpu_type) or item.nodes
+            for item in self.partitions
+        }
+        """The nodes that the job may get, by partition; empty if unknown."""
+        self.nodes = tuple(kind for kinds in self.kinds.values() for kind in kinds)
         # A type that no node has is reported elsewhere.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
@@ -50,7 +55,7 @@ class SlurmDraft(LaunchDraft):
         most = max(kind.num_gpus() for kind in self.nodes)
         what = f"have {most} GPUs" if most > 1 else "have a GPU" if most else "have no GPU"
         device = "cuda" if most else "cpu"
-        self.reasons["device"] = f"{device}: the nodes of partition {partition.name} {what}"
+        self.reasons["device"] = f"{device}: the nodes of {self._where} {what}"
         return device
 
     def workers_per_node(self, device: str) -> int:
@@ -68,22 +73,31 @@ class SlurmDraft(LaunchDraft):
             self._unknown("resources.gpus_per_node", message, "set it, or choose another partition")
             return 1
         if not count:
-            message = f"is auto, but the nodes of partition {partition.name} have no GPU"
+            message = f"is auto, but the nodes of {self._where} have no GPU"
             self.problem("resources.gpus_per_node", message, "choose another partition, or set device: cpu")
             return 1
-        reason = f"{count}: GPUs per node in partition {partition.name}"
+        reason = f"{count}: GPUs per node in {self._where}"
         others = sorted({kind.num_gpus() for kind in self.nodes} - {count})
         if others:
             reason += f"; other nodes have {', '.join(map(str, others))}"
         self.reasons["workers_per_node"] = reason
         return count
 
+    @property
+    def _where(self) -> str:
+        names = listed(self.kinds, "or")
+        return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
+
     def _gpus_per_node(self) -> int:
+        """As many GPUs per node as each of the partitions with GPUs has."""
+        return min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
+
+    def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
         """The most GPUs per node that enough nodes have; the overall maximum if there are too few."""
         gpu_type = self._gpu_type
-        counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
+        counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)
         for count in filter(None, counts):
-            nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
+            nodes = sum(kind.count for kind in kinds if kind.num_gpus(gpu_type) >= count)
             if nodes >= self.asked.all_nodes:
                 return count
         return max(counts, default=0)
@@ -93,12 +107,13 @@ class SlurmDraft(LaunchDraft):
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
         # The nodes with a GPU for every worker; if there are none, all nodes with GPUs.
-        workers, device, partition = world_size // self.asked.nodes, self.loaded.config.device, self.partition
-        some = [kind for kind in self.nodes if kind.num_gpus(self._gpu_type)]
-        kinds = [kind for kind in some if kind.num_gpus(self._gpu_type) >= workers] or some
+        workers, device = world_size // self.asked.nodes, self.loaded.config.device
+        placed = ((item, kind) for item in self.partitions for kind in self.kinds[item.name])
+        some = [(item, kind) for item, kind in placed if kind.num_gpus(self._gpu_type)]
+        kinds = [found for found in some if found[1].num_gpus(self._gpu_type) >= workers] or some
         uses_gpus = device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
-        if partition is not None and uses_gpus and kinds:
-            sizes = [(partition.usable_cpus(kind) or 0, kind.num_gpus()) for kind in kinds]
+        if uses_gpus and kinds:
+            sizes = [(item.usable_cpus(kind) or 0, kind.num_gpus()) for item, kind in kinds]
             num_cpus, num_gpus = min(sizes, key=lambda size: size[0] // size[1])
             if threads := num_cpus // num_gpus:
                 return (
@@ -119,10 +134,19 @@ class SlurmDraft(LaunchDraft):
         return lead_s
 
     def _time_limit_s(self) -> float:
-        """The time limit of the job in seconds; infinite for no limit or if unknown."""
-        partition = self.partition
+        """The shortest time limit of the job in seconds; infinite for no limit or if unknown."""
+        partition, resources = self.partition, self.loaded.config.resources
         if self.asked.time_s is not None:
-            return self.asked.time_s
+            notes = []
+            if resources.time_min is not None:
+                notes.append(f"or as little as {resources.time_min}, if the job starts sooner with less")
+            if resources.slice is not None:
+                notes.append(f"{resources.slice} a job, until all jobs of the run took {resources.time}")
+            if notes:
+                self.reasons["time"] = "; ".join(reversed(notes))
+            # The backfill scheduler of 22.05 and 24.11 lowers the limit to exactly time-min, that of 26.05 to
+            # what fits. All signal before the real end, and keep the lowered limit when the job is requeued.
+            return self.asked.time_min_s or self.asked.time_s
         if partition is None or partition.job_time_s is None:
             return math.inf
         self.reasons["time"] = (
@@ -170,6 +194,10 @@ class SlurmDraft(LaunchDraft):
         for key, message, hint in limit_problems(asked, self.cluster):
             if key not in reported:
                 self.problem(key, message, hint)
+        if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
+            message = "names several types, but the partitions of this cluster, which decide it, are unknown"
+            self._unknown("resources.gpu_type", message, "name one type")
+        names = self._partition_names(asked)
         cpus = None if threads is None else threads * workers_per_node // tasks
         request = make_request(
             config,
@@ -179,6 +207,7 @@ class SlurmDraft(LaunchDraft):
             gpu_option=self.cluster.gpu_option,
             notice=notice,
             expedite=bool(self.cluster.expedited_requeue),
+            partition=names,
         )
         spare = config.resources.spare_nodes
         if spare:
@@ -187,6 +216,21 @@ class SlurmDraft(LaunchDraft):
             )
         request = with_excluded(request, self._bad_nodes(asked))
         return replace(request, version=self.cluster.slurm_version)
+
+    def _partition_names(self, asked: ResourceRequest) -> str | None:
+        """The partitions to name in the request, which the GPU types may choose."""
+        refused = partition_refusals(asked, self.cluster)
+        able = [item for item in asked.partitions if item.name not in refused]
+        if able and (len(asked.names) > 1 or asked.gpu_types):
+            types = {item.name: item.gpu_type(asked.constraint) for item in able}
+            self.gpu_types = {name: kind for name, kind in types.items() if kind}
+            shown = [f"{name} ({kind})" if kind else name for name, kind in types.items()]
+            notes = [f"not {name}: {key} {message}" for name, (key, message, _) in refused.items()]
+            which = ", whichever is free first" if len(shown) > 1 else ""
+            self.reasons["partition"] = "; ".join([listed(shown, "or") + which, *notes])
+        if asked.gpu_types and asked.gpus_per_node and able:
+            return ",".join(item.name for item in able)
+        return self.loaded.config.resources.partition
 
     def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
         """Recently failed hosts to exclude, as many as the job can spare."""

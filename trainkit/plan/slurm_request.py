@@ -14,6 +14,7 @@ Options = dict[str, Value]
 
 SBATCH_KEYS = {
     "time": "resources.time",
+    "time-min": "resources.time_min",
     "partition": "resources.partition",
     "account": "resources.account",
     "qos": "resources.qos",
@@ -43,7 +44,7 @@ SBATCH_KEYS = {
 """sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
 
 _PASSED_ON = (
-    *("time", "partition", "account", "qos", "constraint", "exclude", "reservation"),
+    *("time_min", "account", "qos", "constraint", "exclude", "reservation"),
     *("mem", "comment", "mail_user", "mail_type"),
 )
 """Keys of `resources` whose values sbatch gets as they are."""
@@ -102,12 +103,13 @@ def make_request(
     gpu_option: str,
     notice: str,
     expedite: bool = False,
+    partition: str | None = None,
 ) -> SlurmRequest:
     """The Slurm options of a config.
 
     `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `notice` is
     the signal before the time limit and its number of seconds, such as ``USR2@120``. `expedite` uses the
-    expedited requeue of Slurm 25.11.
+    expedited requeue of Slurm 25.11. `partition` is what the plan made of ``resources.partition``.
     """
     resources = config.resources
     sbatch: Options = {
@@ -120,9 +122,14 @@ def make_request(
     if cpus_per_task is not None:
         sbatch["cpus-per-task"] = cpus_per_task
     if gpus_per_node is not None:
-        kind = "" if resources.gpu_type is None else f"{resources.gpu_type}:"
+        # Slurm takes several types as all of them on each node, so a list of partitions stands for them.
+        kind = f"{resources.gpu_type}:" if len(resources.gpu_types) == 1 else ""
         prefix = "gpu:" if gpu_option == "gres" else ""
         sbatch[gpu_option] = f"{prefix}{kind}{gpus_per_node}"
+    if resources.job_time is not None:
+        sbatch["time"] = resources.job_time
+    if partition is not None:
+        sbatch["partition"] = partition
     for name in _PASSED_ON:
         if (value := getattr(resources, name)) is not None:
             sbatch[name.replace("_", "-")] = value

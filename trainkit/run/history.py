@@ -68,6 +68,11 @@ class Attempt:
     """The step that it resumed from."""
     kept_step: float = math.inf
     """The last step that is part of the run's result; a later attempt computed the others again."""
+    num_nodes: int | None = None
+    world_size: int | None = None
+    partition: str | None = None
+    """The one that Slurm chose, like `gpu_type`, which is known where several were asked for."""
+    gpu_type: str | None = None
     evaluations: list[float] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
@@ -111,6 +116,8 @@ class Attempt:
                 setattr(self, name, time)
             if name == "started":
                 self.waits_for = None
+                self.num_nodes, self.world_size = event.count("nodes"), event.count("world_size")
+                self.partition, self.gpu_type = event.text("partition"), event.text("gpu_type")
             if name == "training":
                 self.start_step = event.step or 0
         elif name == "waiting":

@@ -1,0 +1,70 @@
+"""Runs in slices of time: jobs up to a total, and a job that Slurm shortens to fit a gap."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.on_slurm.login import Login, settings, wait_for
+from trainkit.run.end import read_end
+from trainkit.run.events import read_events
+from trainkit.run.record import read_job
+
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+print("up", flush=True)
+time.sleep(600)
+"""
+ONE_RANK = ("--nodes", "1", "--gpus-per-node", "1", *settings("device=cpu", "requeue.grace_s=15"))
+RUN = ("--", "python", "saves.py")
+
+
+@pytest.mark.slow(seconds=150)
+def test_slices_end_with_their_total(login: Login) -> None:
+    login.script(SAVES, "saves.py")
+    run = login.submit(*ONE_RANK, "--partition", "debug,high", "--time", "2", "--slice", "1", *RUN)
+    job = login.cluster.job(login.job_id(run))
+    assert job["TimeLimit"] == "00:01:00"
+
+    def last() -> int | None:
+        number = run.attempt_numbers()[-1]
+        end = read_end(run.attempt(number))
+        return None if end is None or end.resumes else number
+
+    wait_for(lambda: last() is not None, "the end of the last slice", 400.0)
+    ends = [read_end(run.attempt(number)) for number in run.attempt_numbers()]
+    assert len(ends) > 1, login.logs_and_attempts(run)
+    assert {end.cause for end in ends if end is not None} == {"timeout"}, login.logs_and_attempts(run)
+    final = ends[-1]
+    assert final is not None
+    assert (final.state, final.action) == ("stopped", "stopped")
+    assert "its jobs have taken the 00:02:00 of resources.time" in final.reason
+    assert {entry.job_id for entry in read_job(run).attempts} == {login.job_id(run)}
+    assert all(event.text("partition") in ("debug", "high") for event in read_events(run, "started"))
+    status = login.status(run)
+    assert status["partition"] in ("debug", "high")
+    assert status["total_s"] == 120
+    assert 120 - 2 * 15 <= status["slices_s"] <= 120
+    shown = login.trainkit("status", str(run.path)).stdout
+    assert f"worker-hours in {len(ends)} attempts; slices 00:0" in shown
+    assert f"on cpu, partition {status['partition']}" in shown
+
+
+@pytest.mark.slow(seconds=120)
+def test_a_job_that_slurm_shortens_saves_before_its_own_end(login: Login) -> None:
+    login.script(SAVES, "saves.py")
+    fills = ["--partition=high", "--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 600"]
+    busy = login.run(["sbatch", "--nodes=3", "--time=4", *fills], check=True).stdout.strip()
+    login.cluster.wait_for_job(busy, "RUNNING")
+    waits = login.run(["sbatch", "--nodes=4", "--time=4", *fills], check=True).stdout.strip()
+    run = login.submit(*ONE_RANK, "--partition", "high", "--time", "60", "--time-min", "2", *RUN)
+    login.wait_for_log(run, "up")
+    job = login.cluster.job(login.job_id(run))
+    assert job["TimeMin"] == "00:02:00"
+    assert job["TimeLimit"] in ("00:02:00", "00:03:00")  # in a gap of four minutes
+    login.run(["scancel", waits], check=True)
+    end = login.wait_for_end(run)
+    assert (end["action"], end["cause"]) == ("requeue", "timeout"), login.logs_and_attempts(run)
+    assert end["reason"].startswith("saved after SIGUSR2 before the time limit")
+    login.wait_for_log(run, "up", attempt=2)
+    login.run(["scancel", busy], check=True)

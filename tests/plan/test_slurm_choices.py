@@ -1,0 +1,134 @@
+"""What a job leaves to Slurm: how long it runs within a total, in which partition, and on which GPU type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import LOCAL, Target
+from trainkit.config import load_config
+from trainkit.errors import ConfigError
+from trainkit.plan.facts import Facts
+from trainkit.plan.gpus import find_hardware
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import make_plan
+
+LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+HOUR = 3600
+PARTITIONS = (
+    Partition("h", is_default=True, max_time_s=12 * HOUR, nodes=(NodeKind(8, 64, 900_000, {"h100": 8}),)),
+    Partition("a", max_time_s=24 * HOUR, nodes=(NodeKind(8, 24, 500_000, {"a100-40gb": 4}),)),
+    Partition("mixed", nodes=(NodeKind(2, 32, None, {"a100-40gb": 8}), NodeKind(2, 32, None, {"v100": 8}))),
+    Partition("cpu", nodes=(NodeKind(64, 64),)),
+    Partition("debug", max_time_s=HOUR // 2, max_nodes=1, nodes=(NodeKind(1, 4, None, {"h100": 1}),)),
+)
+WEST = Target("sbatch", "a test", Cluster("west", PARTITIONS, slurm_version=(24, 11, 5)))
+
+
+def plan(*overrides: str, target: Target = WEST) -> LaunchPlan:
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=Path("/nowhere"))
+    return make_plan(loaded, Facts(LOGIN, target))
+
+
+@pytest.mark.parametrize(
+    ("times", "asked", "lead_s", "total_s"),
+    [
+        (["time=10:00:00"], {"time": "10:00:00"}, 120, None),
+        (["time=3-00:00:00", "slice=4:00:00"], {"time": "4:00:00"}, 120, 72 * HOUR),
+        (["time=10:00:00", "time_min=00:04:00"], {"time": "10:00:00", "time-min": "00:04:00"}, 60, None),
+        (["time=01:00:00", "slice=20:00", "time_min=2:00"], {"time": "20:00", "time-min": "2:00"}, 30, HOUR),
+    ],
+)
+def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> None:
+    made = plan(*(f"resources.{time}" for time in times))
+    assert made.slurm is not None
+    given = {name: made.slurm.sbatch[name] for name in ("time", "time-min") if name in made.slurm.sbatch}
+    assert given == asked
+    assert (made.slurm.sbatch["signal"], made.grace_s) == (f"USR2@{lead_s}", lead_s)
+    assert made.requeue.total_s == total_s
+    assert LaunchPlan.from_dict(json.loads(made.to_text())) == made
+    # Here, where there are no jobs, nothing is cut into slices.
+    assert plan(*(f"resources.{time}" for time in times), target=LOCAL).requeue.total_s is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["time=null", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time limits nothing"),
+        (["time='0'", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time limits nothing"),
+        (["time=01:00:00", "slice=90:00"], "is 90:00, which is more than the 01:00:00 of resources.time"),
+        (["time=2-0", "slice=13:00:00"], "is 13:00:00, but partition h allows at most 12:00:00"),
+        (["time=01:00:00", "time_min=2:00:00"], "is 2:00:00, but resources.time is 01:00:00"),
+        (["time=01:00:00", "slice=10:00", "time_min=20:00"], "is 20:00, but resources.slice is 10:00"),
+        (["time=null", "time_min=20:00"], "is 20:00, but resources.time sets no limit"),
+        (["time_min=soon"], 'a time such as "01:00:00" or "2-12:00:00" or null, not "soon"'),
+        # Slurm would accept it, and run the job for no longer than time_min.
+        (["time=13:00:00", "time_min=01:00:00"], "is 13:00:00, but partition h allows at most 12:00:00"),
+    ],
+)
+def test_times_that_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(*(f"resources.{override}" for override in overrides))
+    assert message in error.value.render()
+
+
+def test_slices_need_a_requeue_on_timeout() -> None:
+    with pytest.raises(ConfigError, match=r"is 10:00, but requeue\.on does not include timeout"):
+        plan("resources.slice=10:00", "requeue.on=[crash]")
+
+
+def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
+    made = plan("resources.partition=debug,h,a", "resources.nodes=2", "resources.time=01:00:00")
+    assert made.slurm is not None
+    assert made.slurm.sbatch["partition"] == "debug,h,a"
+    # As many GPUs as the smallest node has, and cores for the slowest.
+    assert (made.workers_per_node, made.threads_per_worker) == (4, 6)
+    assert made.slurm.sbatch["gpus-per-node"] == "4"
+    assert made.reasons["partition"] == (
+        "h (h100) or a (a100-40gb), whichever is free first; "
+        "not debug: resources.time is 01:00:00, but partition debug allows at most 00:30:00"
+    )
+    assert made.gpu_types == {"h": "h100", "a": "a100-40gb"}
+    assert plan("resources.partition=a").gpu_types == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "partitions"),
+    [
+        (["gpu_type=h100,a100-40gb", "time=01:00:00"], "h,a"),  # debug has one of them, and is too short
+        (["gpu_type=h100,a100-40gb", "partition=a,mixed,cpu"], "a"),
+        (["gpu_type=h100,b200", "nodes=1", "time=00:10:00", "gpus_per_node=1"], "h,debug"),
+    ],
+)
+def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) -> None:
+    made = plan(*(f"resources.{override}" for override in overrides))
+    assert made.slurm is not None
+    assert made.slurm.sbatch["partition"] == partitions
+    assert made.slurm.sbatch["gpus-per-node"] == str(made.workers_per_node)
+    assert made.reasons["partition"].startswith("a (a100-40gb)" if partitions == "a" else "h (h100) or ")
+    assert list(made.gpu_types) == partitions.split(",")
+
+
+def test_memory_is_checked_for_the_smallest_type() -> None:
+    config = load_config(
+        None, overrides=["resources.gpu_type=h100,a100-40gb"], environ={}, cwd=Path("/nowhere")
+    ).config
+    assert find_hardware(config, LOGIN, WEST, None, None).gpu.name == "A100 40GB"
+
+
+def test_types_that_no_partition_has_alone() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan("resources.gpu_type=v100,a100-40gb", "resources.partition=mixed", "device=cuda")
+    assert "no partition of west has GPUs of only one of these types" in error.value.render()
+    assert "mixed has a100-40gb and v100: name a single type" in error.value.render()
+    unknown = Target("sbatch", "a test", Cluster("east"))
+    given = ("resources.gpu_type=v100,h100", "device=cuda", "resources.gpus_per_node=2")
+    with pytest.raises(ConfigError, match="the partitions of this cluster, which decide it, are unknown"):
+        plan(*given, target=unknown)
+    made = plan("resources.gpu_type=v100,h100", "device=cpu", target=unknown)  # it needs no GPU
+    assert made.slurm is not None
+    assert "partition" not in made.slurm.sbatch
