@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +52,21 @@ class Unpicklable(Exception):
 
 def fail_unpicklable() -> None:
     raise Unpicklable(1, 2)
+
+
+def lose_a_peer() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    raise ConnectionError("rank 1 is gone")
+
+
+def sleep_while(file: Path) -> str:
+    for _ in range(400):
+        if not file.exists():
+            return "woken"
+        time.sleep(0.05)
+    return "slept"
 
 
 class Counts:
@@ -163,6 +180,21 @@ def test_a_config_in_python() -> None:
         api.submit(omegaconf.OmegaConf.create({"trian": {"steps": 1}}))
 
 
+def test_a_partial_is_called_as_its_function(folder: Path) -> None:
+    counts = Counts()
+    call = api._call(functools.partial(functools.partial(counts, 1), file=folder), (), {})
+    assert (call.function, call.args, call.kwargs) == (counts, (1,), {"file": folder})
+
+
+def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path) -> None:
+    other = folder / "python"
+    other.symlink_to(sys.executable)
+    for launch, python in (({}, sys.executable), ({"python": str(other)}, str(other))):
+        given = api._given(add, None, None, {"launch": launch, "device": "cpu"})
+        found = api._in_its_environment(given, given.request.load_to_plan(given.workload))
+        assert found.workload.argv == (python, "-m", "trainkit.function")
+
+
 @pytest.mark.slow(seconds=15)
 @pytest.mark.smoke
 def test_a_function(folder: Path) -> None:
@@ -189,20 +221,45 @@ def test_a_function(folder: Path) -> None:
         api.submit(fail_unpicklable, requeue=ONCE).result(LIMIT_S)
     lost = api.submit(os._exit, 3, requeue=ONCE)
     assert "diagnose" in lost.exception(LIMIT_S).hint
+    lost = api.submit(lose_a_peer, gpus_per_node=2, requeue=ONCE, device="cpu")
+    with pytest.raises(trainkit.RunError, match="SIGKILL"):
+        lost.result(LIMIT_S)
     assert asyncio.run(_awaited()) == [(2, "0"), (3, "0")]
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_handle_is_small_and_an_await_can_time_out(folder: Path) -> None:
+    file = folder / "sleeps"
+    file.touch()
+    run = api.submit(sleep_while, file)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    handles = [api.Run(run.path) for _ in range(50)]
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(_value(run, 0.5))  # which joins the threads of its loop
+    file.unlink()
+    assert pickle.loads(pickle.dumps(handles[-1])).result(LIMIT_S) == "woken"
+    group = api.map_array(sleep_while, [folder / "no", file])
+    group.cancel(now=True)
+    assert isinstance(group[1].exception(LIMIT_S), trainkit.RunError)
 
 
 async def _awaited() -> list[tuple[int, str]]:
     return [*await asyncio.gather(*(_value(api.submit(add, number)) for number in (1, 2)))]
 
 
-async def _value(run: api.Run) -> tuple[int, str]:
-    return await run
+async def _value(run: api.Run, timeout_s: float | None = None) -> tuple[int, str]:
+    return await asyncio.wait_for(run, timeout_s)
 
 
 @pytest.mark.slow(seconds=15)
 def test_an_array_of_eight_and_a_sweep() -> None:
     group = api.map_array(add, range(8), [10] * 9, limit=2, name="eight")
+    last = group[-1]
+    assert (last.status.state, last.status.reason) == ("pending", "waits for the runs before it")
+    with pytest.raises(UsageError, match="has not started"):
+        last.cancel()
+    assert last.result(LIMIT_S) == (17, "0")
     assert (len(group), [value for value, _ in group.results(LIMIT_S)]) == (8, [*range(10, 18)])
     assert ([run.name for run in group[2:4]], group[-1].result()[0]) == (["eight/2", "eight/3"], 17)
     assert group.status.states == {"finished": 8}

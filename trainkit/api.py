@@ -8,22 +8,27 @@ from __future__ import annotations
 import asyncio
 import html
 import itertools
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import relative_path
 from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.cli.options import ConfigRequest
+    from trainkit.config import LoadedConfig
     from trainkit.function import Call
-    from trainkit.observe.group import GroupStatus
+    from trainkit.observe.group import GroupStatus, PointStatus
     from trainkit.observe.status import RunStatus
     from trainkit.plan.workload import Workload
     from trainkit.run.end import AttemptEnd
@@ -80,6 +85,7 @@ def submit(
     if args and given.function is None:
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
     loaded = given.request.load_to_plan(given.workload)
+    given = _in_its_environment(given, loaded)
     where = None if run_dir is None else Path(run_dir)
     folder = _start([LoadedPoint(0, {}, loaded)], None, given, calls, after=after, now=now, run_dir=where)
     return Run(folder)
@@ -146,16 +152,14 @@ def runs() -> list[Run | Group]:
 class Run:
     """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none."""
 
-    def __init__(self, run: str | Path) -> None:
+    def __init__(self, run: str | Path | RunDir) -> None:
         from trainkit.run.registry import find_run
 
-        self._folder = find_run(str(run))
-        self._folder.hold()
+        self._folder = run if isinstance(run, RunDir) else find_run(str(run))
 
     @property
     def path(self) -> Path:
-        """Its folder, also after it was moved."""
-        self._folder.follow()
+        """Its folder; that of a run of a group may not exist before it starts."""
         return self._folder.path
 
     @property
@@ -173,10 +177,23 @@ class Run:
         from trainkit.run.history import RunHistory
         from trainkit.run.record import read_job
 
-        self._folder.follow()
         record = read_job(self._folder)
         job = query_job_status(self._folder, record, _warn)
-        return read_status(RunHistory(self._folder), record, job.alive, datetime.now(timezone.utc), job.job)
+        now = datetime.now(timezone.utc)
+        status, point = read_status(RunHistory(self._folder), record, job.alive, now, job.job), self._point()
+        if point is None:
+            return status
+        return replace(status, state=point.state, reason=point.reason, job_id=point.job_id)
+
+    def _point(self) -> PointStatus | None:
+        """What its group says of it, until it starts."""
+        from trainkit.cli.status import query_group
+        from trainkit.run.group import group_of
+
+        found = None if self._folder.attempt_numbers() else group_of(self._folder)
+        if found is None:
+            return None
+        return next(point for point in query_group(found[0]).points if point.index == found[1])
 
     def done(self) -> bool:
         """Whether it has ended and does not restart by itself."""
@@ -184,13 +201,22 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Wait until it has ended, after all its restarts; raises TimeoutError."""
+        _wait(self._polls(), timeout_s, self.path)
+        return self
+
+    def _polls(self) -> Iterator[float]:
+        """The seconds until its state is read again, until it has ended."""
         from trainkit.backends.jobs import liveness_probe
         from trainkit.observe.logs import run_is_over
+        from trainkit.observe.status import ACTIVE_STATES
 
-        is_alive, until_s = liveness_probe(self._folder), _deadline_s(timeout_s)
-        while not run_is_over(self._folder, is_alive()) or self._folder.follow():
-            _sleep(POLL_S, until_s, f"{self._folder.path} has not ended after {timeout_s} s")
-        return self
+        while (point := self._point()) is not None:
+            if point.state not in ACTIVE_STATES:
+                return
+            yield _group_poll_s(RunGroup(self.path.parent))
+        is_alive = liveness_probe(self._folder)
+        while not run_is_over(self._folder, is_alive()):
+            yield POLL_S
 
     def metrics(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl, each step once; ``pandas.DataFrame`` makes a table of them."""
@@ -200,24 +226,24 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """What a rank of the newest attempt has printed so far."""
-        from trainkit.run.registry import find_attempt
-
-        log = find_attempt(self._folder, None).rank_log(rank)
+        log = self._folder.attempt(max(self._folder.attempt_numbers(), default=0)).rank_log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
         from trainkit.control.cancel import cancel_run
+        from trainkit.run.group import create_task_run
 
-        cancel_run(self._folder, now=now, wait=wait, warn=_warn)
+        cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=_warn)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.backends.jobs import require_not_running
         from trainkit.config import read_effective
         from trainkit.control import resume
+        from trainkit.run.group import create_task_run
 
-        run = self._folder
+        run = create_task_run(self._folder)
         require_not_running(run, "resume")
         resume.note_dead_job(run, _warn)
         flags = _flags({}, options)
@@ -250,8 +276,18 @@ class Run:
         numbers = self._folder.attempt_numbers()
         attempt = self._folder.attempt(numbers[-1]) if numbers else None
         end = None if attempt is None else read_end(attempt)
+        files = sorted(result_file(attempt, 0).parent.glob("rank-*.pkl")) if attempt is not None else []
+        if (
+            attempt is not None
+            and end is not None
+            and end.verdict is not None
+            and end.verdict.rank is not None
+        ):
+            # What the other ranks raised may only be that this one is gone.
+            first = result_file(attempt, end.verdict.rank)
+            files = [first, *files] if first in files else []
         found = []
-        for file in sorted(result_file(attempt, 0).parent.glob("rank-*.pkl")) if attempt is not None else ():
+        for file in files:
             found.append(read_pickle(file))
             if found[-1].error is not None:
                 raise found[-1].error from RemoteTraceback(found[-1].traceback)
@@ -282,7 +318,7 @@ class Run:
         return RunError(what, hint=f"`trainkit resume {shown}`, or its method resume, continues it")
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.to_thread(self.result).__await__()
+        return _after(self._polls(), self.result).__await__()
 
     def __repr__(self) -> str:
         return f"Run({str(self._folder.path)!r})"
@@ -331,19 +367,20 @@ class Group(Sequence[Run]):
     def __getitem__(self, index: int | slice) -> Run | list[Run]:
         chosen = self._indices[index]
         if isinstance(chosen, int):
-            return Run(self._group.path / str(chosen))
-        return [Run(self._group.path / str(one)) for one in chosen]
+            return Run(self._group.run(chosen))
+        return [Run(self._group.run(one)) for one in chosen]
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def wait(self, timeout_s: float | None = None) -> Group:
         """Wait until all runs have ended; raises TimeoutError."""
-        poll_s = SLURM_POLL_S if self._group.record.process is None else GROUP_POLL_S
-        until_s = _deadline_s(timeout_s)
-        while self.status.is_active:
-            _sleep(poll_s, until_s, f"{self.path} has not ended after {timeout_s} s")
+        _wait(self._polls(), timeout_s, self.path)
         return self
+
+    def _polls(self) -> Iterator[float]:
+        while self.status.is_active:
+            yield _group_poll_s(self._group)
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """The value of each run, in their order; raises like `Run.result` for the first that has none."""
@@ -366,7 +403,7 @@ class Group(Sequence[Run]):
         return self
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
-        return asyncio.to_thread(self.results).__await__()
+        return _after(self._polls(), self.results).__await__()
 
     def __repr__(self) -> str:
         return f"Group({str(self.path)!r})"
@@ -454,7 +491,19 @@ def _plain(value: Any) -> Any:
 def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] = {}) -> Call:
     from trainkit.function import Call
 
+    if isinstance(function, partial):  # so that a method `checkpoint` of its function is found
+        return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))
+
+
+def _in_its_environment(given: _Given, loaded: LoadedConfig) -> _Given:
+    """A function is called by the interpreter that `launch` names, by default this one."""
+    from trainkit.submit.environment import find_interpreter
+
+    if given.function is None:
+        return given
+    argv = find_interpreter(loaded.config.launch, Path.cwd())[0].argv
+    return given._replace(workload=replace(given.workload, argv=(*argv, *given.workload.argv[1:])))
 
 
 def _start_calls(
@@ -469,6 +518,7 @@ def _start_calls(
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
     loaded = given.request.load_to_plan(given.workload)
+    given = _in_its_environment(given, loaded)
     points = [LoadedPoint(index, {}, loaded) for index in calls]
     where = None if run_dir is None else Path(run_dir)
     array = ArraySpec(tuple(calls), limit)
@@ -486,14 +536,21 @@ def _start(
     run_dir: Path | None = None,
 ) -> Path:
     """The folder of what was started."""
+    from trainkit.cli.submit import submission_warnings
     from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, write_pickle
+    from trainkit.slurm.client import require_controller
     from trainkit.submit.start import create_submission, start_submission
     from trainkit.submit.submission import plan_submission
 
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     submission = plan_submission(points, array, given.workload, after=names, will_start=True, warn=_warn)
-    for text in submission.plan.warnings:
-        _warn(text)
+    if now and submission.plan.slurm is not None:
+        raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
+    found = submission_warnings(submission, run_dir, given.workload, starts=True)
+    for text in (*submission.plan.warnings, *found):
+        _warn(text.strip().removeprefix("warning: "))
+    if submission.plan.slurm is not None:
+        require_controller()
     created = create_submission(submission, [*sys.orig_argv], run_dir, "run_dir")
     if given.function is not None:
         with by_value(given.function):
@@ -510,14 +567,23 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def _deadline_s(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
+def _group_poll_s(group: RunGroup) -> float:
+    return SLURM_POLL_S if group.record.process is None else GROUP_POLL_S
 
 
-def _sleep(poll_s: float, until_s: float | None, late: str) -> None:
-    if until_s is not None and time.monotonic() > until_s:
-        raise TimeoutError(late)
-    time.sleep(poll_s if until_s is None else max(0.0, min(poll_s, until_s - time.monotonic())))
+def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:
+    until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    for poll_s in polls:
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{path} has not ended after {timeout_s} s")
+        time.sleep(max(0.0, min(poll_s, until_s - time.monotonic())))
+
+
+async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
+    # No thread waits for the end: `asyncio.run` would wait for that thread after a timeout.
+    while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
+        await asyncio.sleep(poll_s)
+    return await asyncio.to_thread(result)
 
 
 def _table(rows: Iterable[Iterable[object]]) -> str:

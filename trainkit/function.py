@@ -164,10 +164,14 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
         if rank:
             threading.Thread(target=leave, daemon=True).start()  # rank 0 may need this one to save
             return
-        again = checkpoint(*call.args, **call.kwargs)
-        if again is not None:
-            write_pickle(run.path / CALL_FILE, Call(again.function, tuple(again.args), dict(again.kwargs)))
-        saved.touch()
+        try:
+            again = checkpoint(*call.args, **call.kwargs)
+            if again is not None:
+                write_pickle(
+                    run.path / CALL_FILE, Call(again.function, tuple(again.args), dict(again.kwargs))
+                )
+        finally:  # the other ranks wait for no more
+            saved.touch()
         raise SystemExit(EXIT_STOPPED)
 
     def leave() -> None:

@@ -16,6 +16,7 @@ COUNTS = """
 import os, socket, sys, time
 from pathlib import Path
 from trainkit.api import map_array, submit
+from trainkit.errors import UsageError
 from trainkit.function import Requeue
 
 class Counts:
@@ -35,6 +36,10 @@ class Counts:
 
 if __name__ == "__main__":
     job = {"device": "cpu", "partition": "low", "requeue": {"grace_s": 20}}
+    try:
+        submit(len, "a", now=True, **job)
+    except UsageError as error:
+        print(error)
     run = submit(Counts(), 10, nodes=2, gpus_per_node=1, name="counts", **job)
     print(run.results(240), flush=True)
     print(map_array(pow, [2] * 8, range(8), limit=4, **job).results(240), flush=True)
@@ -50,6 +55,8 @@ def test_a_function_is_preempted_and_continues(login: Login) -> None:
     survival.preempt(login.cluster)
     printed, errors = script.communicate(timeout=240)
     assert script.returncode == 0, errors
+    refused, _, printed = printed.partition("\n")
+    assert refused == "now is for a run on this machine, and this one is for Slurm"
     assert printed == f"{[(True, 0, '2'), (True, 1, '2')]}\n{[1, 2, 4, 8, 16, 32, 64, 128]}\n"
     assert survival.events_of(run, "requeue_decision")[0]["cause"] == "preempted"
 

@@ -216,7 +216,7 @@ def command(
     click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
     for line in (
         *([] if repeated is None or group else _changes(repeated, submission, request)),
-        *_warnings(submission, folder, workload, starts=not dry_run),
+        *submission_warnings(submission, folder, workload, starts=not dry_run),
         *_notes(submission, group, workload),
     ):
         click.echo(line, err=True)
@@ -279,7 +279,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
         yield f"  changed             {change}"
 
 
-def _warnings(
+def submission_warnings(
     submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
 ) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
