@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.config import LoadedConfig, load_config
+from trainkit.launch.trainer_process import simulate, simulated_plan
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.memory import extreme_ranks, memory_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import StepWork, work_of
-from trainkit.submit.trainer_process import simulate, simulated_plan
 
 TOLERANCE = 0.1
 GIB = 2**30

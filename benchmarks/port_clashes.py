@@ -26,9 +26,9 @@ from pathlib import Path
 
 from trainkit.cli import main
 from trainkit.job.node.rendezvous import ephemeral_range, port_pool
+from trainkit.launch import plan_run
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit import plan_run
 
 CONFIG = """\
 name: meet

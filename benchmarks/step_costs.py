@@ -33,10 +33,10 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.config import load_config
 from trainkit.config.training import ModelConfig, OptimizerConfig
+from trainkit.launch.trainer_process import simulate, simulated_plan
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import loss_chunks
-from trainkit.submit.trainer_process import simulate, simulated_plan
 from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.forward_backward import _ChunkedLoss
 from trainkit.trainer.models.decoder import Block, rope_table

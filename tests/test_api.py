@@ -107,6 +107,10 @@ def test_the_import_is_lazy() -> None:
         trainkit.sumbit  # noqa: B018
     for name in trainkit.__all__:
         assert getattr(trainkit, name) is not None
+    # A package trainkit.submit would replace the function of that name when a part of it is imported.
+    parts = {file.parent.name for file in (ROOT / "trainkit").glob("*/__init__.py")}
+    parts |= {file.stem for file in (ROOT / "trainkit").glob("*.py")}
+    assert not parts & {*trainkit.__all__}
 
 
 def test_a_pickle_of_others_is_not_loaded(folder: Path) -> None:
@@ -198,7 +202,7 @@ def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path
 @pytest.mark.slow(seconds=15)
 @pytest.mark.smoke
 def test_a_function(folder: Path) -> None:
-    run = api.submit(add, 1, 2, gpus_per_node=2, note="two ranks", tags=["sum"], device="cpu")
+    run = trainkit.submit(add, 1, 2, gpus_per_node=2, note="two ranks", tags=["sum"], device="cpu")
     assert (run.result(LIMIT_S), run.results()) == ((3, "0"), [(3, "0"), (3, "1")])
     assert (run.name, run.path, run.status.state, run.done()) == (
         "add",
@@ -211,7 +215,7 @@ def test_a_function(folder: Path) -> None:
     assert "<td>finished</td>" in run._repr_html_()
     assert api.Run("add").result() == (3, "0")
     assert [again.path for again in api.runs()] == [run.path]
-    failed = api.submit(functools.partial(fail, what="luck"), requeue=ONCE, name="unlucky")
+    failed = trainkit.submit(functools.partial(fail, what="luck"), requeue=ONCE, name="unlucky")
     with pytest.raises(LookupError, match="no luck") as error:
         failed.result(LIMIT_S)
     assert f'{__file__}", line ' in str(error.value.__cause__)

@@ -52,7 +52,7 @@ ALLOWED = {
         "job.rank_debugger",  # the variable that names the terminal
     },
     # How it gets there.
-    "submit": {
+    "launch": {
         *("errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "slurm", "backends"),
         "data.checks",  # what is known of the data before a plan is made
@@ -68,7 +68,7 @@ ALLOWED = {
     },
     # Acts on a run that is there.
     "control": {
-        *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "submit"),
+        *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "launch"),
         *("job.failed_starts", "job.requeue"),  # where a job is not started again
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
@@ -77,7 +77,7 @@ ALLOWED = {
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
         *("errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backends", "control", "submit", "observe"),
+        *("backends", "control", "launch", "observe"),
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
@@ -106,22 +106,22 @@ ALLOWED = {
     },
     "cli": {
         *("errors", "run", "config", "data", "cluster", "plan"),
-        *("slurm", "job", "backends", "control", "submit", "observe", "bench", "formats", "folders", "locks"),
+        *("slurm", "job", "backends", "control", "launch", "observe", "bench", "formats", "folders", "locks"),
     },
     # Runs from Python: what the commands do from a shell.
     "function": {"errors", "folders", "run"},
     "api": {
         *("errors", "formats", "run", "config", "plan", "slurm", "backends", "control", "observe"),
-        *("submit", "cli.options", "cli.submit", "cli.status", "function"),
+        *("launch", "cli.options", "cli.submit", "cli.status", "function"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "contrib.doctor": {  # checks machines before there is a run
         *("errors", "formats", "run", "config", "cluster", "plan", "slurm", "cli"),
-        *("job.node", "job.preflight", "job.rank_env", "job.processes", "job.signals", "submit.environment"),
+        *("job.node", "job.preflight", "job.rank_env", "job.processes", "job.signals", "launch.environment"),
     },
     "contrib.drill": {  # interrupts runs on purpose, as their owner could by hand
         *("errors", "run", "formats", "config", "plan", "slurm", "cli"),
-        *("job", "backends", "control", "submit", "observe"),
+        *("job", "backends", "control", "launch", "observe"),
     },
     "contrib.generate": {
         *(
@@ -141,7 +141,7 @@ ALLOWED = {
     },
     "contrib.replay": {  # starts ranks as the job does, in a folder of its own
         *("errors", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
-        *("submit", "cli", "trainer"),
+        *("launch", "cli", "trainer"),
     },
     # Sends what a run has written.
     "contrib.trackers": {"errors", "folders", "locks", "run", "config", "cli"},

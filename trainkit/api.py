@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from trainkit.cli.options import ConfigRequest
     from trainkit.config import LoadedConfig
     from trainkit.function import Call
+    from trainkit.launch.submission import ArraySpec, LoadedPoint
     from trainkit.observe.group import GroupStatus, PointStatus
     from trainkit.observe.status import RunStatus
     from trainkit.plan.workload import Workload
     from trainkit.run.end import AttemptEnd
-    from trainkit.submit.submission import ArraySpec, LoadedPoint
 
 Config = str | Path | Mapping[str, Any] | None
 """A file, the name of a shipped config, or its sections: a dictionary or OmegaConf's ``DictConfig``."""
@@ -79,7 +79,7 @@ def submit(
     as ``**{"train.steps": 50}``. Raises UsageError, ConfigError and SlurmError, each with a hint.
     """
     given = _given(work, config, profile, options, command, launcher)
-    from trainkit.submit.submission import LoadedPoint
+    from trainkit.launch.submission import LoadedPoint
 
     calls = {} if given.function is None else {0: _call(given.function, args)}
     if args and given.function is None:
@@ -115,7 +115,7 @@ def sweep(
         calls = {index: _call(given.function, (), own) for index, own in enumerate(found)}
         return _start_calls(given, calls, limit, after, run_dir)
     from trainkit.cli.submit import swept
-    from trainkit.submit.submission import ArraySpec
+    from trainkit.launch.submission import ArraySpec
 
     array = ArraySpec(tuple(range(len(found))), limit)
     where = None if run_dir is None else Path(run_dir)
@@ -498,7 +498,7 @@ def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str
 
 def _in_its_environment(given: _Given, loaded: LoadedConfig) -> _Given:
     """A function is called by the interpreter that `launch` names, by default this one."""
-    from trainkit.submit.environment import find_interpreter
+    from trainkit.launch.environment import find_interpreter
 
     if given.function is None:
         return given
@@ -513,7 +513,7 @@ def _start_calls(
     after: Iterable[str | Path | Run],
     run_dir: str | Path | None,
 ) -> Group:
-    from trainkit.submit.submission import ArraySpec, LoadedPoint
+    from trainkit.launch.submission import ArraySpec, LoadedPoint
 
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
@@ -538,9 +538,9 @@ def _start(
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
     from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, write_pickle
+    from trainkit.launch.start import create_submission, start_submission
+    from trainkit.launch.submission import plan_submission
     from trainkit.slurm.client import require_controller
-    from trainkit.submit.start import create_submission, start_submission
-    from trainkit.submit.submission import plan_submission
 
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     submission = plan_submission(points, array, given.workload, after=names, will_start=True, warn=_warn)

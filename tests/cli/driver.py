@@ -8,7 +8,7 @@ import sys
 
 def run():
     from trainkit.cli.main import main
-    from trainkit.submit import plan_run as module
+    from trainkit.launch import plan_run as module
 
     real_plan_run = module.plan_run
 

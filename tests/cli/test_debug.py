@@ -12,11 +12,11 @@ from steering import wait_for
 
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.cli.main import main
+from trainkit.launch import environment
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit import environment
 
 TRAINKIT = [sys.executable, "-m", "trainkit"]
 SCRIPT = """

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.folders import content
 from trainkit.job.work_folder import prepare_work_folder
+from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Command
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import copy_code
 
 
 @pytest.fixture

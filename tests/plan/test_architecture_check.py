@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.cli.main import main
 from trainkit.config import load_config
-from trainkit.submit import trainer_process
+from trainkit.launch import trainer_process
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,12 +10,12 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
+from trainkit.launch.start import create_submission
+from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import workload_of
 from trainkit.run.group import RunGroup
-from trainkit.submit.start import create_submission
-from trainkit.submit.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 
 SUBMITTED_AT = "2026-01-01T00:00:00.000Z"
 CONFIG = """

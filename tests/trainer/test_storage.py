@@ -17,11 +17,11 @@ from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError
+from trainkit.launch.plan_run import gather
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import FileSum, file_hash, published
 from trainkit.run.rundir import RunDir
-from trainkit.submit.plan_run import gather
 from trainkit.trainer.checkpoint.loader import InitError, load_initial_weights
 from trainkit.trainer.checkpoint.storage import METADATA_NAME, HashingWriter, SafeReader
 

@@ -23,6 +23,9 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
+from trainkit.launch.create import new_folder
+from trainkit.launch.plan_run import Gatherer, plan_run
+from trainkit.launch.submission import LoadedPoint, PlannedPoint, job_difference
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, make_batch
 from trainkit.plan.facts import Facts
@@ -32,9 +35,6 @@ from trainkit.plan.layouts import LONG_SEQUENCE, enumerate_layouts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.step_work import work_of
-from trainkit.submit.create import new_folder
-from trainkit.submit.plan_run import Gatherer, plan_run
-from trainkit.submit.submission import LoadedPoint, PlannedPoint, job_difference
 
 ORIGIN = "trainkit bench"
 OPTION = "--out"

@@ -23,6 +23,7 @@ from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
+from trainkit.launch.create import defer_sigint
 from trainkit.observe.group import (
     NOT_STARTED,
     GroupFiles,
@@ -40,7 +41,6 @@ from trainkit.run.history import RunHistory
 from trainkit.run.manifest import remove_all
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import defer_sigint
 
 PROFILED_STEPS = 3
 """The last steps are profiled. They are not measured, because the profiler slows them."""

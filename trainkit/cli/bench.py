@@ -42,14 +42,14 @@ from trainkit.cli.options import (
 from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import short_keys, shown_value, table
+from trainkit.launch.create import create_run, new_folder, start_run
+from trainkit.launch.start import create_submission, start_group
+from trainkit.launch.submission import ArraySpec, Submission, refuse_too_large
 from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, new_folder, start_run
-from trainkit.submit.start import create_submission, start_group
-from trainkit.submit.submission import ArraySpec, Submission, refuse_too_large
 
 STEPS = 30
 WARMUP = 5

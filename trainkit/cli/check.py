@@ -18,8 +18,8 @@ from trainkit.formats import plural
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
+    from trainkit.launch.queue_estimate import Wait
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.submit.queue_estimate import Wait
 
 
 @click.command(
@@ -78,11 +78,11 @@ def command(
     problems, lists all of them and exits with 2.
     """
     from trainkit.config.loaded import origin_lines
+    from trainkit.launch.disk import lock_problem
+    from trainkit.launch.plan_run import gather, plan_run
+    from trainkit.launch.queue_estimate import wait_lines
+    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.disk import lock_problem
-    from trainkit.submit.plan_run import gather, plan_run
-    from trainkit.submit.queue_estimate import wait_lines
-    from trainkit.submit.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -174,7 +174,7 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
     """
     from trainkit.cluster.discovery import query_cluster
     from trainkit.cluster.init_files import differences
-    from trainkit.submit.queue_estimate import estimate_waits
+    from trainkit.launch.queue_estimate import estimate_waits
 
     try:
         if cluster.error:  # do not wait for the same timeout again

@@ -191,7 +191,7 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
 def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
     """Read every sample of the task of a config."""
     from trainkit.config import load_config
-    from trainkit.submit.trainer_process import sample_problems
+    from trainkit.launch.trainer_process import sample_problems
 
     if len(sources) > 1:
         raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it by itself")

@@ -76,8 +76,8 @@ class ConfigRequest:
         try:
             return self.load(target)
         except InvalidConfig as error:
+            from trainkit.launch.plan_run import planning_error
             from trainkit.plan.workload import TRAINER
-            from trainkit.submit.plan_run import planning_error
 
             raise planning_error(error, workload or TRAINER, target=target) from None
 

@@ -96,12 +96,12 @@ def command(
         same_place,
         submission_folder,
     )
+    from trainkit.launch.create import create_run, start_run
     from trainkit.plan.launch import describe_plan
     from trainkit.run.group import RunGroup
     from trainkit.run.manifest import published
     from trainkit.run.record import read_job
     from trainkit.run.registry import find_run_or_group, one_run
-    from trainkit.submit.create import create_run, start_run
 
     found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup) and found.record.process is not None:

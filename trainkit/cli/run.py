@@ -83,11 +83,11 @@ def command(
     """
     from trainkit.cli.logs import follow_run, print_copied, print_started
     from trainkit.cluster.target import Target
+    from trainkit.launch.create import create_run, start_run
+    from trainkit.launch.disk import disk_forecast
+    from trainkit.launch.plan_run import gather, plan_run
     from trainkit.plan.launch import describe_plan
     from trainkit.run.rundir import RUNS_FOLDER
-    from trainkit.submit.create import create_run, start_run
-    from trainkit.submit.disk import disk_forecast
-    from trainkit.submit.plan_run import gather, plan_run
 
     workload = trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
@@ -179,7 +179,7 @@ def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
 
 def _in_debugger(plan: LaunchPlan, debug: DebugPlan) -> LaunchPlan:
     """The plan with nothing that counts as a hang; UsageError for another rank, or without debugpy."""
-    from trainkit.submit.environment import NoAnswer, find_packages
+    from trainkit.launch.environment import NoAnswer, find_packages
 
     if debug.rank >= plan.world_size:
         raise UsageError(
@@ -302,9 +302,9 @@ def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
 ) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
+    from trainkit.launch.create import create_run, start_run
+    from trainkit.launch.plan_run import gather, plan_run
     from trainkit.plan.launch import describe_plan
-    from trainkit.submit.create import create_run, start_run
-    from trainkit.submit.plan_run import gather, plan_run
 
     procs = request.flags.get("resources.gpus_per_node")
     sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))

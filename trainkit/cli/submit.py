@@ -32,8 +32,8 @@ from trainkit.run.rundir import RUNS_FOLDER
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.control.repeat import RepeatedRun
+    from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
     from trainkit.plan.workload import Workload
-    from trainkit.submit.submission import ArraySpec, LoadedPoint, Preview, Submission
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class GroupRequest:
         A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
         they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
         """
+        from trainkit.launch.submission import ArraySpec, LoadedPoint, parse_array
         from trainkit.plan.sweep import sweep_points
-        from trainkit.submit.submission import ArraySpec, LoadedPoint, parse_array
 
         spec = None if self.array is None else parse_array(self.array)
         if self.sweeps:
@@ -86,8 +86,8 @@ class GroupRequest:
 def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.schema import is_known
+    from trainkit.launch.submission import LoadedPoint
     from trainkit.plan.sweep import key_without_seed
-    from trainkit.submit.submission import LoadedPoint
 
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
@@ -177,8 +177,8 @@ def command(
     string, [1,2],[3,4] are two lists.
     """
     from trainkit.control.resume import submission_folder
+    from trainkit.launch.submission import plan_submission
     from trainkit.plan.launch import describe_plan
-    from trainkit.submit.submission import plan_submission
 
     group, workload = GroupRequest(sweeps, array), trailing_workload(launcher)
     folder = named_folder(run_dir)
@@ -227,7 +227,7 @@ def command(
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only, as_json)
     from trainkit.cli.logs import follow_detachable, print_copied, run_word  # with what follows a run
-    from trainkit.submit.start import create_submission, start_submission
+    from trainkit.launch.start import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
@@ -283,8 +283,8 @@ def submission_warnings(
     submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
 ) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
-    from trainkit.submit.disk import disk_forecast, lock_problem
-    from trainkit.submit.secrets import secret_options
+    from trainkit.launch.disk import disk_forecast, lock_problem
+    from trainkit.launch.secrets import secret_options
 
     plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)
     if (problem := lock_problem(folder, plan.slurm is not None)) is not None:
@@ -302,7 +302,7 @@ def submission_warnings(
 
 def _notes(submission: Submission, group: GroupRequest, workload: Workload) -> Iterator[str]:
     """What to know of the points of a group."""
-    from trainkit.submit.submission import describe_points, reaches_command
+    from trainkit.launch.submission import describe_points, reaches_command
 
     if not group:
         return

@@ -13,11 +13,11 @@ from trainkit.config.yamlfile import STANDARD_INPUT
 from trainkit.control.resume import refuse_by_hand, refuse_replay
 from trainkit.errors import UsageError
 from trainkit.folders import find_shipped_config
+from trainkit.launch.snapshot import moved
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import CodeCopy, read_job
 from trainkit.run.registry import UnknownRun, find_run_or_group, one_run
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import moved
 
 FOUND_HERE = {
     "device": "device",

@@ -31,6 +31,10 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.requeue import excludable
+from trainkit.launch.create import start_attempt
+from trainkit.launch.plan_run import gather, plan_run
+from trainkit.launch.snapshot import renewed_code
+from trainkit.launch.start import start_group
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
@@ -45,10 +49,6 @@ from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, change_newest, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
-from trainkit.submit.create import start_attempt
-from trainkit.submit.plan_run import gather, plan_run
-from trainkit.submit.snapshot import renewed_code
-from trainkit.submit.start import start_group
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""

@@ -19,6 +19,8 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import ensure_folder
 from trainkit.formats import rank_list
 from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
+from trainkit.launch.environment import find_interpreter
+from trainkit.launch.script import make_job_environment, render
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
@@ -29,8 +31,6 @@ from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.submit.environment import find_interpreter
-from trainkit.submit.script import make_job_environment, render
 
 if TYPE_CHECKING:
     from trainkit.slurm.jobs import JobInfo

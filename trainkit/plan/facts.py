@@ -45,7 +45,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Facts:
-    """The place, data and environment of a config, as `trainkit.submit.plan_run.gather` finds them."""
+    """The place, data and environment of a config, as `trainkit.launch.plan_run.gather` finds them."""
 
     machine: Machine
     """The one on which the command runs."""

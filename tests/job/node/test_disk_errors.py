@@ -8,10 +8,10 @@ from trainkit.errors import UsageError
 from trainkit.job import processes
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.processes import NO_SPACE, retry_on_disk_error
+from trainkit.launch.create import new_folder
+from trainkit.launch.snapshot import _copy_error
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import new_folder
-from trainkit.submit.snapshot import _copy_error
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 REFUSED = PreflightFailed("full", is_node=False)

@@ -15,8 +15,8 @@ from trainkit.cluster.machine import NVIDIA_DRIVER, detect_machine
 from trainkit.config import LoadedConfig
 from trainkit.contrib.doctor import Request
 from trainkit.job.preflight import Finding, warn_if
+from trainkit.launch.environment import NoAnswer, Packages, ask, find_interpreter, find_packages
 from trainkit.plan.gpus import TorchBuild, release_problem
-from trainkit.submit.environment import NoAnswer, Packages, ask, find_interpreter, find_packages
 
 PYTHONS = ((3, 10), (3, 13))
 """The oldest and newest Python that are tested."""

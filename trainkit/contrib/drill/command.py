@@ -50,6 +50,8 @@ from trainkit.contrib.drill.scenarios import (
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import plural, table
+from trainkit.launch.create import create_run, defer_sigint, new_folder, start_run
+from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import read_events, read_steps
@@ -57,8 +59,6 @@ from trainkit.run.files import parse_time, seconds_between, write_json
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.registry import isolated_state
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, defer_sigint, new_folder, start_run
-from trainkit.submit.plan_run import gather, plan_run
 
 DEFAULT_STEPS = 30
 MIN_STEPS = 12

@@ -16,6 +16,7 @@ from trainkit.contrib.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
 from trainkit.formats import duration, plural
+from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
 from trainkit.run.events import read_metrics
@@ -23,7 +24,6 @@ from trainkit.run.files import parse_time
 from trainkit.run.manifest import find_plain_damage, published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.submit.plan_run import gather, plan_run
 
 SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"

@@ -21,14 +21,14 @@ from trainkit.job.node.worker_env import worker_argv, worker_environ
 from trainkit.job.processes import first_failed, kill_group, start_child
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import NOTICE_SIGNALS, describe_exit
+from trainkit.launch.create import collect_provenance, new_folder, start_run
+from trainkit.launch.secrets import without_secrets
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, create_job, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.submit.create import collect_provenance, new_folder, start_run
-from trainkit.submit.secrets import without_secrets
 
 SAMPLES_FILE = "sample_losses.jsonl"
 """As in `trainer.replay`, which this process must not import."""

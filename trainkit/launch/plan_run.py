@@ -21,16 +21,7 @@ from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
-from trainkit.plan.facts import Environment, Facts, Interpreter
-from trainkit.plan.gpus import release_problem
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import problems
-from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.workload import SHELLS, TRAINER, Workload
-from trainkit.run.rundir import MANIFEST_NAME, RunDir
-from trainkit.slurm.environment import RANK_VARIABLES, conf_file
-from trainkit.slurm.quoting import quote
-from trainkit.submit.environment import (
+from trainkit.launch.environment import (
     NoAnswer,
     Packages,
     container_problems,
@@ -40,8 +31,17 @@ from trainkit.submit.environment import (
     own_packages,
     package_problem,
 )
-from trainkit.submit.secrets import refuse_secrets
-from trainkit.submit.trainer_process import find_code_problems
+from trainkit.launch.secrets import refuse_secrets
+from trainkit.launch.trainer_process import find_code_problems
+from trainkit.plan.facts import Environment, Facts, Interpreter
+from trainkit.plan.gpus import release_problem
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import problems
+from trainkit.plan.node_range import plan_nodes
+from trainkit.plan.workload import SHELLS, TRAINER, Workload
+from trainkit.run.rundir import MANIFEST_NAME, RunDir
+from trainkit.slurm.environment import RANK_VARIABLES, conf_file
+from trainkit.slurm.quoting import quote
 
 
 class Gatherer:

@@ -17,6 +17,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.control.resume import submission_folder
 from trainkit.errors import UsageError
+from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
@@ -24,7 +25,6 @@ from trainkit.plan.workload import Command
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from tests.support.runs import start_local
 from trainkit.backends import local
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun, run_here
+from trainkit.launch.create import defer_sigint
 from trainkit.run.end import KILLED, read_end
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import defer_sigint
 
 
 def interrupt() -> None:

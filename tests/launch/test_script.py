@@ -14,13 +14,13 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
+from trainkit.launch.environment import container_program
+from trainkit.launch.script import script_for
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command, workload_of
 from trainkit.run.rundir import RunDir, submission_token
-from trainkit.submit.environment import container_program
-from trainkit.submit.script import script_for
 
 LOGIN_NODE = Machine(4, 0, (), "a login node")
 

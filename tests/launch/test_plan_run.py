@@ -15,12 +15,12 @@ from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import ConfigError, UsageError
+from trainkit.launch import plan_run as module
+from trainkit.launch.environment import Packages, find_packages, own_packages
+from trainkit.launch.plan_run import command_python, find_environment, gather, plan_run, refuse_missing
 from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
-from trainkit.submit import plan_run as module
-from trainkit.submit.environment import Packages, find_packages, own_packages
-from trainkit.submit.plan_run import command_python, find_environment, gather, plan_run, refuse_missing
 
 LAUNCH = RunConfig().launch
 
@@ -235,7 +235,7 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
     submitting: Submitting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(16, 2, ("NVIDIA A100-SXM4-80GB",) * 2, "this machine has 2 x A100")
-    monkeypatch.setattr("trainkit.submit.plan_run.detect_machine", lambda: machine)
+    monkeypatch.setattr("trainkit.launch.plan_run.detect_machine", lambda: machine)
     loaded = load_config(None, overrides=["launch.modules=[x]"], environ={}, cwd=submitting.folder)
     with pytest.raises(ConfigError, match=r"the run uses GPUs, but torch .* was built without CUDA"):
         plan_run(loaded, gather(loaded, target=LOCAL))
@@ -279,7 +279,7 @@ def test_a_torch_that_cannot_use_the_gpus_of_a_workstation(
     submitting.package = submitting.folder / "other" / "torch"
     names = (gpu,) if gpu else ()
     machine = Machine(16, len(names), names, "there is no NVIDIA driver on this machine", driver_cuda=driver)
-    monkeypatch.setattr("trainkit.submit.plan_run.detect_machine", lambda: machine)
+    monkeypatch.setattr("trainkit.launch.plan_run.detect_machine", lambda: machine)
     overrides = [f"precision.dtype={override}"]
     loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
     if problem is None:

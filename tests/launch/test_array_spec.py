@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
+from trainkit.launch.submission import ArraySpec, parse_array, refuse_too_large
 from trainkit.slurm.states import array_indices
-from trainkit.submit.submission import ArraySpec, parse_array, refuse_too_large
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from pathlib import Path
 from trainkit.backends import backend_named
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject
+from trainkit.launch.create import CreatedRun, create_run, defer_sigint, new_folder, start_run, write_origin
+from trainkit.launch.secrets import refuse_leaks
+from trainkit.launch.submission import PlannedPoint, Submission
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.record import CodeCopy
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import cluster_name
-from trainkit.submit.create import CreatedRun, create_run, defer_sigint, new_folder, start_run, write_origin
-from trainkit.submit.secrets import refuse_leaks
-from trainkit.submit.submission import PlannedPoint, Submission
 
 
 def create_submission(

@@ -15,12 +15,12 @@ import pytest
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
+from trainkit.launch.create import create_run, new_folder
+from trainkit.launch.disk import disk_forecast
 from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
-from trainkit.submit.create import create_run, new_folder
-from trainkit.submit.disk import disk_forecast
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw,relatime 0 0

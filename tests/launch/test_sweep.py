@@ -19,20 +19,20 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.plan.workload import TRAINER
-from trainkit.run.files import read_json
-from trainkit.run.group import RunGroup, difference
-from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import submission
-from trainkit.submit.plan_run import Gatherer, plan_run
-from trainkit.submit.start import create_submission, start_group
-from trainkit.submit.submission import (
+from trainkit.launch import submission
+from trainkit.launch.plan_run import Gatherer, plan_run
+from trainkit.launch.start import create_submission, start_group
+from trainkit.launch.submission import (
     ArraySpec,
     LoadedPoint,
     PlannedPoint,
     Submission,
     plan_submission,
 )
+from trainkit.plan.workload import TRAINER
+from trainkit.run.files import read_json
+from trainkit.run.group import RunGroup, difference
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
 
@@ -212,7 +212,7 @@ def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
         "extends: quickstart.yaml\nname: many\ndevice: cpu\nlaunch: {snapshot: false}\n"
     )
     target = Target("sbatch", "a test", Cluster("unknown"))
-    monkeypatch.setattr("trainkit.submit.plan_run.make_target", lambda loaded: target)
+    monkeypatch.setattr("trainkit.launch.plan_run.make_target", lambda loaded: target)
     return ConfigRequest("run.yaml", None, (), {})
 
 

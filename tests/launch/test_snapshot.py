@@ -15,11 +15,11 @@ import pytest
 from tests.support.disks import small_disk
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
+from trainkit.launch import snapshot as module
+from trainkit.launch.snapshot import copy_code, planned_code
 from trainkit.plan.workload import TRAINER
 from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit import snapshot as module
-from trainkit.submit.snapshot import copy_code, planned_code
 
 
 def take(project: Path, run: RunDir) -> CodeCopy:
@@ -211,7 +211,7 @@ def test_file_that_cannot_be_read() -> None:
     script = (
         "import os; from pathlib import Path\n"
         "from trainkit.errors import UsageError; from trainkit.run.rundir import RunDir\n"
-        "from trainkit.plan.workload import TRAINER\nfrom trainkit.submit.snapshot import copy_code\n"
+        "from trainkit.plan.workload import TRAINER\nfrom trainkit.launch.snapshot import copy_code\n"
         "os.setuid(65534)\n"
         "try: copy_code(Path('project'), RunDir('run'), TRAINER)\n"
         "except UsageError as error: print(error.render())\n"

@@ -14,8 +14,8 @@ from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from trainkit.errors import UsageError
+from trainkit.launch.secrets import looks_secret
 from trainkit.run.rundir import RUNS_FOLDER
-from trainkit.submit.secrets import looks_secret
 
 MAX_LINKS = 10_000
 MAX_SEARCHED = 200_000

@@ -17,11 +17,11 @@ from stat import S_IMODE, S_ISLNK
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
+from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.submit.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000

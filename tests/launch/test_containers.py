@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.plan.facts import Interpreter
-from trainkit.submit.environment import (
+from trainkit.launch.environment import (
     absolute_image,
     container_problems,
     container_program,
 )
-from trainkit.submit.script import make_job_environment
+from trainkit.launch.script import make_job_environment
+from trainkit.plan.facts import Interpreter
 
 
 @pytest.mark.parametrize(

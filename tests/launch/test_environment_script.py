@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
+from trainkit.launch.script import make_job_environment, render
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.script import make_job_environment, render
 
 PARTIAL = "partials/environment.sh.j2"
 HOSTILE = (

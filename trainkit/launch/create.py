@@ -25,6 +25,9 @@ from trainkit.backends import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
+from trainkit.launch.environment import own_packages
+from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
+from trainkit.launch.snapshot import copy_again, copy_code, wants_copy
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
@@ -38,9 +41,6 @@ from trainkit.run.record import (
 )
 from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
-from trainkit.submit.environment import own_packages
-from trainkit.submit.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.submit.snapshot import copy_again, copy_code, wants_copy
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
@@ -150,7 +150,7 @@ def start_attempt(
 
 def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) -> JobScript:
     """The batch script of a run's next attempt."""
-    from trainkit.submit.script import script_for
+    from trainkit.launch.script import script_for
 
     if job.cwd is None:
         raise UsageError(

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from trainkit.errors import UsageError
+from trainkit.launch.dependency import dependency_ids, with_dependency
 from trainkit.observe.group import PointStatus
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.submit.dependency import dependency_ids, with_dependency
 
 
 def plan(slurm: SlurmRequest | None) -> LaunchPlan:

@@ -14,12 +14,12 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
+from trainkit.launch import queue_estimate
+from trainkit.launch.queue_estimate import Wait, estimate_waits, wait_lines
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.submit import queue_estimate
-from trainkit.submit.queue_estimate import Wait, estimate_waits, wait_lines
 
 KIND = NodeKind(4, 64, 512_000, {"h100": 8})
 WEST = Cluster(

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.folders import content, git
 from trainkit.errors import UsageError
+from trainkit.launch import source_tree
+from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code
 from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
-from trainkit.submit import source_tree
-from trainkit.submit.snapshot import WORK_FOLDER_NOTE, copy_code
 
 
 def write(root: Path, *names: str) -> None:

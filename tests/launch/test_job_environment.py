@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
+from trainkit.launch.plan_run import launch_problems
+from trainkit.launch.script import JobEnvironment, make_job_environment
 from trainkit.plan.facts import Interpreter
-from trainkit.submit.plan_run import launch_problems
-from trainkit.submit.script import JobEnvironment, make_job_environment
 
 PYTHON = Interpreter(("/v/bin/python",), ("/v/bin/python",), venv="/v")
 

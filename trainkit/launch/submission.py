@@ -19,14 +19,14 @@ from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
+from trainkit.launch.plan_run import Gatherer, plan_run
+from trainkit.launch.secrets import refuse_leaks
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.rundir import RunDir, future_run
 from trainkit.slurm.states import array_indices
-from trainkit.submit.plan_run import Gatherer, plan_run
-from trainkit.submit.secrets import refuse_leaks
 
 if TYPE_CHECKING:
     from trainkit.run.record import CodeCopy
@@ -180,7 +180,7 @@ class Submission:
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if plan.slurm is None:
             return Preview(json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", False, files)
-        from trainkit.submit.snapshot import moved, planned_code, wants_copy  # only of what has a script
+        from trainkit.launch.snapshot import moved, planned_code, wants_copy  # only of what has a script
 
         if self.code_from is not None:
             code: CodeCopy | None = moved(self.code_from, run.code_dir)
@@ -202,7 +202,7 @@ class Submission:
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
         """The script of the job in its folder; raises UsageError when it would contain a secret."""
-        from trainkit.submit.script import script_for
+        from trainkit.launch.script import script_for
 
         config, array = self.points[0].config, None if self.array is None else self.array.directive
         # Variables that differ are set by the agents of each point.
@@ -266,7 +266,7 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), code_from=code_from)
     if not after:
         return submission
-    from trainkit.submit.dependency import dependencies, with_dependency  # what reads runs is slow to import
+    from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow to import
 
     waits_for = dependencies(after, warn, on_slurm=planned[0].plan.slurm is not None)
     waiting = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in planned]

@@ -18,6 +18,7 @@ from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
 from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.launch.environment import absolute_image, find_interpreter
 from trainkit.plan.facts import Interpreter
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
@@ -26,7 +27,6 @@ from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import STARTS_FOLDER, RunDir, submission_token
 from trainkit.slurm.environment import RANK_VARIABLES
 from trainkit.slurm.quoting import comment, directive, log_path, quote, words
-from trainkit.submit.environment import absolute_image, find_interpreter
 
 if TYPE_CHECKING:
     from jinja2 import Environment

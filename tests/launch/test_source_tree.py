@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.submit import source_tree
-from trainkit.submit.secrets import looks_secret
-from trainkit.submit.source_tree import (
+from trainkit.launch import source_tree
+from trainkit.launch.secrets import looks_secret
+from trainkit.launch.source_tree import (
     SourceTree,
     looks_like_source,
     pattern_tree,

@@ -11,8 +11,7 @@ from tests.support.torch_builds import make_torch
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.plan.facts import Interpreter
-from trainkit.submit.environment import (
+from trainkit.launch.environment import (
     NoAnswer,
     Packages,
     find_interpreter,
@@ -20,6 +19,7 @@ from trainkit.submit.environment import (
     own_packages,
     package_problem,
 )
+from trainkit.plan.facts import Interpreter
 
 SUBMITTING = sys.executable
 BARE = {"PATH": "/nowhere"}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from trainkit.job.failed_starts import FailedStart, failed_starts, forget_start
+from trainkit.launch.script import render
 from trainkit.run.record import add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
-from trainkit.submit.script import render
 
 PARTIAL = "partials/begin.sh.j2"
 FAKE = """#!/bin/bash

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.launch.snapshot import copy_code, find_import_path
+from trainkit.launch.source_tree import SourceTree
 from trainkit.plan.workload import TRAINER
 from trainkit.run.rundir import RunDir
-from trainkit.submit.snapshot import copy_code, find_import_path
-from trainkit.submit.source_tree import SourceTree
 
 
 def tree(*files: str, subfolder: str = "") -> SourceTree:

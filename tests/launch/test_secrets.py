@@ -9,9 +9,9 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
+from trainkit.launch.secrets import refuse_leaks, refuse_secrets
 from trainkit.run.record import open_attempt
 from trainkit.slurm.quoting import quote
-from trainkit.submit.secrets import refuse_leaks, refuse_secrets
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")
