@@ -138,20 +138,17 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
-class NodesType(click.ParamType):  # type: ignore[type-arg]
+class NodesType(click.IntRange):
     """A number of nodes, or a range of them such as 2-8, which the config checks."""
 
-    name = "nodes"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if re.fullmatch(r"\d+-\d+", str(value)):
-            return str(value)
-        return click.IntRange(min=1).convert(value, param, ctx)
+        is_range = re.fullmatch(r"\d+-\d+", str(value)) is not None
+        return str(value) if is_range else super().convert(value, param, ctx)
 
 
 shape_options = combined(
     click.option(
-        "--nodes", type=NodesType(), metavar="N", help="Number of nodes, or a range of them such as 2-8."
+        "--nodes", type=NodesType(min=1), metavar="N", help="Number of nodes, or a range of them such as 2-8."
     ),
     click.option(
         "--gpus-per-node",
