@@ -20,7 +20,7 @@ OLD_EVERY_S = 5.0
 STUCK_S = 240.0
 """No step for so long, with nothing broken, is a run that nobody brings back."""
 CLASH = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
-BRAKES = ("attempts saved nothing new", "attempts in a row ended at step")
+BRAKES = ("saved nothing new", "attempts in a row ended at step")
 FAULTS_FOR_A_BRAKE = 3
 """Fewer cannot be the reason why a run gave up."""
 QUEUED_S = 30.0
