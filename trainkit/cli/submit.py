@@ -176,7 +176,6 @@ def command(
     group's folder has one run folder per index. Sweep values are parsed as items of a YAML list: "a,b" is one
     string, [1,2],[3,4] are two lists.
     """
-    from trainkit.control.resume import submission_folder
     from trainkit.launch.submission import plan_submission
     from trainkit.plan.launch import describe_plan
 
@@ -184,6 +183,8 @@ def command(
     folder = named_folder(run_dir)
     request, workload, repeated = _repeated(request, workload)
     if repeated is not None:
+        from trainkit.control.resume import submission_folder
+
         folder = None if folder is None else folder.absolute()
         after = tuple(str(Path(name).absolute()) if Path(name).is_dir() else name for name in after)
         click.get_current_context().with_resource(submission_folder(repeated.run, takes_new_code=True))
@@ -260,7 +261,12 @@ def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
     """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
-    from trainkit.control.repeat import find_repeated
+    from trainkit.folders import find_shipped_config
+
+    is_config = request.path in ("", "-") or Path(request.path).expanduser().is_file()
+    if is_config or find_shipped_config(request.path) is not None:
+        return request, workload, None
+    from trainkit.control.repeat import find_repeated  # what reads runs is slow to import
 
     typed = {text.partition("=")[0].strip() for text in request.overrides} | request.flags.keys()
     found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)

@@ -9,10 +9,8 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.config import RunConfig, read_effective
-from trainkit.config.yamlfile import STANDARD_INPUT
 from trainkit.control.resume import refuse_by_hand, refuse_replay
 from trainkit.errors import UsageError
-from trainkit.folders import find_shipped_config
 from trainkit.launch.snapshot import moved
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import CodeCopy, read_job
@@ -66,13 +64,10 @@ class RepeatedRun:
 
 
 def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
-    """The run that an argument names; None for a config, which comes first, and for what is neither.
+    """The run that an argument names, which is no config; None if there is none.
 
     `uses_current_code` ignores its copy of the code. Raises UsageError for a run that cannot be repeated.
     """
-    path = Path(text)
-    if path == STANDARD_INPUT or path.expanduser().is_file() or find_shipped_config(text) is not None:
-        return None
     try:
         run = one_run(find_run_or_group(text, to_change=True), text)
     except UnknownRun:

@@ -12,7 +12,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import Options
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.group import difference
 
 KEY = "resources.nodes"
 FULL_RANGES = (24, 11)
@@ -64,6 +63,8 @@ def _joined(plans: list[LaunchPlan], refused: dict[int, ConfigError], *, is_old:
     if refused:
         why = refused[max(refused)].problems[0]
         note += f"; not {', '.join(map(str, sorted(refused)))}: {why.key} {why.message}"
+    from trainkit.run.group import difference  # as in `LaunchPlan.at`
+
     if len(plans) == 1:
         return replace(plans[0], reasons={"nodes": note, **plans[0].reasons})
     own, *others = (_in_job(plan, nodes, plans[0], note, is_old) for plan in plans)
