@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
-from trainkit.job.decision import Outcome
 from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
@@ -32,6 +31,7 @@ from trainkit.run.tracebacks import exception_of, last_exception
 
 if TYPE_CHECKING:
     from trainkit.cluster.bad_nodes import Kind
+    from trainkit.job.decision import Outcome
 
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -30,8 +31,6 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler, count_oom_kills
-from trainkit.job.node.host_rendezvous import host_rendezvous, lost_host
-from trainkit.job.node.log_curve import LogCurve
 from trainkit.job.node.rendezvous import (
     HostPlace,
     Rendezvous,
@@ -66,6 +65,9 @@ from trainkit.run.files import write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir, RunDir
+
+if TYPE_CHECKING:
+    from trainkit.job.node.log_curve import LogCurve
 
 POLL_S = 2.0
 HANG_REPORT_S = 2.0
@@ -207,6 +209,8 @@ class Agent(ProcessGroup):
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
         if self.plan.log_pattern is not None and self.rendezvous.has_rank_0:
+            from trainkit.job.node.log_curve import LogCurve  # only a command has one
+
             self._log_curve = self._log_curve or LogCurve(attempt, self.plan)
             self._log_curve.poll()
 
@@ -218,6 +222,8 @@ class Agent(ProcessGroup):
                 self.forward_signal(received)
                 self._expect_end(received)
         self._num_notices = len(notices)
+        from trainkit.job.node.host_rendezvous import lost_host
+
         for node_rank in place.others:
             record = self.attempt.rank_error(self.plan.first_rank_of(node_rank))
             host = None if record.exists() else lost_host(self.attempt, node_rank)
@@ -361,6 +367,8 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask | HostPlace)
         require_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
         if isinstance(task, SlurmTask):
             return run_agent(attempt, plan, slurm_rendezvous(attempt, plan, task))
+        from trainkit.job.node.host_rendezvous import host_rendezvous  # without Slurm only
+
         os.chdir(read_job(attempt.run).cwd or ".")
         if task.node_rank == 0:
             enter_work_folder(attempt.run, plan)
