@@ -270,6 +270,8 @@ def test_an_array_of_eight_and_a_sweep() -> None:
     assert api.Group("eight").path == group.path
     swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
     assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
+    assert [point.values for point in swept.status.points][1] == {"one": 1, "other": 4}
+    assert api.submit(sys.exit, 0).result(LIMIT_S) is None
     with pytest.raises(UsageError, match="is one run, not a group"):
         api.Group(group[0].path)
     with pytest.raises(UsageError, match="nothing to call"):

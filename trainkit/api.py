@@ -113,7 +113,7 @@ def sweep(
     found = [dict(zip(values, point, strict=True)) for point in points]
     if given.function is not None:
         calls = {index: _call(given.function, (), own) for index, own in enumerate(found)}
-        return _start_calls(given, calls, limit, after, run_dir)
+        return _start_calls(given, calls, limit, after, run_dir, found)
     from trainkit.cli.submit import swept
     from trainkit.launch.submission import ArraySpec
 
@@ -512,17 +512,24 @@ def _start_calls(
     limit: int | None,
     after: Iterable[str | Path | Run],
     run_dir: str | Path | None,
+    values: Sequence[Mapping[str, Any]] = (),
 ) -> Group:
+    """Start a group; `values` are those by which its tables name the calls of a sweep."""
     from trainkit.launch.submission import ArraySpec, LoadedPoint
 
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
     loaded = given.request.load_to_plan(given.workload)
     given = _in_its_environment(given, loaded)
-    points = [LoadedPoint(index, {}, loaded) for index in calls]
+    shown = [{key: _shown(value) for key, value in own.items()} for own in values]
+    points = [LoadedPoint(index, shown[index] if shown else {}, loaded) for index in calls]
     where = None if run_dir is None else Path(run_dir)
     array = ArraySpec(tuple(calls), limit)
     return Group(_start(points, array, given, calls, after=after, run_dir=where))
+
+
+def _shown(value: Any) -> str | int | float | bool | None:
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _start(

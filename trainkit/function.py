@@ -194,7 +194,13 @@ def main() -> None:
     try:
         call = read_pickle(call_file(run))
         stop_when_asked(call, run, attempt, rank)
-        write_pickle(file, Result(call()))
+        try:
+            value = call()
+        except SystemExit as left:
+            if left.code:
+                raise
+            value = None  # as if it had returned
+        write_pickle(file, Result(value))
     except Exception as error:
         text = traceback.format_exc()
         try:
