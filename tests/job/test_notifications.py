@@ -27,6 +27,7 @@ from trainkit.job.notifications import (
     post,
     url_problem,
 )
+from trainkit.job.processes import log_line
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure
@@ -127,7 +128,9 @@ def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> 
     assert SECRET not in (attempt.run.path / notifications.STATE_NAME).read_text()
 
 
-def test_what_leaves_has_no_secret_and_notifies_no_channel(tmp_path: Path, endpoint: Webhook) -> None:
+def test_what_leaves_has_no_secret_and_notifies_no_channel(
+    tmp_path: Path, endpoint: Webhook, capfd: pytest.CaptureFixture[str]
+) -> None:
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     reason = "postgres://me:hunter2@db/x, password: hunter2, Bearer hunter2hunter2 <!channel> @here"
     notifier.send_end(attempt, replace(end_of("failed", "failed", "crash"), reason=reason))
@@ -135,6 +138,8 @@ def test_what_leaves_has_no_secret_and_notifies_no_channel(tmp_path: Path, endpo
     sent = json.dumps(endpoint.messages[-1])
     assert "hunter2" not in sent
     assert "postgres://me:***@db/x, password: ***, Bearer *** < !channel> @ here" in sent
+    log_line(f"ended: {reason}")
+    assert "hunter2" not in capfd.readouterr().out
 
 
 def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhook) -> None:

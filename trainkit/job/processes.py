@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.formats import mask_secrets
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
 from trainkit.run.files import utc_now
 from trainkit.run.process import PROC, process_stat
@@ -90,9 +91,9 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
 
 
 def log_line(text: str) -> None:
-    """Print a line, ignoring I/O errors: a full disk must not change what the job does."""
+    """Print a line without secrets, ignoring I/O errors: a full disk must not change what the job does."""
     with contextlib.suppress(OSError):
-        os.write(1, f"{text}\n".encode(errors="replace"))
+        os.write(1, f"{mask_secrets(text)}\n".encode(errors="replace"))
 
 
 DISK_PATIENCE_S = 300.0
