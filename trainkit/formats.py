@@ -154,16 +154,20 @@ MAX_SPANS = 8
 
 def rank_list(ranks: Sequence[int]) -> str:
     """Ranks as compact text: ``rank 3``, ``ranks 0-2,4``, after `MAX_SPANS` ``and 504 more``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(sorted(ranks))}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Increasing numbers as compact text, such as ``0-2,4``, after `MAX_SPANS` ``and 504 more``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
         else:
-            spans.append([rank])
-    first, num_more = spans[:MAX_SPANS], sum(map(len, spans[MAX_SPANS:]))
+            found.append([number])
+    first, num_more = found[:MAX_SPANS], sum(map(len, found[MAX_SPANS:]))
     shown = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in first)
-    shown += f" and {num_more:,} more" if num_more else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"{shown} and {num_more:,} more" if num_more else shown
 
 
 def size(num_bytes: float) -> str:

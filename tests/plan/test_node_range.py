@@ -24,17 +24,22 @@ NODES = Partition("gpu", is_default=True, max_nodes=8, nodes=(NodeKind(8, 32, 25
 WEST = Cluster("west", (NODES,), slurm_version=(22, 5, 8))
 
 
-def plan(*overrides: str, target: Target | None = None, workload: Workload = TRAINER) -> LaunchPlan:
+def plan(
+    *overrides: str,
+    target: Target | None = None,
+    workload: Workload = TRAINER,
+    before: LaunchPlan | None = None,
+) -> LaunchPlan:
     given = ["train.device_batch_size=2", "train.global_batch_size=null", *overrides]
     loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
-    return plan_nodes(loaded, Facts(LOGIN, target or Target("sbatch", "a test", WEST)), workload)
+    return plan_nodes(loaded, Facts(LOGIN, target or Target("sbatch", "a test", WEST)), workload, before)
 
 
 def test_every_number_has_the_batch_and_the_learning_rate_of_the_largest() -> None:
     made = plan("resources.nodes=2-8", "optimizer.lr_scale=linear", "optimizer.lr=1e-3")
     assert (made.num_nodes, [*made.sizes], made.fewest_nodes) == (8, ["4", "2"], 2)
-    assert made.reasons["nodes"].startswith("2, 4, 8: as many as Slurm has; not 3, 5, 6, 7: ")
-    assert "is 64, which is not a multiple of 56 (28 data-parallel processes" in made.reasons["nodes"]
+    assert made.reasons["nodes"].startswith("2,4,8: as many as Slurm has; not 3,5-7: ")
+    assert "is 64, which is not a multiple of 24 (12 data-parallel processes" in made.reasons["nodes"]
     for given, size, accumulation in ((8, 8, 1), (7, 4, 2), (4, 4, 2), (3, 2, 4), (1, 2, 4)):
         here = made.at(given)
         assert (here.num_nodes, here.batch.accumulation_steps) == (size, accumulation)
@@ -75,6 +80,38 @@ def test_a_command_has_no_batch() -> None:
     assert "lr" not in made.reasons
 
 
+def test_workers_and_batch_stay_on_nodes_of_several_kinds_and_after_a_resume() -> None:
+    mixed = replace(
+        NODES, nodes=(NodeKind(2, 64, 512_000, {"a100": 8}), NodeKind(6, 32, 256_000, {"a100": 4}))
+    )
+    target = Target("sbatch", "a test", Cluster("west", (mixed,), slurm_version=(24, 11)))
+    made = plan("resources.nodes=2-8", target=target)
+    for size in (2, 4, 8):
+        here = made.at(size)
+        assert (here.workers_per_node, here.batch.global_batch_size) == (4, 64)
+        assert here.slurm is not None
+        assert made.slurm is not None
+        assert here.slurm.sbatch == made.slurm.sbatch
+    # Fewer are possible by then.
+    small = Target("sbatch", "a test", replace(WEST, partitions=(replace(NODES, max_nodes=4),)))
+    again = plan(
+        "resources.nodes=2-8", "optimizer.lr_scale=linear", target=small, before=replace(made, lr=0.5)
+    )
+    assert (again.num_nodes, again.batch.global_batch_size, again.lr, again.at(2).lr) == (4, 64, 0.5, 0.5)
+
+
+def test_what_a_launcher_gets_must_not_depend_on_it() -> None:
+    for launcher, words in (("lightning", ("{lr}",)), ("accelerate", ())):
+        workload = workload_of(("train.py", *words), launcher)
+        assert plan("resources.nodes=1-2", "precision.dtype=bf16", workload=workload).fewest_nodes == 1
+    with pytest.raises(ConfigError) as error:
+        plan(
+            *("resources.nodes=1-2", "optimizer.lr_scale=linear"),
+            workload=workload_of(("train.py", "{lr}"), "lightning"),
+        )
+    assert "is 1-2, with which the values that lightning gets would change" in error.value.render()
+
+
 def test_on_this_machine_there_are_as_many_as_one_asks_for() -> None:
     made = plan("resources.nodes=2-4", target=LOCAL)
     assert (made.num_nodes, made.sizes) == (4, {})
@@ -93,7 +130,8 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
         (["resources.nodes=4-2"], "resources.nodes: is 4-2, which is no range"),
         (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
         (["resources.nodes=few"], 'a whole number of at least 1, or a range such as 2-8, not "few"'),
-        (["resources.nodes=9-12"], "is 12, but a job in partition gpu can have at most 8 nodes"),
+        (["resources.nodes=9-12"], "is 9, but a job in partition gpu can have at most 8 nodes"),
+        (["resources.nodes=1-2000"], "of 2,000 numbers of nodes, at most 1,000 are planned"),
         (["resources.nodes=2-3", "train.global_batch_size=7"], "train.global_batch_size"),
     ],
 )

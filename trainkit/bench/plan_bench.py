@@ -270,6 +270,7 @@ BARE: Values = {
     "checkpoint.every_minutes": (None, "a bench saves nothing"),
     "checkpoint.best_metric": (None, "a bench saves nothing"),
     "checkpoint.async": (False, "a bench needs no memory for saves"),
+    "resources.slice": (None, "a bench has one job"),
     "requeue.on": ([], "a failed run is not restarted"),
     "requeue.follow_ups": (0, "a failed run is not restarted"),
     "logging.tensorboard": (False, "the result is summary.csv"),

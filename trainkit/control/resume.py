@@ -124,9 +124,11 @@ def plan_again(
     target = target or make_target(loaded, run=run.path)
     resumes = bool(published(run.checkpoints_dir))
     facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
-    plan = plan_run(loaded, facts, workload, code_dir=code_dir)
-    if plan.slurm is None and run.plan_file.is_file():
-        plan = replace(plan, after=LaunchPlan.read(run.plan_file).after)  # what it has not waited for yet
+    before = LaunchPlan.read(run.plan_file) if run.plan_file.is_file() else None
+    same_lr = before is not None and read_effective(run.config_file).optimizer == loaded.config.optimizer
+    plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=before if same_lr else None)
+    if plan.slurm is None and before is not None:
+        plan = replace(plan, after=before.after)  # what it has not waited for yet
     if workload.knows_run:
         refuse_incompatible(run, loaded, facts.data)
     return plan

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.formats import plural, time_text
@@ -353,8 +353,10 @@ def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
 
 
 def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    # The end of a slice is none of the interruptions that are counted: the total limits their number.
-    count = len([end for end in previous if policy.total_s is None or end.cause != "timeout"])
+    # The end of a slice that has saved something is none of the interruptions that are counted.
+    marks = [0, *(end.mark or 0 for end in previous)]
+    ends = zip(previous, pairwise(marks), strict=True)
+    count = sum(policy.total_s is None or end.cause != "timeout" or now <= was for end, (was, now) in ends)
     if count < policy.max:
         return None
     return f"requeue.max is {policy.max}, and the run has restarted {plural(count, 'time')}"

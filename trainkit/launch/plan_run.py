@@ -149,14 +149,15 @@ def plan_run(
     workload: Workload = TRAINER,
     *,
     code_dir: Path | None = None,
+    before: LaunchPlan | None = None,
 ) -> LaunchPlan:
     """The launch plan of a config on this machine or the cluster.
 
-    `code_dir` is the working directory of the ranks, by default the current one. Raises ConfigError with
-    all problems.
+    `code_dir` is the working directory of the ranks, by default the current one; `before` is that of
+    `plan_nodes`. Raises ConfigError with all problems.
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
-    plan = plan_nodes(loaded, facts, workload)
+    plan = plan_nodes(loaded, facts, workload, before)
     reasons, warnings, values = dict(plan.reasons), list(plan.warnings), dict[str, Any]()
     untested = next((key for key in _EXPERIMENTAL if getattr(launch, key) is not None), None)
     if plan.slurm is not None and untested is not None:

@@ -158,10 +158,9 @@ def _array_log(group: RunGroup) -> str:
 
 
 def _summary(run: RunDir, plan: LaunchPlan) -> str:
-    nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
     each = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", and {plan.spare_nodes} spare" if plan.spare_nodes else ""
-    return f"{run.name}: {nodes} with {each} each{spare}, one Slurm task per {plan.per}"
+    return f"{run.name}: {plan.shown_nodes} with {each} each{spare}, one Slurm task per {plan.per}"
 
 
 TEMPLATES_FOLDER = "templates"

@@ -235,6 +235,12 @@ class LaunchPlan:
         return min([self.num_nodes, *map(int, self.sizes)])
 
     @property
+    def shown_nodes(self) -> str:
+        """The number of nodes, or their range, in words."""
+        first = f"{self.fewest_nodes}-" if self.fewest_nodes < self.num_nodes else ""
+        return f"{first}{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+
+    @property
     def may_lose_nodes(self) -> bool:
         """Whether the run continues in its job when a node is lost."""
         return bool(self.spare_nodes) or bool(self.sizes)
@@ -343,7 +349,7 @@ class LaunchPlan:
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
     """Describe a plan: one line with its size, one with the reason for each derived value, its warnings."""
-    nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
+    nodes = plan.shown_nodes
     workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""
     lines = [f"{name}: {nodes} x {workers} on {plan.device}{spare}, {plan.backend} backend"]

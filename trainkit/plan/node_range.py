@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError
+from trainkit.formats import spans
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
@@ -14,6 +16,7 @@ from trainkit.plan.slurm_request import Options
 from trainkit.plan.workload import TRAINER, Workload
 
 KEY = "resources.nodes"
+BATCH = "train.global_batch_size"
 FULL_RANGES = (24, 11)
 """A version of Slurm that takes a list, ``--nodes=2,4``, and gives a job with tasks as many nodes as it has.
 
@@ -21,53 +24,88 @@ FULL_RANGES = (24, 11)
 """
 
 
-def plan_nodes(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
+MOST_SIZES = 1000
+"""Numbers of nodes that are planned, in less than a second."""
+
+
+def plan_nodes(
+    loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER, before: LaunchPlan | None = None
+) -> LaunchPlan:
     """The plan of a config, which for a range of nodes has one for each number that is possible.
 
-    Its own number is the largest. Global batch and learning rate are those of the largest too, so that the
-    curve does not depend on what the job gets. Raises ConfigError with every problem if no number is
-    possible.
+    Its own number is the largest. Global batch and learning rate are those of the largest too, or of the plan
+    `before`, so that the curve does not depend on what the job gets. Raises ConfigError with every problem if
+    no number is possible.
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:
         return make_plan(loaded, facts, workload)
+    values: dict[str, object] = {}
+    if (
+        before is not None
+        and before.batch.global_batch_size
+        and loaded.config.train.global_batch_size is None
+    ):
+        values[BATCH] = before.batch.global_batch_size
     if facts.target.cluster is None:  # here there are as many nodes as one asks for
-        plan = make_plan(_with(loaded, resources.most_nodes, None), facts, workload)
+        plan = make_plan(_with(loaded, resources.most_nodes, values), facts, workload)
         note = f"{plan.num_nodes}: the most of {resources.nodes}, which this machine simulates"
-        return replace(plan, reasons={"nodes": note, **plan.reasons})
+        return replace(plan, lr=before.lr if before else plan.lr, reasons={"nodes": note, **plan.reasons})
+    sizes = range(resources.most_nodes, resources.fewest_nodes - 1, -1)
+    if len(sizes) > MOST_SIZES:
+        message = (
+            f"is {resources.nodes}: {len(sizes):,} numbers of nodes, and at most {MOST_SIZES:,} are planned"
+        )
+        raise ConfigError([loaded.problem(KEY, message, "name a smaller range")])
     plans: list[LaunchPlan] = []
     refused: dict[int, ConfigError] = {}
-    for num_nodes in range(resources.most_nodes, resources.fewest_nodes - 1, -1):
-        batch = plans[0].batch.global_batch_size if plans else None
+    for num_nodes in sizes:
         try:
-            plans.append(make_plan(_with(loaded, num_nodes, batch or None), facts, workload))
+            plans.append(make_plan(_with(loaded, num_nodes, values), facts, workload))
         except ConfigError as error:
             refused[num_nodes] = error
+            continue
+        if len(plans) == 1:
+            values["resources.gpus_per_node"] = plans[0].workers_per_node
+            if plans[0].batch.global_batch_size:
+                values[BATCH] = plans[0].batch.global_batch_size
     if not plans:
-        raise refused[resources.most_nodes]
-    return _joined(plans, refused, is_old=(facts.target.cluster.slurm_version or ()) < FULL_RANGES)
+        raise refused[resources.fewest_nodes]
+    first = plans[0] if before is None else replace(plans[0], lr=before.lr)
+    if any(_given(plan) != _given(first) for plan in plans):
+        message = f"is {resources.nodes}, with which the values that {workload.launcher} gets would change"
+        hint = "name one number of nodes, or write the values into the command"
+        raise ConfigError([loaded.problem(KEY, message, hint)])
+    return _joined(first, plans, refused, is_old=(facts.target.cluster.slurm_version or ()) < FULL_RANGES)
 
 
-def _with(loaded: LoadedConfig, num_nodes: int, global_batch_size: int | None) -> LoadedConfig:
+def _given(plan: LaunchPlan) -> tuple[object, ...]:
+    """What a launcher gets of batch and learning rate."""
+    values = {key: text for key, text in plan.launcher_values.items() if key not in ("num_nodes", "devices")}
+    return plan.launcher_files, values
+
+
+def _with(loaded: LoadedConfig, num_nodes: int, values: Mapping[str, object]) -> LoadedConfig:
     origin = f"{loaded.origins.get(KEY, KEY)}: {num_nodes} nodes"
-    batch = {} if global_batch_size is None else {"train.global_batch_size": global_batch_size}
-    return with_values(loaded, {KEY: num_nodes, **batch}, origin)
+    return with_values(loaded, {KEY: num_nodes, **values}, origin)
 
 
-def _joined(plans: list[LaunchPlan], refused: dict[int, ConfigError], *, is_old: bool) -> LaunchPlan:
+def _joined(
+    first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], *, is_old: bool
+) -> LaunchPlan:
     """The first plan, with what changes in it for the other numbers of nodes."""
     sizes = [plan.num_nodes for plan in reversed(plans)]
     is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
     nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
-    note = f"{', '.join(map(str, sizes))}: as many as Slurm has"
+    note = f"{spans(sizes)}: as many as Slurm has"
     if refused:
-        why = refused[max(refused)].problems[0]
-        note += f"; not {', '.join(map(str, sorted(refused)))}: {why.key} {why.message}"
+        why = refused[min(refused)].problems[0]
+        note += f"; not {spans(sorted(refused))}: {why.key} {why.message}"
+    if len(plans) == 1:
+        return replace(first, reasons={"nodes": note, **first.reasons})
     from trainkit.run.group import difference  # as in `LaunchPlan.at`
 
-    if len(plans) == 1:
-        return replace(plans[0], reasons={"nodes": note, **plans[0].reasons})
-    own, *others = (_in_job(plan, nodes, plans[0], note, is_old) for plan in plans)
+    own, *others = (_in_job(plan, nodes, first, note, is_old) for plan in plans)
     base = own.to_dict()
     return replace(own, sizes={str(one.num_nodes): difference(base, one.to_dict()) for one in others})
 
@@ -75,8 +113,9 @@ def _joined(plans: list[LaunchPlan], refused: dict[int, ConfigError], *, is_old:
 def _in_job(plan: LaunchPlan, nodes: str, first: LaunchPlan, note: str, is_old: bool) -> LaunchPlan:
     """The plan as that of the job which requests all of `nodes`."""
     assert plan.slurm is not None
+    assert first.slurm is not None
     # The job survives the loss of a node, and the run continues on the others.
-    sbatch: Options = {**plan.slurm.sbatch, "nodes": nodes, "no-kill": True}
+    sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
     srun = plan.slurm.srun
     if is_old:
         tasks, cpus = int(sbatch.pop("ntasks-per-node")), int(sbatch.get("cpus-per-task", 1))

@@ -79,7 +79,8 @@ def _last(lines: Sequence[tuple[int, str]]) -> Raised | None:
 
 def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
     """Whether the lines above `index` are a traceback: indented, with a line that names a file."""
-    for line in reversed(lines[:index]):
+    for at in range(index - 1, -1, -1):
+        line = lines[at]
         if not line.startswith(" "):
             return False
         if line.startswith('  File "'):

@@ -43,6 +43,7 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "logging.wandb": None,
     "profiler.start_step": None,
     "resources.spare_nodes": 0,
+    "resources.slice": None,
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
