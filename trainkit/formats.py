@@ -53,7 +53,8 @@ def table(
         here -= 1
     lines = []
     for row in rows:
-        cells = [wrap(one, width) or [""] for one, width in zip(row[:here], widths, strict=False)]
+        pairs = zip(row[:here], widths, strict=False)
+        cells = [wrap(one, width, break_on_hyphens=False) or [""] for one, width in pairs]
         lines += [_line(line, widths, right) for line in zip_longest(*cells, fillvalue="")]
     if here < len(widths):
         rest = [*range(num_keys), *range(here, len(widths))]
@@ -85,10 +86,11 @@ _SECRETS = (
     KEY_FORMATS,
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*"),
     # The password of a URL.
-    re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/@<>]{1,200}(?=@)", re.IGNORECASE),
+    re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/<>]{1,200}(?=@)", re.IGNORECASE),
+    re.compile(r"(hooks\.slack\.com/services/)[\w/]+"),
     re.compile(r"\b(bearer\s{1,3})[\w.~+/=-]{8,}", re.IGNORECASE),
     re.compile(
-        r"\b((?:\w{1,30}_)?(?:password|passwd|secret|api_?key|access_?key|access_?token|auth_?token)\b"
+        r"\b((?:\w{1,30}_)?(?:password|passwd|secret|secret_key|api_?key|access_?key|\w{1,30}_token|auth_?token)\b"
         r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)[^\s\"',;&<>]+",
         re.IGNORECASE,
     ),

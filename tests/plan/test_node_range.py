@@ -131,7 +131,7 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
         (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
         (["resources.nodes=few"], 'a whole number of at least 1, or a range such as 2-8, not "few"'),
         (["resources.nodes=9-12"], "is 9, but a job in partition gpu can have at most 8 nodes"),
-        (["resources.nodes=1-2000"], "of 2,000 numbers of nodes, at most 1,000 are planned"),
+        (["resources.nodes=1-2000"], "2,000 numbers of nodes, and at most 1,000 are planned"),
         (["resources.nodes=2-3", "train.global_batch_size=7"], "train.global_batch_size"),
     ],
 )
