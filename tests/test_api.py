@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -147,6 +148,14 @@ def test_a_module_goes_with_its_function_unless_the_job_has_it(folder: Path, mon
             str(folder / "lib").encode() in (folder / "f.pkl").read_bytes()
         )
     assert found == {"here": False, "elsewhere": True}
+
+
+def test_what_cannot_be_pickled_leaves_no_folder() -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        api.submit(add, threading.Lock())
+    with pytest.raises(TypeError, match="pickle"):
+        api.map_array(add, [1, threading.Lock()])
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -544,7 +545,7 @@ def _start(
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
-    from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, write_pickle
+    from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, dumps, write_private
     from trainkit.launch.start import create_submission, start_submission
     from trainkit.launch.submission import plan_submission
     from trainkit.slurm.client import require_controller
@@ -558,16 +559,18 @@ def _start(
         _warn(text.strip().removeprefix("warning: "))
     if submission.plan.slurm is not None:
         require_controller()
+    with nullcontext() if given.function is None else by_value(given.function):
+        pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
     created = create_submission(submission, [*sys.orig_argv], run_dir, "run_dir")
-    if given.function is not None:
-        with by_value(given.function):
-            folder = created.run.path / CALLS_FOLDER
-            if array is not None:
-                folder.mkdir(mode=0o700)
-            for index, call in calls.items():
-                write_pickle(folder / f"{index}.pkl" if array else created.run.path / CALL_FILE, call)
+    folder = created.run.path
+    if array is not None and pickles:
+        (folder / CALLS_FOLDER).mkdir(mode=0o700)
+    for index, content in pickles.items():
+        write_private(
+            folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content
+        )
     start_submission(submission, created, now=now)
-    return created.run.path
+    return folder
 
 
 def _warn(text: str) -> None:

@@ -85,7 +85,11 @@ def dumps(value: Any) -> bytes:
 
 def write_pickle(path: Path, value: Any) -> None:
     """Replace a file by the pickle of a value, which only its owner can read."""
-    content = dumps(value)
+    write_private(path, dumps(value))
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file, which only its owner can read."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as stream:
