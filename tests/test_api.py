@@ -46,6 +46,16 @@ def fail(what: str) -> None:
     raise LookupError(f"no {what}")
 
 
+def late() -> None:
+    raise TimeoutError("of the function")
+
+
+def leave_first() -> str:
+    if os.environ["RANK"] == "0":
+        os._exit(0)
+    return "here"
+
+
 class Unpicklable(Exception):
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} and {other}")
@@ -232,6 +242,9 @@ def test_a_function(folder: Path) -> None:
     assert (failed.status.failure.type, failed.status.failure.message) == ("LookupError", "no luck")
     with pytest.raises(trainkit.RunError, match="1 and 2"):
         api.submit(fail_unpicklable, requeue=ONCE).result(LIMIT_S)
+    with pytest.raises(trainkit.RunError, match=r"rank 0 of .* left no result"):
+        api.submit(leave_first, gpus_per_node=2, device="cpu").result(LIMIT_S)
+    assert isinstance(api.submit(late, requeue=ONCE).exception(LIMIT_S), TimeoutError)
     lost = api.submit(os._exit, 3, requeue=ONCE)
     assert "diagnose" in lost.exception(LIMIT_S).hint
     lost = api.submit(lose_a_peer, gpus_per_node=2, requeue=ONCE, device="cpu")

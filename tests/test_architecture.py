@@ -19,7 +19,7 @@ from trainkit.plan.gpus import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (259, 59_579), "tests": (357, 59_161)}
+SIZES = {"trainkit": (259, 59_633), "tests": (357, 59_177)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -73,6 +73,7 @@ ALLOWED = {
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
+        "function",  # whose runs are not repeated
     },
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {

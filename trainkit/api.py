@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.formats import relative_path
+from trainkit.formats import rank_list, relative_path
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
@@ -271,6 +271,7 @@ class Run:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """The values of all ranks; raises like `result`."""
         from trainkit.function import read_pickle, result_file
+        from trainkit.plan.launch import LaunchPlan
         from trainkit.run.end import read_end
 
         self.wait(timeout_s)
@@ -294,16 +295,19 @@ class Run:
                 raise found[-1].error from RemoteTraceback(found[-1].traceback)
             if found[-1].traceback:
                 raise RunError(f"the function of {self._folder.path} raised:\n\n{found[-1].traceback}")
-        if end is None or end.state != "finished" or not found:
+        if attempt is None or end is None or end.state != "finished" or not found:
             raise self._error(end)
-        return [item.value for item in found]
+        ranks = range(LaunchPlan.read(attempt.plan_file).world_size)
+        if missing := [rank for rank in ranks if not result_file(attempt, rank).exists()]:
+            what = f"{rank_list(missing)} of {self._folder.path} left no result"
+            raise RunError(what, hint="a function returns; `os._exit` ends its process before")
+        return [read_pickle(result_file(attempt, rank)).value for rank in ranks]
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """What `result` would raise; None if it would return."""
+        """What `result` would raise once it has ended; None if it would return."""
+        self.wait(timeout_s)
         try:
-            self.results(timeout_s)
-        except TimeoutError:
-            raise
+            self.results()
         except Exception as error:
             return error
         return None

@@ -302,7 +302,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     assert lines[0].startswith(f"task is multimodal_lm, but {file}:2: it is not JSON")
     assert lines[13] == f"{file}:15: it has 105 tokens, more than 60"
     assert lines[20] == f"and {3 * len(BAD) - 20} more"
-    assert "1 problems" in shown.err
+    assert "1 problem\n" in shown.err
     image = pytest.importorskip("PIL.Image")
     image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:999])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from pathlib import Path
 
 from tests.on_slurm.login import TRAINKIT, Login, wait_for
@@ -79,8 +80,8 @@ def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
 def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) -> None:
     """Where the login node does not see the temporary files of the host."""
     login.script("import os\nnode = os.environ['SLURMD_NODENAME']\nbreakpoint()\nprint('over')\n")
-    (tmp_path / "of-host").mkdir()
-    setting = f"launch.env.TMPDIR={tmp_path / 'of-host'}"
+    of_host = tempfile.mkdtemp(prefix="of-host-")  # shorter than the limit of a socket's path
+    setting = f"launch.env.TMPDIR={of_host}"
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--set", setting, "--", "python", "script.py")
     records = [run.attempt(1).debugger_dir / f"rank-000{rank}.json" for rank in (0, 1)]
     wait_for(lambda: all(record.exists() for record in records), "both ranks at breakpoint()")
@@ -90,7 +91,7 @@ def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) ->
         "sh",
         "-c",
         'mount -t tmpfs none "$0" && exec "$@"',
-        str(tmp_path / "of-host"),
+        of_host,
     ]
     environ = {**login.cluster.environ, **login.env}
     with Tmux(tmp_path, 140, 40, login.folder, environ) as window:
@@ -101,3 +102,4 @@ def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) ->
         window.keys("c", "Enter")
         window.wait_for(r"^\$$", 60)
     login.finish(run)
+    Path(of_host).rmdir()

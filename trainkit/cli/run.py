@@ -196,7 +196,8 @@ def _in_debugger(plan: LaunchPlan, debug: DebugPlan) -> LaunchPlan:
                 )
         reason = (
             f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
-            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}"
+            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
+            "debugpy lets every user of this machine connect"
         )
     reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
     policy = replace(plan.requeue, hang_factor=None, inspect_s=None, silence_s=None)

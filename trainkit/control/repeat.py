@@ -11,6 +11,7 @@ from shlex import quote
 from trainkit.config import RunConfig, read_effective
 from trainkit.control.resume import refuse_by_hand, refuse_replay
 from trainkit.errors import UsageError
+from trainkit.function import call_file
 from trainkit.launch.snapshot import moved
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import CodeCopy, read_job
@@ -74,6 +75,8 @@ def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
         return None
     refuse_replay(run)
     refuse_by_hand(run)
+    if call_file(run).exists():
+        raise UsageError(f"{run.path} is a run of a function", hint="call trainkit.submit(…) again")
     if (uid := run.path.stat().st_uid) not in (os.geteuid(), 0):
         raise UsageError(
             f"{run.path} belongs to user {uid}, whose code would run as you",

@@ -364,6 +364,9 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
         hint = f"`trainkit resume {quote(str(run.path))}` plans it anew"
         where = "in a step that srun started, or on hosts without Slurm"
         raise UsageError(f"{run.path} ran {where}", hint=hint)
+    if plan.debug is not None:
+        hint = f"`trainkit resume {quote(str(run.path))}` starts it without"
+        raise UsageError(f"{run.path} ran in a debugger", hint=hint)
     hosts = note_dead_job(run, print_note)
     if hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))

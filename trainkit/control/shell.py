@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -142,6 +143,10 @@ def debug(attempt: AttemptDir, rank: int) -> None:
             entry = read_job(run).newest or AttemptRecord()
             again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
             _run_next_to(backend_of(entry).running_job(run, entry), str(record["node"]), again)
+        peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if peer != os.geteuid():
+            hint = "whoever gets a terminal can read what is typed into it"
+            raise UsageError(f"rank {rank} is said to be a process of user {peer}", hint=hint)
         write_atomic(folder / CHOSEN_FILE, str(rank))
         terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)
         socket.send_fds(client, [AT_PROMPT], [terminal])

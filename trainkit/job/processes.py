@@ -350,6 +350,8 @@ class ProcessGroup:
         self.received_at = ""
         """When the newest notice arrived: before it was forwarded, and members ended of it."""
         self._poll_error = ""
+        self.debugged: int | None = None
+        """The member that a person debugs: while it runs, the failure of another ends none."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
@@ -440,7 +442,8 @@ class ProcessGroup:
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:
         code = exit_code(member)
         del self.running[rank]
-        if code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_notice(code):
+        is_failure = code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_notice(code)
+        if is_failure and self.debugged not in self.running:
             self.kill_within(PEER_EXIT_S)
         self.on_exit(rank, code, killed)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -34,6 +36,8 @@ CHOSEN_FILE = "rank"
 AT_PROMPT, RUNNING = b"p", b"r"
 """What a rank tells `trainkit debug`: whether it reads from its terminal."""
 POLL_S = 1.0
+LONGEST_FOLDER = 70
+"""Characters of a folder in which a socket may have a path; 107 is the limit of Linux."""
 TORCH_CONSTANTS = "torch.distributed.constants"
 
 
@@ -170,6 +174,30 @@ class Terminal:
         """Everything is written at once."""
 
 
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """The signals that ask this rank to save, as they come within the block; its own handlers are called."""
+    received: list[int] = []
+    own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        handler = own[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    handled = [number for number, handler in own.items() if callable(handler)]
+    if threading.current_thread() is not threading.main_thread():
+        handled = []  # only the main thread may set handlers
+    for number in handled:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number in handled:
+            signal.signal(number, own[number])
+
+
 class Attached:
     """The terminal that this rank gets from `trainkit debug`."""
 
@@ -197,14 +225,20 @@ class Attached:
             self._file.unlink(missing_ok=True)
 
     def wait(self, where: str) -> bool:
-        """Wait for a terminal; False once another rank was chosen."""
+        """Wait for a terminal; False once another rank was chosen, or the rank was asked to stop."""
         import tempfile
+
+        short = None if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
 
         rank, run = os.environ.get("RANK", "0"), os.environ["TRAINKIT_JOB_RUN_DIR"]
         chosen, is_first = self._file.with_name(CHOSEN_FILE), True
-        with tempfile.TemporaryDirectory(prefix="trainkit-debug-") as folder, self._listen(folder) as server:
+        with (
+            tempfile.TemporaryDirectory(prefix="trainkit-debug-", dir=short) as folder,
+            self._listen(folder) as server,
+            _stop_requests() as requests,
+        ):
             while True:
-                if chosen.exists() and chosen.read_text() != rank:
+                if requests or (chosen.exists() and chosen.read_text() != rank):
                     self._file.unlink(missing_ok=True)
                     return False
                 if is_first:

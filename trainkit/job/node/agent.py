@@ -81,6 +81,7 @@ class Agent(ProcessGroup):
         super().__init__()
         self.attempt = attempt
         self.plan, self.workload = plan, plan.workload
+        self.debugged = None if plan.debug is None else plan.debug.rank
         self.has_launcher = plan.workload.has_launcher
         """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         self.rendezvous = rendezvous
