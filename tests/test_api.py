@@ -19,8 +19,8 @@ import pytest
 import trainkit
 from trainkit import api
 from trainkit.errors import ConfigError, UsageError
-from trainkit.function import Call, Requeue, by_value, read_pickle, write_pickle
-from trainkit.run.files import read_json
+from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
+from trainkit.run.files import read_json, write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
@@ -126,7 +126,7 @@ def test_the_import_is_lazy() -> None:
 
 def test_a_pickle_of_others_is_not_loaded(folder: Path) -> None:
     file = folder / "call.pkl"
-    write_pickle(file, Call(add, (1,)))
+    write_atomic(file, dumps(Call(add, (1,))))
     assert (file.stat().st_mode & 0o777, read_pickle(file).args) == (0o600, (1,))
     link = folder / "link.pkl"
     link.symlink_to(file)
@@ -153,7 +153,7 @@ def test_a_module_goes_with_its_function_unless_the_job_has_it(folder: Path, mon
     found = {}
     for module in (here, elsewhere):
         with by_value(module.f):
-            write_pickle(folder / "f.pkl", module.f)
+            write_atomic(folder / "f.pkl", dumps(module.f))
         found[module.__name__] = b"co_" in (folder / "f.pkl").read_bytes() or (
             str(folder / "lib").encode() in (folder / "f.pkl").read_bytes()
         )

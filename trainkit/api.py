@@ -275,33 +275,29 @@ class Run:
         from trainkit.run.end import read_end
 
         self.wait(timeout_s)
-        numbers = self._folder.attempt_numbers()
-        attempt = self._folder.attempt(numbers[-1]) if numbers else None
-        end = None if attempt is None else read_end(attempt)
-        files = sorted(result_file(attempt, 0).parent.glob("rank-*.pkl")) if attempt is not None else []
-        if (
-            attempt is not None
-            and end is not None
-            and end.verdict is not None
-            and end.verdict.rank is not None
-        ):
-            # What the other ranks raised may only be that this one is gone.
-            first = result_file(attempt, end.verdict.rank)
-            files = [first, *files] if first in files else []
-        found = []
-        for file in files:
-            found.append(read_pickle(file))
-            if found[-1].error is not None:
-                raise found[-1].error from RemoteTraceback(found[-1].traceback)
-            if found[-1].traceback:
-                raise RunError(f"the function of {self._folder.path} raised:\n\n{found[-1].traceback}")
-        if attempt is None or end is None or end.state != "finished" or not found:
+        if not (numbers := self._folder.attempt_numbers()):
+            raise self._error(None)
+        attempt = self._folder.attempt(numbers[-1])
+        end = read_end(attempt)
+        found = {
+            file: read_pickle(file) for file in sorted(result_file(attempt, 0).parent.glob("rank-*.pkl"))
+        }
+        failed = None if end is None or end.verdict is None else end.verdict.rank
+        if failed is not None:  # what the other ranks raised may only be that this one is gone
+            first = result_file(attempt, failed)
+            found = {first: found[first], **found} if first in found else {}
+        for result in found.values():
+            if result.error is not None:
+                raise result.error from RemoteTraceback(result.traceback)
+            if result.traceback:
+                raise RunError(f"the function of {self._folder.path} raised:\n\n{result.traceback}")
+        if end is None or end.state != "finished" or not found:
             raise self._error(end)
-        ranks = range(LaunchPlan.read(attempt.plan_file).world_size)
-        if missing := [rank for rank in ranks if not result_file(attempt, rank).exists()]:
+        own = [result_file(attempt, rank) for rank in range(LaunchPlan.read(attempt.plan_file).world_size)]
+        if missing := [rank for rank, file in enumerate(own) if file not in found]:
             what = f"{rank_list(missing)} of {self._folder.path} left no result"
             raise RunError(what, hint="a function returns; `os._exit` ends its process before")
-        return [read_pickle(result_file(attempt, rank)).value for rank in ranks]
+        return [found[file].value for file in own]
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
         """What `result` would raise once it has ended; None if it would return."""
@@ -549,9 +545,10 @@ def _start(
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
-    from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, dumps, write_private
+    from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, dumps
     from trainkit.launch.start import create_submission, start_submission
     from trainkit.launch.submission import plan_submission
+    from trainkit.run.files import write_atomic
     from trainkit.slurm.client import require_controller
 
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
@@ -570,9 +567,7 @@ def _start(
     if array is not None and pickles:
         (folder / CALLS_FOLDER).mkdir(mode=0o700)
     for index, content in pickles.items():
-        write_private(
-            folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content
-        )
+        write_atomic(folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content)
     start_submission(submission, created, now=now)
     return folder
 

@@ -90,7 +90,7 @@ _SECRETS = (
     re.compile(r"(hooks\.slack\.com/services/)[\w/]+"),
     re.compile(r"\b(bearer\s{1,3})[\w.~+/=-]{8,}", re.IGNORECASE),
     re.compile(
-        r"\b((?:\w{1,30}_)?(?:password|passwd|secret|secret_key|api_?key|access_?key|\w{1,30}_token|auth_?token)\b"
+        r"\b((?:(?:\w{1,30}_)?(?:password|passwd|secret(?:_key)?|api_?key|access_?key)|\w{1,30}_token|authtoken)\b"
         r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)(?!\$)[^\s\"',;&<>]+",
         re.IGNORECASE,
     ),

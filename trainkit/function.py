@@ -11,7 +11,6 @@ import pickle
 import signal
 import stat
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ from typing import Any, ClassVar
 
 from trainkit.errors import EXIT_STOPPED, UsageError
 from trainkit.folders import ensure_folder
+from trainkit.run.files import write_atomic
 from trainkit.run.rundir import AttemptDir, RunDir
 
 ARGV = (sys.executable, "-m", "trainkit.function")
@@ -83,33 +83,14 @@ def dumps(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def write_pickle(path: Path, value: Any) -> None:
-    """Replace a file by the pickle of a value, which only its owner can read."""
-    write_private(path, dumps(value))
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Replace a file, which only its owner can read."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 0600
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def read_pickle(path: Path) -> Any:
-    """The value in a file of `write_pickle`; raises UsageError if another user could have written it."""
+    """The value in a file of `dumps`; raises UsageError if another user could have written it."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
         found = os.fstat(stream.fileno())
         is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
         if not is_own:
             raise UsageError(
-                f"{path} is not loaded: only its owner, who is you, may be able to read and write it",
+                f"{path} is not loaded: it must be a regular file that only you can read and write",
                 hint="a pickle of somebody else can execute anything",
             )
         return pickle.load(stream)
@@ -171,9 +152,8 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
         try:
             again = checkpoint(*call.args, **call.kwargs)
             if again is not None:
-                write_pickle(
-                    run.path / CALL_FILE, Call(again.function, tuple(again.args), dict(again.kwargs))
-                )
+                call_again = Call(again.function, tuple(again.args), dict(again.kwargs))
+                write_atomic(run.path / CALL_FILE, dumps(call_again))
         finally:  # the other ranks wait for no more
             saved.touch()
         raise SystemExit(EXIT_STOPPED)
@@ -204,14 +184,14 @@ def main() -> None:
             if left.code:
                 raise
             value = None  # as if it had returned
-        write_pickle(file, Result(value))
+        write_atomic(file, dumps(Result(value)))
     except Exception as error:
         text = traceback.format_exc()
         try:
-            write_pickle(file, Result(error=error, traceback=text))
+            write_atomic(file, dumps(Result(error=error, traceback=text)))
             pickle.loads(file.read_bytes())
         except Exception:  # of an exception that cannot be pickled, its text is what can be shown
-            write_pickle(file, Result(traceback=text))
+            write_atomic(file, dumps(Result(traceback=text)))
         raise
     if rank == 0:
         Path(os.environ["TRAINKIT_JOB_DONE_FILE"]).touch()

@@ -82,7 +82,8 @@ def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
             f"{run.path} belongs to user {uid}, whose code would run as you",
             hint=f"`trainkit submit {quote(str(run.config_file))}` takes only its config",
         )
-    code, cwd = read_job(run).code, read_job(run).cwd
+    job = read_job(run)
+    code, cwd = job.code, job.cwd
     if code is not None and not uses_current_code:
         code = moved(code, run.code_dir) if run.code_dir.is_dir() else code
         if not Path(code.workdir).is_dir():

@@ -50,12 +50,12 @@ def seconds_between(start: object, end: datetime | None) -> float | None:
     return None if started is None or end is None else (end - started).total_seconds()
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file atomically: a reader sees either the old or the new content."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file atomically: a reader sees either the old or the new content; only its owner reads it."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(name, path)
