@@ -125,7 +125,14 @@ class Login:
         self.config = folder / "small.yaml"
         self.config.write_text(CONFIG)
         (folder / "listens.py").write_text(LISTENS)
-        self.env = {"XDG_STATE_HOME": str(folder / ".state"), "XDG_CONFIG_HOME": str(folder / ".config")}
+        # What the start files of one's own shell do, and how long, is no matter of a test.
+        home = folder / ".home"
+        home.mkdir(exist_ok=True)
+        self.env = {
+            "HOME": str(home),
+            "XDG_STATE_HOME": str(folder / ".state"),
+            "XDG_CONFIG_HOME": str(folder / ".config"),
+        }
 
     def script(self, code: str, name: str = "script.py") -> str:
         """A Python script in the folder, by its name."""
