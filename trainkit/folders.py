@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import getpass
 import os
 import tempfile
 from collections.abc import Mapping
@@ -60,6 +59,8 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 def user_name() -> str:
     """The name of this user, or the number of one without a name."""
+    import getpass
+
     try:
         return getpass.getuser()
     except (OSError, KeyError):

@@ -77,30 +77,29 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) ->
 
 
 MASK = "***"
-KEY_FORMATS = re.compile(
+KEY_FORMATS = (
     r"()\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|sk-[\w-]{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 """Well-known kinds of keys, and JSON Web Tokens."""
 _SECRETS = (
     KEY_FORMATS,
-    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*"),
+    r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*",
     # The password of a URL.
-    re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/<>]{1,200}(?=@)", re.IGNORECASE),
-    re.compile(r"(hooks\.slack\.com/services/)[\w/]+"),
-    re.compile(r"\b(bearer\s{1,3})[\w.~+/=-]{8,}", re.IGNORECASE),
-    re.compile(
-        r"\b((?:(?:\w{1,30}_)?(?:password|passwd|secret(?:_key)?|api_?key|access_?key)|\w{1,30}_token|authtoken)\b"
-        r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)(?!\$)[^\s\"',;&<>]+",
-        re.IGNORECASE,
+    r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/<>]{1,200}(?=@)",
+    r"(hooks\.slack\.com/services/)[\w/]+",
+    r"(?i)\b(bearer\s{1,3})[\w.~+/=-]{8,}",
+    (
+        r"(?i)\b((?:(?:\w{1,30}_)?(?:password|passwd|secret(?:_key)?|api_?key|access_?key)|\w{1,30}_token|authtoken)\b"
+        r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)(?!\$)[^\s\"',;&<>]+"
     ),
 )
 
 
 def mask_secrets(text: str) -> str:
     """A text for others, or for a file, with `***` for what looks like a key or a password."""
-    for pattern in _SECRETS:
-        text = pattern.sub(rf"\1{MASK}", text)
+    for pattern in _SECRETS:  # compiled by the first use: most processes mask nothing
+        text = re.sub(pattern, rf"\1{MASK}", text)
     return text
 
 

@@ -20,8 +20,8 @@ from trainkit.plan.gpus import (
     known_gpu,
     known_gpus,
     peak_flops,
-    release_problem,
 )
+from trainkit.plan.torch_build import release_problem
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from trainkit.run.end import (
     AttemptEnd,
     Cause,
     RankFailure,
-    is_quit,
 )
+from trainkit.run.tracebacks import is_quit
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 

@@ -17,7 +17,7 @@ from typing import Any
 from trainkit.cluster.machine import NoDriver, gpu_handle, num_usable_cpus, nvml
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import plural
-from trainkit.job.rank_env import visible_gpus
+from trainkit.job.rank_env import VISIBLE, visible_gpus
 from trainkit.locks import LockBusy, acquire_lock, file_lock, is_locked, owner_of, release_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
@@ -26,7 +26,6 @@ from trainkit.run.process import PROC
 from trainkit.run.record import is_alive, read_job, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOCK_TIMEOUT_S = 10.0
 MAX_USERS = 3
 """The maximum number of runs that are named as those who use what a run waits for."""

@@ -24,8 +24,8 @@ from trainkit.cluster.machine import NoDriver, driver_cuda, gpu_handle, nvml
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
 from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
-from trainkit.plan.gpus import TorchBuild
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.torch_build import TorchBuild
 from trainkit.run.rundir import AttemptDir
 
 

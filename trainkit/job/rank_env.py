@@ -14,6 +14,7 @@ from trainkit.errors import UsageError
 from trainkit.job.spare_children import AGENT_VARIABLE, LAUNCHER_PID_VARIABLE, RANK_PID_VARIABLE
 from trainkit.slurm import environment as slurm
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"

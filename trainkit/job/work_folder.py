@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainkit.folders import ensure_folder
@@ -97,6 +96,8 @@ def _files(root: Path) -> Iterator[str]:
 def _copy(source: Path, target: Path, names: list[str]) -> None:
     for folder in sorted({Path(name).parent for name in names}):
         ensure_folder(target / folder, parents=True)
+    from concurrent.futures import ThreadPoolExecutor  # only runs with a copy of their code need it
+
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(lambda name: _copy_file(source / name, target / name), names))
 

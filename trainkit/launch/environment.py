@@ -22,7 +22,7 @@ from trainkit.config.running import LaunchConfig
 from trainkit.errors import KeyProblem
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
-from trainkit.plan.gpus import TorchBuild, release_problem
+from trainkit.plan.torch_build import TorchBuild, release_problem
 
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 

@@ -34,10 +34,10 @@ from trainkit.launch.environment import (
 from trainkit.launch.secrets import refuse_secrets
 from trainkit.launch.trainer_process import find_code_problems
 from trainkit.plan.facts import Environment, Facts, Interpreter
-from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import problems
 from trainkit.plan.node_range import plan_nodes
+from trainkit.plan.torch_build import release_problem
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 from trainkit.slurm.environment import RANK_VARIABLES, conf_file

@@ -72,7 +72,7 @@ def _secret_options(command: Sequence[str]) -> Iterator[str]:
             and not _is_count(option, value)
         ):
             yield option
-        elif KEY_FORMATS.search(word):
+        elif re.search(KEY_FORMATS, word):
             yield option if separator else "an argument"
 
 

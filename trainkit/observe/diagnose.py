@@ -30,15 +30,13 @@ from trainkit.observe.logs import (
 from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.run.end import (
     SIGNALLED,
-    CodeLine,
     RankFailure,
     rank_failures,
     read_end,
     signal_name,
-    users_line,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.run.tracebacks import Raised, exception_of
+from trainkit.run.tracebacks import CodeLine, Raised, exception_of, users_line
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 

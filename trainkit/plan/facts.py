@@ -8,7 +8,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.data.checks import DataFacts
 from trainkit.errors import KeyProblem
-from trainkit.plan.gpus import TorchBuild
+from trainkit.plan.torch_build import TorchBuild
 
 
 @dataclass(frozen=True)

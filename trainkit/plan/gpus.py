@@ -1,12 +1,9 @@
-"""GPU types by the names that drivers and clusters use, those of a run, and the torch they need."""
+"""GPU types by the names that drivers and clusters use, and those of a run."""
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from trainkit.errors import UsageError
@@ -278,90 +275,3 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     if gpu is None or dtype not in ("bf16", "fp16"):
         return None
     return None if dtype == "bf16" and gpu.capability is not None else gpu.peak_flops
-
-
-BUILDS: dict[Version, tuple[Version, Version]] = {(13, 0): ((7, 5), (99, 0)), (12, 6): ((5, 0), (9, 0))}
-"""CUDA of the builds on download.pytorch.org: the first and last compute capability that has kernels.
-Of torch 2.15 there is none for CUDA 12: https://github.com/pytorch/pytorch/issues/190385."""
-_CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
-
-
-def _version(text: str | None) -> Version | None:
-    """The first two numbers of a version; None without them, as of a build from source."""
-    found = re.match(r"(\d+)\.(\d+)", text or "")
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _dotted(version: Version) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-@dataclass(frozen=True)
-class TorchBuild:
-    """The torch of an interpreter, and what it was built for."""
-
-    python: str
-    version: str = ""
-    """Empty if unknown."""
-    cuda: str | None = ""
-    """The version of CUDA; empty if unknown, None without."""
-    hip: str | None = None
-    """The version of ROCm; None without."""
-    oldest: Version | None = None
-    """The oldest compute capability that it has kernels for; None if only its CUDA tells."""
-
-    @classmethod
-    def read(cls, python: str, file: str | None) -> TorchBuild:
-        """The one that an interpreter imports from a file, by its version.py: importing takes seconds."""
-        text = ""
-        with suppress(OSError, ValueError):
-            text = Path(file or "").with_name("version.py").read_text(encoding="utf-8")
-        found = {name: None if value == "None" else value[1:-1] for name, value in _CONSTANT.findall(text)}
-        return cls(python, found.get("__version__") or "", found.get("cuda", ""), found.get("hip"))
-
-    def problem(
-        self, gpu: str = "", capability: Version | None = None, driver: Version | None = None
-    ) -> tuple[str, str] | None:
-        """Why it cannot use a GPU of this name and compute capability, and a hint; None if it may.
-
-        `driver` is the newest CUDA that its driver supports.
-        """
-        name, cuda = f"torch {self.version or 'of unknown version'} of {self.python}", _version(self.cuda)
-        oldest = self.oldest or ((7, 5) if cuda is not None and cuda >= (12, 8) else (0, 0))
-        if self.cuda is None and self.hip is None:
-            message = f"the run uses GPUs, but {name} was built without CUDA"
-        elif cuda is not None and driver is not None and driver[0] < cuda[0]:
-            message = f"{name} needs a driver for CUDA {cuda[0]}, and has one for {_dotted(driver)}"
-        elif capability is not None and capability < oldest:
-            message = f"{name} has no kernels for the GPU {gpu} (compute capability {_dotted(capability)})"
-        else:
-            return None
-        for build, (first, last) in BUILDS.items():
-            if (driver or build)[0] >= build[0] and first <= (capability or first) <= last:
-                hint = (
-                    f"`{quote(self.python)} -m pip install --force-reinstall torch --index-url "
-                    f"https://download.pytorch.org/whl/cu{build[0]}{build[1]}` installs a build for CUDA "
-                    f"{_dotted(build)}"
-                )
-                more = "; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
-                return message, hint + more * (driver is None)
-        return message, "ask for a newer driver, or request other GPUs with resources.gpu_type"
-
-
-OLDEST = (2, 11)
-"""The oldest release, on which `make test-oldest` runs the tests of the trainer; setup.cfg names it too."""
-
-
-def release_problem(version: str) -> tuple[str, str] | None:
-    """Why the trainer cannot use a version of torch, and a hint; None if it can.
-
-    Versions that have no release number, as of a build from source, are accepted.
-    """
-    if (_version(version) or OLDEST) >= OLDEST:
-        return None
-    oldest = _dotted(OLDEST)
-    return (
-        f"has torch {version}, and the trainer requires torch {oldest} or newer",
-        f"`pip install 'torch>={oldest}'` there, or set launch.venv, conda, modules or container to an"
-        " environment that has it",
-    )

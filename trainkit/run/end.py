@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -13,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trainkit.run.files import parse_time, read_object, read_record, seconds_between, write_json
-from trainkit.run.record import JobRecord
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.record import read_job
+from trainkit.run.rundir import AttemptDir
+from trainkit.run.tracebacks import CodeLine
 
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
 """`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
@@ -31,75 +30,8 @@ WITHOUT_RECORD = "ended without a record"
 """How the reason begins in which a later start of the job says that the attempt left no record."""
 
 
-def is_quit(kind: str) -> bool:
-    """Whether a failure of this type is the end of a debugger in which a person has typed `q`."""
-    return kind.rpartition(".")[2] == "BdbQuit"
-
-
 SIGNALLED = 128
 """The exit code of a process that signal n killed is SIGNALLED + n."""
-
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_INSTALLED = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/|/torchinductor_")
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-@dataclass(frozen=True)
-class CodeLine:
-    """A line of the user's own code."""
-
-    file: str = ""
-    """Relative to the folder that the run was submitted from, if it is below."""
-    line: int = 0
-    text: str = ""
-    """Empty where Python could not read it."""
-
-    @property
-    def place(self) -> str:
-        return f"{self.file}:{self.line}"
-
-    @property
-    def shown(self) -> str:
-        """The place, with the text if it is known."""
-        return f"{self.place}: {self.text}" if self.text else self.place
-
-    def in_tree(self, job: JobRecord) -> CodeLine:
-        """The line in the tree that the user edits, if the run has executed a copy of it."""
-        file, code = self.file, job.code
-        if code is not None and code.code:
-            for copy in (code.code, RunDir(Path(code.code).parent).work_dir):
-                if file.startswith(f"{copy}{os.sep}"):
-                    file = str(Path(code.source, os.path.relpath(file, copy)))
-        if job.cwd and file.startswith(f"{job.cwd}{os.sep}"):
-            file = os.path.relpath(file, job.cwd)
-        return replace(self, file=file)
-
-
-def is_of_user(file: str) -> bool:
-    """Whether the file of a frame is neither of an installed package, nor of Python or trainkit."""
-    return not _INSTALLED.search(file) and not file.startswith(_PACKAGE)
-
-
-def users_line(traceback: Sequence[str]) -> CodeLine | None:
-    """The innermost line of the user's own code in the traceback that ends these lines; None without one.
-
-    An exception that was raised for another one counts with it.
-    """
-    for index in range(len(traceback) - 1, -1, -1):
-        frame = _FRAME.match(traceback[index])
-        if frame is not None and is_of_user(frame["file"]):
-            source = traceback[index + 1] if index + 1 < len(traceback) else ""
-            text = source.strip() if source.startswith("    ") else ""
-            return CodeLine(frame["file"], int(frame["line"]), text)
-        before = traceback[max(0, index - 2) : index]
-        if traceback[index].startswith("Traceback ") and not any(map(_is_chain, before)):
-            return None
-    return None
-
-
-def _is_chain(line: str) -> bool:
-    return line.startswith(_CHAINED)
 
 
 @dataclass(frozen=True)
@@ -158,7 +90,10 @@ def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
         record = read_object(path)  # empty if it was cut off by a crash
         if record:
-            records.append((path, read_record(RankFailure, record)))
+            failure = read_record(RankFailure, record)
+            if failure.code is not None:
+                failure = replace(failure, code=failure.code.in_tree(read_job(attempt.run)))
+            records.append((path, failure))
     return sorted(records, key=lambda item: item[1].time or "~")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -297,8 +296,10 @@ class MetricsHistory:
 
     def median(self, name: str) -> float | None:
         """The median of a curve over the run."""
+        from statistics import median  # which the supervisor of a job would load for nothing
+
         values = [value for _, value in self.curve(name)]
-        return statistics.median(values) if values else None
+        return median(values) if values else None
 
 
 class HealthSample(Entry):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainkit.run.end import CodeLine, users_line
+from trainkit.run.rundir import RunDir
+
+if TYPE_CHECKING:
+    from trainkit.run.record import JobRecord
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank(\d+)\]: ?")
@@ -20,6 +26,68 @@ LAUNCHER_ERROR = "ChildFailedError"
 """The exception that torchrun raises when a rank fails; it does not name the cause."""
 MAX_LINES_AFTER = 20
 """An exception further from the end of the output counts as handled by the program."""
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_INSTALLED = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/|/torchinductor_")
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of the user's own code."""
+
+    file: str = ""
+    """Relative to the folder that the run was submitted from, if it is below."""
+    line: int = 0
+    text: str = ""
+    """Empty where Python could not read it."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def shown(self) -> str:
+        """The place, with the text if it is known."""
+        return f"{self.place}: {self.text}" if self.text else self.place
+
+    def in_tree(self, job: JobRecord) -> CodeLine:
+        """The line in the tree that the user edits, if the run has executed a copy of it."""
+        file, code = self.file, job.code
+        if code is not None and code.code:
+            for copy in (code.code, RunDir(Path(code.code).parent).work_dir):
+                if file.startswith(f"{copy}{os.sep}"):
+                    file = str(Path(code.source, os.path.relpath(file, copy)))
+        if job.cwd and file.startswith(f"{job.cwd}{os.sep}"):
+            file = os.path.relpath(file, job.cwd)
+        return replace(self, file=file)
+
+
+def is_of_user(file: str) -> bool:
+    """Whether the file of a frame is neither of an installed package, nor of Python or trainkit."""
+    return not _INSTALLED.search(file) and not file.startswith(_PACKAGE)
+
+
+def users_line(traceback: Sequence[str]) -> CodeLine | None:
+    """The innermost line of the user's own code in the traceback that ends these lines; None without one.
+
+    An exception that was raised for another one counts with it.
+    """
+    for index in range(len(traceback) - 1, -1, -1):
+        frame = _FRAME.match(traceback[index])
+        if frame is not None and is_of_user(frame["file"]):
+            source = traceback[index + 1] if index + 1 < len(traceback) else ""
+            text = source.strip() if source.startswith("    ") else ""
+            return CodeLine(frame["file"], int(frame["line"]), text)
+        before = traceback[max(0, index - 2) : index]
+        if traceback[index].startswith("Traceback ") and not any(map(_is_chain, before)):
+            return None
+    return None
+
+
+def _is_chain(line: str) -> bool:
+    return line.startswith(_CHAINED)
 
 
 @dataclass(frozen=True)
@@ -129,3 +197,8 @@ def _one_traceback(body: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
         else ""
     )
     return [*frames, (own[0], f"{own[1]}, the first: {name}")]
+
+
+def is_quit(kind: str) -> bool:
+    """Whether a failure of this type is the end of a debugger in which a person has typed `q`."""
+    return kind.rpartition(".")[2] == "BdbQuit"

@@ -14,14 +14,12 @@ from functools import partial
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
 from trainkit.job.signals import StopRequest
-from trainkit.plan.gpus import release_problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import is_quit, users_line
+from trainkit.plan.torch_build import release_problem
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
-from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.run.tracebacks import last_exception
+from trainkit.run.tracebacks import is_quit, last_exception, users_line
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStacks, Watchdog, watch_deadline
 
 REPLAY_WORKER = "trainkit.contrib.replay.worker"
@@ -110,7 +108,7 @@ def record_failure(
         "message": message,
         "hint": getattr(error, "hint", ""),
         "traceback": trace,
-        "code": None if own is None else vars(own.in_tree(read_job(attempt.run))),
+        "code": None if own is None else vars(own),
         "exit_code": code,
         "final": code == EXIT_NO_RESTART,
     }

@@ -46,8 +46,9 @@ from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job.rank_debugger import mode_of_rank
 from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
 from trainkit.job.signals import StopRequest
-from trainkit.plan.gpus import TorchBuild, bf16_problem
+from trainkit.plan.gpus import bf16_problem
 from trainkit.plan.launch import Layout, Place
+from trainkit.plan.torch_build import TorchBuild
 from trainkit.run.events import log_event
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.torch_private import fix_segments, set_timeout

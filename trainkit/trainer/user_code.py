@@ -14,9 +14,9 @@ from types import ModuleType
 
 from trainkit.config.schema import MULTIMODAL, RunConfig
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
-from trainkit.run.end import is_of_user
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
+from trainkit.run.tracebacks import is_of_user
 from trainkit.task import Task
 
 TRACEBACK_HINT = "run it in a Python shell to see the traceback"

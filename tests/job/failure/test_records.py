@@ -10,10 +10,11 @@ from trainkit.job.failure.records import (
     suspect_host,
 )
 from trainkit.job.hangs import HangRecord
-from trainkit.run.end import CodeLine, RankFailure, users_line
+from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import CodeCopy, create_job, read_job
 from trainkit.run.rundir import RunDir
+from trainkit.run.tracebacks import CodeLine, users_line
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from trainkit.config import LoadedConfig
 from trainkit.contrib.doctor import Request
 from trainkit.job.preflight import Finding, warn_if
 from trainkit.launch.environment import NoAnswer, Packages, ask, find_interpreter, find_packages
-from trainkit.plan.gpus import TorchBuild, release_problem
+from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
 """The oldest and newest Python that are tested."""

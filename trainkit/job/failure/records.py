@@ -25,7 +25,7 @@ from trainkit.run.files import (
     write_json,
 )
 from trainkit.run.process import own_host
-from trainkit.run.record import read_job, read_rendezvous
+from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import exception_of, last_exception
 
@@ -86,9 +86,8 @@ def record_silent_death(
 
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     """Write the failure record of a worker of this host, with the end of its log."""
-    code = None if failure.code is None else failure.code.in_tree(read_job(attempt.run))
     log = (failure.log_tail or _last_lines(attempt.rank_log(worker)))[-LOG_TAIL_LINES:]
-    record = replace(failure, host=own_host(), time=utc_now(), code=code, log_tail=log).to_dict()
+    record = replace(failure, host=own_host(), time=utc_now(), log_tail=log).to_dict()
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -106,7 +105,7 @@ def find_requests(attempt: AttemptDir) -> list[Request]:
 
 def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
     """Request the stacks of one rank, or of all if None. Raises OSError when the folder cannot be written."""
-    request = Request(attempt.stacks_dir / "requests" / f"{uuid.uuid4().hex[:12]}.json")
+    request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
     for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
         ensure_folder(folder)
     write_json(request.file, {"rank": rank, "time": utc_now()})

@@ -9,7 +9,6 @@ Exit code: see `trainkit.job.signals.combine_exit_codes`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -310,23 +309,19 @@ class Agent(ProcessGroup):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainkit.job.node.agent")
-    parser.add_argument("run_dir")
-    parser.add_argument("--attempt", type=int)
-    parser.add_argument("--node-rank", type=int)
-    parser.add_argument("--master-port", type=int)
-    args = parser.parse_args(argv)
+    run_dir, *options = sys.argv[1:] if argv is None else argv
+    values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
     processes.block_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, {AGENT_SIGNAL})
-    if args.node_rank is None:
-        return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
-    attempt = RunDir(args.run_dir).attempt(args.attempt)
+    if not values:
+        return run_slurm_task(RunDir(run_dir), int(os.environ[ATTEMPT_VARIABLE]))
+    attempt, node_rank = RunDir(run_dir).attempt(values["--attempt"]), values["--node-rank"]
     plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
     try:
-        return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port, nonce))
+        return run_agent(attempt, plan, local_rendezvous(plan, node_rank, values["--master-port"], nonce))
     finally:
-        if args.node_rank == 0 and (store := store_file(nonce)) is not None:
+        if node_rank == 0 and (store := store_file(nonce)) is not None:
             store.unlink(missing_ok=True)
 
 

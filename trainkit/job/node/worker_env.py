@@ -22,11 +22,17 @@ from pathlib import Path, PurePath
 
 from trainkit.errors import UsageError
 from trainkit.job import processes
-from trainkit.job.local_queue import VISIBLE
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RANK_VARIABLES, RUN_DIR_VARIABLE, RankEnv
+from trainkit.job.rank_env import (
+    ATTEMPT_VARIABLE,
+    NONCE_VARIABLE,
+    RANK_VARIABLES,
+    RUN_DIR_VARIABLE,
+    VISIBLE,
+    RankEnv,
+)
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
