@@ -395,12 +395,12 @@ class Group(Sequence[Run]):
         cancel_group(self._group, now=now, wait=wait)
 
     def resume(self) -> Group:
-        """Run what has not finished, on this machine."""
+        """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
         from trainkit.control.resume import resume_group
 
-        if self._group.record.process is None:
+        if self._group.record.process is None and not self._group.left:
             raise UsageError(f"{self.path} is a Slurm array", hint="resume its runs: group[0].resume()")
-        resume_group(self._group, self._group.record.process)
+        resume_group(self._group)
         return self
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
@@ -552,7 +552,7 @@ def _start(
     from trainkit.slurm.client import require_controller
 
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
-    submission = plan_submission(points, array, given.workload, after=names, will_start=True, warn=_warn)
+    submission = plan_submission(points, array, given.workload, after=names, warn=_warn)
     if now and submission.plan.slurm is not None:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
     found = submission_warnings(submission, run_dir, given.workload, starts=True)

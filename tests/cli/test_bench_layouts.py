@@ -15,16 +15,17 @@ import pytest
 from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
-from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
 from trainkit.bench.summary import COLUMNS
 from trainkit.cli.main import main
+from trainkit.job import group_parts
 from trainkit.run.end import KILLED, AttemptEnd, read_end
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.client import SlurmRefused
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--gpus-per-node", "2")
@@ -284,8 +285,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainkit.slurm.control.show_config", dict)
-    monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: "77")
+    monkeypatch.setattr(group_parts, "show_config", dict)
+    monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
     monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
     return tmp_path
@@ -333,7 +334,10 @@ def test_so_many_run_at_once_as_was_asked_for(place: Path) -> None:
 
 
 def test_what_slurm_does_not_take_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.slurm.control.show_config", lambda: {"MaxArraySize": "3"})
+    def refuse(*args: object, **more: object) -> str:
+        raise SlurmRefused("sbatch: error: Invalid qos specification")
+
+    monkeypatch.setattr(group_parts, "submit_script", refuse)
     assert main([*TYPED, *LENGTH]) == 2
     assert not (place / "out").exists()
 

@@ -11,13 +11,13 @@ import pytest
 from steering import Desk
 
 from tests.support.benches import train_made_up
-from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
 from trainkit.cli.main import main
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import CancelResult
 from trainkit.errors import UsageError
+from trainkit.job import group_parts
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.registry import find_bench_folder
@@ -144,8 +144,8 @@ class Sbatch:
         """The options of each."""
         self.refused: int | None = None
         self.unreachable: int | None = None
-        monkeypatch.setattr("trainkit.slurm.control.show_config", dict)
-        monkeypatch.setattr(slurm_backend, "submit_script", self.submit)
+        monkeypatch.setattr(group_parts, "show_config", dict)
+        monkeypatch.setattr(group_parts, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
         if len(self.taken) == self.refused:

@@ -131,19 +131,3 @@ def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
 )
 def test_what_is_seldom_meant(here: Path, file: str, warning: str) -> None:
     assert typed(f"trainkit check {file}") == (0, f"warning: {warning}\n{file}: no problems, 1 warning\n")
-
-
-@pytest.mark.parametrize("option", ["--dry-run", ""])
-def test_an_array_that_the_cluster_refuses(here: Path, option: str) -> None:
-    scontrol = here / "bin" / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho MaxArraySize = 1001\n")
-    scontrol.chmod(0o755)
-    assert typed(f"trainkit submit --array 0-25000 --cluster example {option}") == (
-        2,
-        "config: quickstart (shipped)\nerror: the array ends with index 25,000; the maximum of this cluster"
-        " is 1,000 (MaxArraySize is 1001)\n\nhint: split it into several arrays\n",
-    )
-    scontrol.unlink()
-    code, err = typed("trainkit submit --array 0-1001 --cluster example --dry-run")
-    assert code == 0
-    assert "warning: whether the cluster allows an array up to index 1,001 is unknown: " in err

@@ -98,12 +98,9 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
 
 
 def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> None:
-    group = tmp_path / "group"
-    group.mkdir()
-    (group / "sweep.json").write_text("{}")
-    (group / "submit.sbatch").write_text("#!/bin/bash\n# of the group\n")
-    run = on_slurm(make_attempt(group / "3"), job_id="7_3")
-    run.script_file.unlink()
+    (tmp_path / "group").mkdir()
+    run = on_slurm(make_attempt(tmp_path / "group/3"), job_id="7_3")
+    run.script_file.write_text("#!/bin/bash\n# of the group\n")
     assert resubmit(run, "7_3") == "8_3"
     assert sbatch.text == "#!/bin/bash\n# of the group\n"
     assert sbatch.argv[1:] == ["--dependency=afterany:7_3", "--array=3"]

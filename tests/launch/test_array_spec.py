@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
-from trainkit.launch.submission import ArraySpec, parse_array, refuse_too_large
+from trainkit.launch.submission import ArraySpec, parse_array
 from trainkit.slurm.states import array_indices
 
 
@@ -54,29 +54,3 @@ def test_no_arrays(text: str, message: str) -> None:
 def test_slurm_reads_the_same_indices(indices: set[int]) -> None:
     spec = ArraySpec(tuple(sorted(indices)), None)
     assert array_indices(spec.directive) == sorted(indices)
-
-
-@pytest.mark.parametrize(
-    ("config", "text", "message"),
-    [
-        ({"MaxArraySize": "11"}, "0-10", None),
-        ({"MaxArraySize": "11"}, "0-11", "the array ends with index 11; the maximum of this cluster is 10"),
-        ({}, "0-1001", "the maximum of this cluster is 1,000"),
-        ({"SchedulerParameters": "bf_x,max_array_tasks=5"}, "0-4", None),
-        (
-            {"SchedulerParameters": "max_array_tasks=5,x=1"},
-            "0-5",
-            "the array has 6 tasks; the maximum of this cluster is 5",
-        ),
-    ],
-)
-def test_what_the_cluster_takes(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, str], text: str, message: str | None
-) -> None:
-    monkeypatch.setattr("trainkit.slurm.control.show_config", lambda: config)
-    if message is None:
-        refuse_too_large(parse_array(text))
-        return
-    with pytest.raises(UsageError) as caught:
-        refuse_too_large(parse_array(text))
-    assert message in caught.value.message

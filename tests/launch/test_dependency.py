@@ -68,19 +68,19 @@ def test_slurm_cannot_wait_for_this_machine() -> None:
 
 
 def test_a_whole_array_is_one_dependency() -> None:
-    assert dependency_ids("g", tasks("finished", "running", "pending"), "12") == ["12"]
-    assert dependency_ids("g", tasks("finished", "finished"), "12") == []
+    assert dependency_ids("g", tasks("finished", "running", "pending"), ["12"]) == ["12"]
+    assert dependency_ids("g", tasks("finished", "finished"), ["12"]) == []
 
 
 def test_a_point_that_was_started_again_is_waited_for_by_its_own_job() -> None:
     # The array's own task has failed: afterok of the array would never hold.
     runs = [*tasks("running", "finished"), run("runs/g/2", "running", "99")]
-    assert dependency_ids("g", runs, "12") == ["12_0", "99"]
+    assert dependency_ids("g", runs, ["12"]) == ["12_0", "99"]
 
 
 def test_points_that_failed_are_named() -> None:
     with pytest.raises(UsageError) as caught:
-        dependency_ids("g", tasks("failed", "running", "died", "failed", "cancelled", "failed"), "12")
+        dependency_ids("g", tasks("failed", "running", "died", "failed", "cancelled", "failed"), ["12"])
     assert caught.value.message == "--after g: runs/g/0 is failed; 5 of 6 runs will not finish"
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.support.groups import make_group, planned
-from trainkit.backends import slurm as slurm_backend
 from trainkit.cli.options import ConfigRequest
 from trainkit.cli.submit import GroupRequest
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
+from trainkit.job import group_parts
 from trainkit.launch import submission
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.start import create_submission, start_group
@@ -186,7 +186,8 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
     def refuse(*args: object, **more: object) -> str:
         raise error
 
-    monkeypatch.setattr(slurm_backend, "submit_script", refuse)
+    monkeypatch.setattr(group_parts, "submit_script", refuse)
+    monkeypatch.setattr(group_parts, "show_config", dict)
     with pytest.raises(type(error)):
         start_group(group)
     assert group.path.exists() == is_kept
@@ -202,7 +203,7 @@ def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
 
 
 def plan(points: Iterable[LoadedPoint], array: ArraySpec | None) -> Submission:
-    return plan_submission(points, array, TRAINER, after=(), will_start=False, warn=print)
+    return plan_submission(points, array, TRAINER, after=(), warn=print)
 
 
 @pytest.fixture

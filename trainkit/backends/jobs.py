@@ -19,7 +19,6 @@ from trainkit.run.files import parse_time, read_json
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
-from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token
@@ -146,17 +145,6 @@ def recover_job_id(run: RunDir) -> None:
     if job_id is not None:
         backend = str(read_json(attempt.plan_file)["backend"])
         add_slurm_attempt(run, attempt.number, job_id, "submit", backend)
-
-
-def recover_group_job_id(group: RunGroup) -> str | None:
-    """The job id of a group's array, looked up by its token if its submission was never acknowledged."""
-    is_here = group.record.process is not None
-    if group.job_id is None and not is_here and other_cluster(group.record.cluster) is None:
-        written = group.script_file.stat().st_mtime
-        found = find_by_token(submission_token(RunDir(group.path), 1), since=written)
-        if found is not None:
-            group.update(job_id=found)
-    return group.job_id
 
 
 def require_not_running(run: RunDir, command: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.group_parts import submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.run.end import KILLED, is_over
@@ -154,14 +155,14 @@ class SbatchBackend(SlurmBackend):
         return entry
 
     def start_group(self, group: RunGroup, after: str | None) -> str:
-        token = submission_token(RunDir(group.path), 1)
-        options = [] if after is None else [f"--dependency=afterany:{after}"]
-        with removed_unless_submitted(group.path, token):
-            return submit_file(group.script_file, token, group.path, options)
+        with removed_unless_submitted(group.path, submission_token(RunDir(group.path), 1)):
+            submit_parts(group, print_note, after=after)
+        assert group.job_id is not None
+        return group.job_id
 
     def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:
         """Submit the script of an attempt once; returns the job id."""
-        return submit_file(attempt.script_file, token, attempt.run.path)
+        return submit_script(attempt.script_file, token=token, cwd=attempt.run.path, notify=print_note)
 
 
 class StepBackend(SlurmBackend):
@@ -225,11 +226,6 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
             hint="check its disk and your quota, or choose another folder with --run-dir",
         ) from error
     return attempt
-
-
-def submit_file(script: Path, token: str, cwd: Path, extra_argv: Sequence[str] = ()) -> str:
-    """Submit a script once and return its job id; prints to stderr while Slurm does not answer."""
-    return submit_script(script, token=token, cwd=cwd, extra_argv=extra_argv, notify=print_note)
 
 
 @contextmanager

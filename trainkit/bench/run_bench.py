@@ -15,7 +15,6 @@ from trainkit.backends.jobs import (
     liveness_probe,
     query_job_status,
     query_known_jobs,
-    recover_group_job_id,
     utc_clock,
 )
 from trainkit.backends.slurm import print_note
@@ -23,6 +22,7 @@ from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
+from trainkit.job.group_parts import recover_parts
 from trainkit.launch.create import defer_sigint
 from trainkit.observe.group import (
     NOT_STARTED,
@@ -271,7 +271,7 @@ def _wait(run: RunDir) -> None:
 def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
     """The status of a bench; looks up its arrays that Slurm has not acknowledged."""
     for group in bench.groups:
-        recover_group_job_id(group)
+        recover_parts(group)
     return bench_status(bench, lambda ids: query_known_jobs(ids, warn))
 
 

@@ -44,7 +44,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitErro
 from trainkit.formats import short_keys, shown_value, table
 from trainkit.launch.create import create_run, new_folder, start_run
 from trainkit.launch.start import create_submission, start_group
-from trainkit.launch.submission import ArraySpec, Submission, refuse_too_large
+from trainkit.launch.submission import ArraySpec, Submission
 from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
@@ -322,7 +322,6 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
     """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
     argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
     specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
-    refuse_too_large(max(specs, key=lambda spec: len(spec.indices)))
     if len(arrays) == 1:
         created = create_submission(Submission(planned.runs, specs[0]), argv, out, OPTION)
         print_copied(created.code)

@@ -28,7 +28,6 @@ from trainkit.formats import duration
 
 if TYPE_CHECKING:
     from trainkit.run.group import RunGroup
-    from trainkit.run.process import ProcessId
 
 
 @click.command(
@@ -104,9 +103,9 @@ def command(
     from trainkit.run.registry import find_run_or_group, one_run
 
     found = find_run_or_group(run_name, to_change=True)
-    if isinstance(found, RunGroup) and found.record.process is not None:
+    if isinstance(found, RunGroup) and (found.record.process is not None or found.left):
         refuse_other_options("run_name", "for a group of runs")
-        return _resume_group(found, found.record.process, as_json)
+        return _resume_group(found, as_json)
     source = one_run(found, run_name)
     place = host_place(nodes, node_rank, master_addr, master_port)
     refuse_replay(source)
@@ -169,12 +168,12 @@ def command(
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
 
 
-def _resume_group(group: RunGroup, process: ProcessId, as_json: bool) -> int:
+def _resume_group(group: RunGroup, as_json: bool) -> int:
     from trainkit.cli.logs import run_word
     from trainkit.control.resume import resume_group
     from trainkit.run.rundir import RunDir
 
-    job_id = resume_group(group, process)
+    job_id = resume_group(group)
     if as_json:
         value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
         click.echo(json.dumps(value, ensure_ascii=False))

@@ -19,12 +19,12 @@ from trainkit.backends.jobs import (
     open_job_ids,
     query_job_status,
     query_known_jobs,
-    recover_group_job_id,
 )
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, relative_path, short_keys, table
+from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import (
     GroupFiles,
     GroupStatus,
@@ -122,11 +122,12 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
         return _show_all_runs(show_all, as_json)
     if isinstance(found, RunGroup):
         status = query_group(found)
+        job = ", ".join(found.job_ids) or "-"
         best, value = status.best, status.to_dict()
         lines = {
             "group": status.name,
             "folder": status.run_dir,
-            "job": f"{cell(status.job_id)} [{status.array}], submitted {duration(status.age_s)} ago",
+            "job": f"{job} [{status.array}], submitted {duration(status.age_s)} ago",
             "runs": f"{len(status.points):,}: {state_counts(status.states)}",
             "best": "-" if best is None else f"{best}: {_result(best)}",
         }
@@ -155,7 +156,7 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
 
 def query_group(group: RunGroup) -> GroupStatus:
     """The status of a group; looks its job up if Slurm has not acknowledged it."""
-    recover_group_job_id(group)
+    recover_parts(group)
     return read_group(group, lambda ids: query_known_jobs(ids, warn))
 
 

@@ -202,7 +202,6 @@ def command(
         spec,
         workload,
         after=after,
-        will_start=not dry_run,
         warn=warn,
         code_from=None if repeated is None else repeated.code,
     )

@@ -12,10 +12,11 @@ from datetime import datetime, timezone
 from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, recover_group_job_id, recover_job_id
+from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, print_note, require_this_cluster, step_of
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import JsonObject
+from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.run.end import KILLED
@@ -26,6 +27,7 @@ from trainkit.run.record import mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
+from trainkit.slurm.states import base_id
 
 WAIT_MARGIN_S = 30.0
 """How much longer than the grace time ``--wait`` waits."""
@@ -102,13 +104,13 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     """
     if group.record.process is not None:
         return _cancel_here(group, group.record.process, now, wait)
-    array = recover_group_job_id(group)
-    if array is None:
+    recover_parts(group)
+    if group.job_id is None:
         raise UsageError(
             f"cannot tell whether {group.path} was submitted: {group.sweep_file} has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    require_this_cluster(group.record.cluster, array)
+    require_this_cluster(group.record.cluster, group.job_id)
     points = GroupFiles(group)
     jobs = query_jobs(points.open_ids)
     status = points.status(jobs, datetime.now(timezone.utc))
@@ -118,10 +120,13 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     pending = [point.index for point in alive if jobs[str(point.job_id)].state.is_waiting]
     running = [point.index for point in alive if point.index not in set(pending)]
     job_ids = [str(point.job_id) for point in alive]
-    if alive:
-        # A resumed point has its own job outside the array.
-        _cancel_points(group, running, pending, [id for id in job_ids if not id.startswith(f"{array}_")], now)
-    state = "cancelled" if alive else "ended"
+    left = [] if group.record.cancelled_at else group.left
+    if alive or left:
+        # A resumed point has its own job outside the arrays.
+        own = [job_id for job_id in job_ids if base_id(job_id) not in group.job_ids]
+        _cancel_points(group, running, pending, own, now)
+        pending += left
+    state = "cancelled" if alive or left else "ended"
     if running and not now:
         ended = wait and _wait_until_jobs_gone(job_ids, _grace_s(group) + WAIT_MARGIN_S)
         state = "cancelled" if ended else "cancelling"
@@ -209,7 +214,7 @@ def _cancel_points(
     for run in created:
         with run_lock(run):
             mark_cancelled(run, now=now)
-    jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
+    jobs = [*group.job_ids, *own_jobs]
     if now:
         # Before scancel, whose SIGTERM would make the ranks start to save.
         with contextlib.suppress(UsageError):

@@ -22,7 +22,7 @@ from trainkit.backends.jobs import (
     require_not_running,
     wait_until_out_of_queue,
 )
-from trainkit.backends.slurm import print_note
+from trainkit.backends.slurm import print_note, require_this_cluster
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
@@ -30,6 +30,7 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
+from trainkit.job.group_parts import recover_parts, submit_parts
 from trainkit.job.requeue import excludable
 from trainkit.launch.create import start_attempt
 from trainkit.launch.plan_run import gather, plan_run
@@ -45,7 +46,6 @@ from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.manifest import Manifest, newest_intact, published
-from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, change_newest, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
@@ -325,12 +325,16 @@ def resume_run(
             return start_attempt(run, config, plan, "resume", now=now)
 
 
-def resume_group(group: RunGroup, process: ProcessId) -> str:
-    """Start the runs of a group on this machine that have not finished; returns its job id.
+def resume_group(group: RunGroup) -> str:
+    """Start the runs of a group that have not started, on this machine also others that have not finished.
 
-    Raises UsageError if its `process` may still be there, and if all have finished.
+    Returns its job id, on Slurm that of the newest array. Raises UsageError if its process may still be there
+    and if there is none to start.
     """
-    path, alive = quote(str(group.path)), process.alive()
+    path, process = quote(str(group.path)), group.record.process
+    if process is None:
+        return _submit_left(group)
+    alive = process.alive()
     if alive is None:
         raise UsageError(
             f"cannot tell from here whether {group.path} is running: it was started on {process.host}",
@@ -402,3 +406,19 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
     if outcome == "waiting":
         raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
     return entry, False
+
+
+def _submit_left(group: RunGroup) -> str:
+    path = quote(str(group.path))
+    require_this_cluster(group.record.cluster, group.job_id)
+    recover_parts(group)
+    if not group.left:
+        hint = f"`trainkit resume {path}/INDEX` resumes one of them"
+        raise UsageError(f"all runs of {group.path} are submitted", hint=hint)
+    group.update(cancelled_at=None)
+    if not submit_parts(group, print_note):
+        raise UsageError(
+            f"Slurm takes none of the {plural(len(group.left), 'run')} that are left of {group.path} now",
+            hint="the jobs of the group submit them as they end",
+        )
+    return group.job_ids[-1]

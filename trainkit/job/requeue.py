@@ -24,7 +24,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
-from trainkit.run.group import group_of
 from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_attempt,
@@ -114,9 +113,8 @@ def script_of_job(run: RunDir, job_id: str) -> Path:
 
     Raises TrainkitError when it is missing.
     """
-    task = group_of(run) if "_" in job_id else None
     by_submitit = submitit_file(run, job_id, "submission.sh")
-    script = task[0].script_file if task else by_submitit if by_submitit.exists() else run.script_file
+    script = by_submitit if by_submitit.exists() else run.script_file
     if not script.is_file():
         raise TrainkitError(f"{script}, the script of job {job_id}, is missing")
     return script

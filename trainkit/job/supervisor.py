@@ -31,6 +31,7 @@ from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
+from trainkit.job.group_parts import submit_parts
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
@@ -42,6 +43,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
+from trainkit.run.group import group_of
 from trainkit.run.record import read_job, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
@@ -58,7 +60,18 @@ def supervise_job(run: RunDir, step: Sequence[str]) -> int:
         forget_start(run, job_id)
     except OSError as error:
         log_line(f"cannot remove the record of this start: {error}")
-    return supervise(SlurmAllocation(run, job_id, step))
+    code = supervise(SlurmAllocation(run, job_id, step))
+    _submit_rest(run)
+    return code
+
+
+def _submit_rest(run: RunDir) -> None:
+    """Submit more of the group of this run, if it has points for which Slurm had no room."""
+    try:
+        if (group := group_of(run)) is not None and group[0].left:
+            submit_parts(group[0], log_line, size=1)
+    except (TrainkitError, OSError) as error:
+        log_line(f"cannot submit more of {run.path.parent}: {error}")
 
 
 def _prepare_process() -> None:

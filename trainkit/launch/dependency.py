@@ -19,6 +19,7 @@ from trainkit.run.record import read_job
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import query_jobs
+from trainkit.slurm.states import base_id
 
 Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
@@ -39,15 +40,17 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         hint = f"resume it first: `trainkit resume {quote(named)}`"
         if first.state == "unknown":
             hint = f"`trainkit status {quote(first.run_dir)}` says why; without --after the run starts now"
+        if first.state in UNFINISHED_STATES:
+            hint = "try again when all of its runs are submitted"
         raise UsageError(f"--after {text}: {first.run_dir} is {first.state}{more}", hint=hint)
     return found
 
 
-def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
+def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
     """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
 
-    Empty if all have finished. `array` is the job id of a group. Raises UsageError as `open_runs`, and if a
-    run is on this machine.
+    Empty if all have finished. `arrays` are the job ids of a group. Raises UsageError as `open_runs`, and if
+    a run is on this machine.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
@@ -56,9 +59,8 @@ def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = No
             f"--after {text}: {local.run_dir} runs on this machine, and Slurm cannot wait for it",
             hint=f"`trainkit logs {quote(local.run_dir)} -f` returns when it has ended",
         )
-    own = f"{array}_"
-    if array is not None and found and all(str(run.job_id).startswith(own) for run in runs):
-        return [array]
+    if all(base_id(str(run.job_id)) in arrays for run in runs):
+        return list(dict.fromkeys(base_id(str(run.job_id)) for run in found))
     return [str(run.job_id) for run in found]
 
 
@@ -85,15 +87,15 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
     waits_for: list[str] = []
     for name in names:
         found = find_run_or_group(name, to_change=True)
-        job_id, runs = None, list[Dependency]()
+        arrays, runs = list[str](), list[Dependency]()
         if isinstance(found, RunDir):
             runs = [_run(found, warn, on_slurm)]
         else:
             points = GroupFiles(found)
             status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
-            job_id, runs = found.job_id, [*status.points]
+            arrays, runs = found.job_ids, [*status.points]
         if on_slurm:
-            waits_for += dependency_ids(name, runs, job_id)
+            waits_for += dependency_ids(name, runs, arrays)
         elif open_runs(name, runs):
             waits_for.append(str(found.path))
     return waits_for

@@ -11,13 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
+from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks
@@ -26,16 +25,14 @@ from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.rundir import RunDir, future_run
-from trainkit.slurm.states import array_indices
+from trainkit.slurm.states import array_indices, array_spec
 
 if TYPE_CHECKING:
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
 """The maximum number of problems of a group that are listed."""
-DEFAULT_MAX_ARRAY_SIZE = 1001
 _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
-_MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,7 @@ class ArraySpec:
     @property
     def directive(self) -> str:
         """The value of ``#SBATCH --array``."""
-        # Indices that follow one another differ from their positions by the same number.
-        spans = [list(span) for _, span in groupby(enumerate(self.indices), lambda item: item[1] - item[0])]
-        texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
-        return ",".join(texts) + ("" if self.limit is None else f"%{self.limit}")
+        return array_spec(self.indices, self.limit)
 
 
 def parse_array(text: str) -> ArraySpec:
@@ -78,38 +72,6 @@ def parse_array(text: str) -> ArraySpec:
     if spec and not indices:
         raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
     return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
-
-
-def refuse_too_large(spec: ArraySpec, warn: Callable[[str], None] | None = None) -> None:
-    """Raise UsageError when the array exceeds the limits of the cluster; asks Slurm once.
-
-    Without an answer of Slurm, raises its error, or tells `warn` that a large array may be refused.
-    """
-    from trainkit.slurm.control import show_config
-
-    try:
-        config = show_config()
-    except TrainkitError as error:
-        if warn is None:
-            raise
-        if spec.indices[-1] >= DEFAULT_MAX_ARRAY_SIZE:
-            why = error.message.partition("\n")[0]
-            warn(f"whether the cluster allows an array up to index {spec.indices[-1]:,} is unknown: {why}")
-        return
-    size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
-    if spec.indices[-1] >= size:
-        raise UsageError(
-            f"the array ends with index {spec.indices[-1]:,}; the maximum of this cluster is {size - 1:,} "
-            f"(MaxArraySize is {size})",
-            hint="split it into several arrays",
-        )
-    limit = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
-    if limit is not None and len(spec.indices) > int(limit["count"]):
-        raise UsageError(
-            f"the array has {len(spec.indices):,} tasks; the maximum of this cluster is "
-            f"{int(limit['count']):,} (max_array_tasks)",
-            hint="split it into several arrays",
-        )
 
 
 @dataclass(frozen=True)
@@ -224,7 +186,6 @@ def plan_submission(
     workload: Workload,
     *,
     after: Sequence[str],
-    will_start: bool,
     warn: Callable[[str], None],
     code_from: CodeCopy | None = None,
 ) -> Submission:
@@ -250,11 +211,12 @@ def plan_submission(
         if key not in plans:
             try:
                 facts = gatherer.facts(loaded, own)
-                if array is not None and not plans:
-                    if problem := backend_named(facts.target.backend).array_problem():
-                        raise UsageError(*problem)
-                    if facts.target.submits_job:
-                        refuse_too_large(array, None if will_start else warn)
+                if (
+                    array is not None
+                    and not plans
+                    and (problem := backend_named(facts.target.backend).array_problem())
+                ):
+                    raise UsageError(*problem)
                 plans[key] = plan_run(loaded, facts, own, code_dir=code_dir)
             except ConfigError as error:
                 plans[key] = error

@@ -16,7 +16,7 @@ from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, read_events
 from trainkit.run.files import read_object, seconds_between
-from trainkit.run.group import Point, RunGroup, is_index
+from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup, is_index
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
@@ -220,6 +220,8 @@ class GroupFiles:
             return files.end.state or "unknown", files.end.reason
         if self._is_here(files):
             return self._state_here(files)
+        if files.job_id is None and self.group.part_of(files.point.index) is None and self.group.job_id:
+            return ("cancelled", None) if self.group.record.cancelled_at else ("pending", WAITS_FOR_ROOM)
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
         if self._is_elsewhere(files):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, cast
 
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
@@ -30,6 +32,8 @@ from trainkit.run.rundir import Child, RunDir
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
 """In the folder of a bench, which is a group of runs, or has them or several groups in it."""
+WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
+"""Why a point is `RunGroup.left`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,18 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the arrays of a group for which one array would be too large."""
+
+    last: int = -1
+    """The index of its last point; its first one follows that of the part before."""
+    offset: int = 0
+    """The index of a point is that of its task and this: no task may have a number above Slurm's limit."""
+    job_id: str | None = None
+    """The id of the array; None before it is known."""
+
+
+@dataclass(frozen=True)
 class GroupRecord:
     """The content of `sweep.json` without its points."""
 
@@ -59,7 +75,9 @@ class GroupRecord:
     cwd: str = ""
     cluster: str | None = None
     job_id: str | None = None
-    """The id of the whole array; None before it is known."""
+    """The id of the whole array, or of that of the first part; None before it is known."""
+    parts: list[Part] = field(default_factory=list)
+    """Its arrays in the order of their points, if they are several or not all points are submitted."""
     array: str = ""
     """What `--array` of sbatch gets."""
     process: ProcessId | None = None
@@ -79,8 +97,9 @@ class GroupRecord:
         """The JSON of sweep.json."""
         own = {**vars(self), "code": None if self.code is None else self.code.to_dict()}
         own["process"] = None if self.process is None else asdict(self.process)
+        own["parts"] = [asdict(part) for part in self.parts]
         more, last = own.pop("more"), {"points": [point.to_dict() for point in points]}
-        optional = ("process", "submitted_at", "cancelled_at")
+        optional = ("process", "parts", "submitted_at", "cancelled_at")
         last |= {key: value for key in optional if (value := own.pop(key))}
         return {**own, **last, **more}
 
@@ -106,9 +125,13 @@ class RunGroup:
     def __repr__(self) -> str:
         return f"RunGroup({str(self.path)!r})"
 
-    def log_file(self, index: int | str) -> Path:
-        """The log of a task; Slurm replaces ``%a`` by the index."""
-        return self.logs_dir / f"{index}.log"
+    def log_file(self, index: int | str, offset: int = 0) -> Path:
+        """The log of a task; Slurm replaces ``%a`` by its index. `offset` is that of its part."""
+        return self.logs_dir / f"{f'{offset}+' if offset else ''}{index}.log"
+
+    def script_of(self, part: Part) -> Path:
+        """The batch script of a part; parts whose tasks are numbered like their points share one."""
+        return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
     def run(self, index: int) -> RunDir:
         """The run of a point, whose folder may not exist yet."""
@@ -149,6 +172,7 @@ class RunGroup:
         if any(point.index < 0 for point in points):
             raise UsageError(f"{self.sweep_file} was not written by trainkit")
         record = read_record(GroupRecord, content)
+        record = replace(record, parts=[read_record(Part, cast(JsonObject, one)) for one in record.parts])
         if record.version > GROUP_VERSION:
             raise UsageError(
                 f"{self.sweep_file} has version {record.version}; this trainkit knows {GROUP_VERSION}",
@@ -191,9 +215,33 @@ class RunGroup:
             )
         return self.points[index]
 
+    @property
+    def parts(self) -> list[Part]:
+        """Its arrays on Slurm, by the indices of their last points; none before it is submitted."""
+        whole = [] if self.job_id is None else [Part(sys.maxsize, job_id=self.job_id)]
+        return self.record.parts or whole
+
+    @property
+    def job_ids(self) -> list[str]:
+        """The ids of its arrays."""
+        return [part.job_id for part in self.parts if part.job_id is not None]
+
+    @property
+    def left(self) -> list[int]:
+        """The points that no array has yet, since the cluster takes no more of this user's jobs at once."""
+        last = self.parts[-1].last if self.parts else -1
+        return sorted(index for index in self.points if index > last)
+
+    def part_of(self, index: int) -> Part | None:
+        """The array of a point; None if it is `left`."""
+        parts = self.parts
+        found = bisect_left(parts, index, key=lambda part: part.last)
+        return parts[found] if found < len(parts) else None
+
     def task_id(self, index: int) -> str | None:
-        """The job id of a point's task in the array."""
-        return None if self.job_id is None else f"{self.job_id}_{index}"
+        """The job id of a point's task in its array."""
+        part = self.part_of(index)
+        return None if part is None or part.job_id is None else f"{part.job_id}_{index - part.offset}"
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
@@ -230,6 +278,11 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
             hint=f"`trainkit {hint.format(path)}",
         )
     job_id = job_id or group.task_id(index)
+    if job_id is None and index in group.left:
+        raise UsageError(
+            f"{run.path} is not submitted yet: {WAITS_FOR_ROOM}",
+            hint=f"`trainkit resume {quote(str(group.path))}` submits it as soon as Slurm takes it",
+        )
     if job_id is None:
         raise UsageError(
             f"cannot tell whether {group.path} was submitted: its sweep.json has no job id",
@@ -288,11 +341,12 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
         write_atomic(stage.config_file, config)
         write_atomic(stage.plan_file, plan)
         return
-    attempt = open_attempt(stage, config, plan)
+    attempt, part = open_attempt(stage, config, plan), group.part_of(point.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
-        shutil.copyfile(group.script_file, copy)
+        shutil.copyfile(group.script_of(part), copy)
     # Slurm writes the output of the task there from its first line on.
-    log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
+    name = group.log_file(point.index - part.offset, part.offset).name
+    log = Path(*[os.pardir] * 4, group.logs_dir.name, name)
     attempt.supervisor_log.symlink_to(log)
     known = {name: getattr(record, name) for name in ("submitted_at", "cancelled_at", "cluster")}
     known = {name: value for name, value in known.items() if value}

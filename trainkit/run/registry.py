@@ -279,7 +279,7 @@ def _run_of_point(group: RunGroup, index: int) -> RunDir:
 
 def _has_job(known: KnownRun, job_id: str) -> bool:
     if known.is_group:
-        return known.group.job_id == (base_id(job_id) if is_job_id(job_id) else job_id)
+        return (base_id(job_id) if is_job_id(job_id) else job_id) in known.group.job_ids
     job = read_job(known.run)
     return job_id in [*(entry.job_id for entry in job.attempts), *(job.follow_ups or [])]
 

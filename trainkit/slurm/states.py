@@ -6,7 +6,9 @@ An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
+from itertools import groupby
 
 from trainkit.errors import UsageError
 
@@ -230,3 +232,11 @@ def array_indices(spec: str) -> list[int]:
         last = int(match["last"]) if match["last"] else first
         indices += range(first, last + 1, int(match["stride"] or 1))
     return indices
+
+
+def array_spec(indices: Sequence[int], limit: int | None = None) -> str:
+    """Indices in ascending order as `--array` of sbatch takes them: `0-15,20`, with a limit `0-15,20%4`."""
+    # Indices that follow one another differ from their positions by the same number.
+    spans = [list(span) for _, span in groupby(enumerate(indices), lambda item: item[1] - item[0])]
+    texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
+    return ",".join(texts) + ("" if limit is None else f"%{limit}")

@@ -95,6 +95,8 @@ def worker_environ(
         visible = inherited.get(VISIBLE, environ.get(VISIBLE))
         if visible is not None or plan.num_nodes > 1:
             environ[VISIBLE] = gpu_slice(plan, rank_env.node_rank, visible)
+    if "SLURM_ARRAY_TASK_ID" in environ and attempt.run.name.isdigit():
+        environ["SLURM_ARRAY_TASK_ID"] = attempt.run.name  # a group of several arrays numbers its tasks anew
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
         environ[NONCE_VARIABLE] = rank_env.nonce

@@ -1,0 +1,182 @@
+"""Which arrays a group is submitted as, whatever Slurm takes and wherever the submitting process dies."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.groups import make_group
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.job import group_parts
+from trainkit.job.group_parts import next_part, recover_parts, submit_parts
+from trainkit.run.group import Part, RunGroup, create_task_run
+from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.states import array_indices
+
+NO_ROOM = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed"
+
+
+class Died(BaseException):
+    """The process that submits is killed."""
+
+
+class Slurm:
+    """A Slurm with room for some jobs, as `group_parts` asks it."""
+
+    def __init__(self, max_array_size: int, room: int, death: random.Random | None = None) -> None:
+        self.config = {"MaxArraySize": str(max_array_size)}
+        self.room = room
+        self.jobs: dict[str, str] = {}
+        """Tokens of the arrays by job id."""
+        self.tasks: Counter[int] = Counter()
+        """How often the job of a point was accepted."""
+        self._death = death
+
+    def submit(self, script: Path, *, token: str, extra_argv: Sequence[str], **more: Any) -> str:
+        options = dict(option.removeprefix("--").split("=", 1) for option in extra_argv)
+        whole = re.search("#SBATCH --array=(.*)", script.read_text())
+        tasks = array_indices(options.get("array") or (whole and whole[1]) or "")
+        assert tasks[-1] < int(self.config["MaxArraySize"])
+        self._maybe_die()
+        if len(tasks) > self.room:
+            raise SlurmRefused("no room", stderr=NO_ROOM)
+        self.room -= len(tasks)
+        offset = int(script.read_text().partition("${SLURM_ARRAY_TASK_ID:?} + ")[2].partition(")")[0] or 0)
+        self.tasks.update(task + offset for task in tasks)
+        job_id = str(100 + len(self.jobs))
+        self.jobs[job_id] = token
+        self._maybe_die()
+        return job_id
+
+    def find(self, token: str, **more: Any) -> str | None:
+        return next((job_id for job_id, known in self.jobs.items() if known == token), None)
+
+    def _maybe_die(self) -> None:
+        if self._death is not None and self._death.random() < 0.3:
+            raise Died
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def connected(slurm: Slurm) -> Slurm:
+        monkeypatch.setattr(group_parts, "submit_script", slurm.submit)
+        monkeypatch.setattr(group_parts, "find_by_token", slurm.find)
+        monkeypatch.setattr(group_parts, "show_config", lambda: slurm.config)
+        return slurm
+
+    return connected
+
+
+def group_of(folder: Path, count: int, **record: Any) -> RunGroup:
+    points = {index: {"seed": index} for index in range(count)}
+    return make_group(folder, points, job_id=None, command=("true",), **record)
+
+
+@pytest.mark.parametrize(
+    ("left", "size", "max_size", "expected"),
+    [
+        ((0, 1, 2, 3), 9, 9, (0, [0, 1, 2, 3])),
+        ((0, 1, 2, 3), 3, 9, (0, [0, 1, 2])),
+        ((7, 8, 9), 9, 9, (0, [7, 8])),
+        ((9, 10, 11), 9, 9, (9, [9, 10, 11])),
+        ((9, 17, 18), 9, 9, (9, [9, 17])),
+        ((500,), 1, 9, (500, [500])),
+    ],
+)
+def test_the_next_array(left: Any, size: int, max_size: int, expected: Any) -> None:
+    assert next_part(left, size, max_size) == expected
+
+
+def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
+    slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
+    assert submit_parts(group, print) == 5
+    assert (len(slurm.jobs), group.left, group.task_id(4)) == (1, [], "100_4")
+
+
+def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> None:
+    connect(Slurm(4, 5))
+    group = group_of(tmp_path, 7)
+    assert submit_parts(group, print) == 5
+    assert (group.task_id(3), group.task_id(4), group.task_id(5)) == ("100_3", "101_0", None)
+    run = create_task_run(group.run(4))
+    assert run.script_file.read_text() == (group.path / "submit-4.sbatch").read_text()
+    assert run.attempt(1).supervisor_log.readlink().name == "4+0.log"
+    with pytest.raises(UsageError, match="is not submitted yet: Slurm takes no more jobs"):
+        create_task_run(group.run(5))
+
+
+def test_a_refusal_of_another_kind(tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new group has it; what is submitted of another is kept, and a notice says it."""
+    slurm, group, said = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
+
+    def refuse(*args: Any, **more: Any) -> str:
+        raise SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification")
+
+    monkeypatch.setattr(group_parts, "submit_script", refuse)
+    with pytest.raises(SlurmRefused):
+        submit_parts(group, said.append)
+    assert group.record.parts == []
+    connect(slurm).room = 1
+    assert submit_parts(group, said.append) == 1
+    monkeypatch.setattr(group_parts, "submit_script", refuse)
+    assert submit_parts(group, said.append) == 0
+    assert said == [f"3 runs of {group.path} not submitted yet: Invalid qos"]
+
+
+def test_no_room_for_the_first_job(tmp_path: Path, connect: Any) -> None:
+    connect(Slurm(1001, 0))
+    with pytest.raises(SlurmRefused):
+        submit_parts(group_of(tmp_path, 4), print)
+
+
+def test_a_cancelled_group_is_left_alone(tmp_path: Path, connect: Any) -> None:
+    slurm, group = connect(Slurm(1001, 2)), group_of(tmp_path, 4)
+    submit_parts(group, print)
+    group.update(cancelled_at="2026-01-01T00:00:00Z")
+    slurm.room = 9
+    assert (submit_parts(RunGroup(group.path), print), sum(slurm.tasks.values())) == (0, 2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_point_once_wherever_the_process_dies(tmp_path: Path, connect: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    slurm = connect(Slurm(chance.randint(2, 8), chance.randint(1, 4), chance))
+    path = group_of(tmp_path, count := chance.randint(1, 12)).path
+    for _ in range(500):
+        with contextlib.suppress(Died, TrainkitError):
+            submit_parts(RunGroup(path), print, size=chance.choice([None, 1]))
+        if not RunGroup(path).left and RunGroup(path).parts[-1].job_id is not None:
+            break
+        slurm.room = max(slurm.room, chance.randint(0, 4))
+    assert slurm.tasks == Counter(range(count))
+    group = RunGroup(path)
+    recover_parts(group)
+    assert all(group.task_id(index) is not None for index in range(count))
+
+
+def test_it_waits_for_the_array_before_if_so_many_may_run(
+    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm, given = connect(Slurm(3, 99)), []
+    group = group_of(tmp_path, 7, array="0-6%2")
+    monkeypatch.setattr(
+        group_parts,
+        "submit_script",
+        lambda script, *, extra_argv, **more: (
+            given.append(list(extra_argv)) or slurm.submit(script, extra_argv=extra_argv, **more)
+        ),
+    )
+    assert submit_parts(group, print) == 7
+    assert [options[0] for options in given] == ["--array=0-2%2", "--array=0-2%2", "--array=0%2"]
+    assert [options[-1] for options in given[1:]] == [
+        "--dependency=afterany:100",
+        "--dependency=afterany:101",
+    ]
+    assert group.parts == [Part(2, 0, "100"), Part(5, 3, "101"), Part(6, 6, "102")]

@@ -1,0 +1,81 @@
+"""Groups of more runs than the cluster takes in one array, and than it takes of a user at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import Login, wait_for
+from tests.on_slurm.test_groups import status, submit, wait_for_states
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.run.group import RunGroup
+
+MAX_ARRAY_SIZE = 12
+MAX_JOBS = 8
+
+pytestmark = pytest.mark.slow(seconds=40)
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
+    """A cluster with small limits."""
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, options={"MaxArraySize": str(MAX_ARRAY_SIZE)})
+    limit(made, MAX_JOBS)
+    yield made
+    made.down()
+
+
+def limit(cluster: Cluster, max_jobs: int) -> None:
+    """Let each user have so many jobs in the queue; -1 for any number."""
+    change = ["modify", "qos", "normal", "set", f"MaxSubmitJobsPerUser={max_jobs}"]
+    cluster.run(["sacctmgr", "--immediate", *change], timeout_s=30, check=True)
+
+
+def test_all_run_and_each_once(login: Login) -> None:
+    command = ["sh", "-c", 'echo "$SLURM_ARRAY_TASK_ID" >> "$0"', str(login.folder / "ran")]
+    group = submit(login, "--array", "0-39", "--", *command)
+    assert 1 <= len(group.points) - len(group.left) <= MAX_JOBS
+    shown = login.trainkit("status", str(group.path))
+    assert "Slurm takes no more jobs of this user at once" in shown.stdout
+    wait_for_states(login, group, finished=40)
+    ran = (login.folder / "ran").read_text().split()
+    assert sorted(map(int, ran)) == list(range(40))
+    again = RunGroup(group.path)
+    assert again.left == []
+    assert max(part.offset for part in again.parts) >= MAX_ARRAY_SIZE
+    logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 39)]
+    assert all("finished" in log for log in logs)
+
+
+def test_it_is_cancelled_as_one(login: Login) -> None:
+    group = submit(login, "--array", "0-29%2", "--", "python", "listens.py")
+    wait_for(lambda: status(login, group)["states"].get("running", 0) == 2, "two of them run")
+    done = login.trainkit("cancel", str(group.path), "--wait")
+    assert done.returncode == 0, done.stderr
+    now = status(login, group)
+    assert set(now["states"]) <= {"cancelled", "stopped"}, now["states"]
+    assert sum(now["states"].values()) == 30
+    assert login.jobs() == []
+    assert len(RunGroup(group.path).left) >= 30 - MAX_JOBS
+
+
+def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:
+    """For example, when no job of the group is there any more."""
+    group = submit(login, "--array", "0-29", "--set", "resources.extra.hold=true", "--", "true")
+    left = len(group.left)
+    refused = login.trainkit("resume", str(group.path))
+    assert (refused.returncode, f"takes none of the {left} runs" in refused.stderr) == (2, True)
+    limit(cluster, -1)
+    try:
+        done = login.trainkit("resume", str(group.path))
+    finally:
+        limit(cluster, MAX_JOBS)
+    assert done.returncode == 0, done.stderr
+    assert RunGroup(group.path).left == []
+    assert status(login, group)["states"] == {"pending": 30}
+    login.trainkit("cancel", str(group.path), check=True)
+    assert login.jobs() == []

@@ -1,0 +1,148 @@
+"""The arrays of a group on Slurm: as many as its limits on arrays ask for, and no more than it takes at once.
+
+The command that starts a group submits what Slurm takes, and each job of the group more of it when it ends;
+`trainkit resume GROUP` does so too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.formats import plural
+from trainkit.locks import LockBusy, file_lock
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.files import write_atomic
+from trainkit.run.group import Part, RunGroup
+from trainkit.run.rundir import RunDir, submission_token
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.control import cancel, show_config
+from trainkit.slurm.environment import other_cluster
+from trainkit.slurm.quoting import log_path
+from trainkit.slurm.states import array_spec
+from trainkit.slurm.submit import find_by_token, submit_script
+
+DEFAULT_MAX_ARRAY_SIZE = 1001
+TASK = "${SLURM_ARRAY_TASK_ID:?}"
+"""How the batch script of a group names the folder of a point."""
+_MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
+_NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
+"""In what sbatch prints when a user, an account or the cluster has as many jobs as it may have."""
+
+
+def next_part(left: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
+    """The offset and the points of the next array, of at most `size` of the points that are left.
+
+    The number of a task must be below `max_size`, Slurm's MaxArraySize.
+    """
+    offset = 0 if left[0] < max_size else left[0]
+    return offset, [index for index in left[:size] if index - offset < max_size]
+
+
+def submit_parts(
+    group: RunGroup, notify: Callable[[str], None], *, size: int | None = None, after: str | None = None
+) -> int:
+    """Submit the points that no array has, until none is left or Slurm takes no more; returns their number.
+
+    The first array has at most `size` points, and one for which Slurm has no room is halved. They wait until
+    the job `after` has ended. Does nothing while another process submits, and for a cancelled group.
+    Raises TrainkitError as `submit_script` does if the group has no job yet; else `notify` gets its message.
+    """
+    try:
+        with file_lock(group.path / ".parts.lock", 0.0):
+            group.update()  # reads what another process has submitted
+            return _submit(group, notify, size, after)
+    except LockBusy:
+        return 0
+
+
+def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, after: str | None) -> int:
+    if group.record.parts:
+        recover_parts(group)
+    if not group.left:
+        return 0
+    config = show_config()
+    max_size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
+    found = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
+    most = min(max_size, int(found["count"])) if found else max_size
+    size, count = min(size or most, most), 0
+    while size and (left := group.left) and group.record.cancelled_at is None:
+        parts, (offset, indices) = group.record.parts, next_part(left, size, max_size)
+        part = Part(indices[-1], offset)
+        try:
+            group.update(parts=[*parts, part])  # before its job may start, whose folder depends on it
+            job_id = _sbatch(group, part, indices, notify, after)
+        except (TrainkitError, OSError) as error:
+            if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
+                with suppress(OSError):  # then it is looked up
+                    group.update(parts=parts)
+            has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
+            most = size = 0 if has_room else len(indices) // 2
+            if not size and not parts:
+                raise
+            if has_room:
+                notify(f"{plural(len(left), 'run')} of {group.path} not submitted yet: {error}")
+        else:
+            try:
+                group.update(parts=[*parts, replace(part, job_id=job_id)], job_id=group.job_id or job_id)
+            except OSError as error:
+                message = f"{job_id} was submitted, but {group.path} cannot be written: {error.strerror}"
+                hint = "free disk space; `trainkit status` then finds the job"
+                raise SlurmUnreachable(message, hint, may_have_arrived=True) from error
+            count += len(indices)
+            size = min(2 * size, most)
+            if group.record.cancelled_at is not None:
+                cancel([job_id])  # which a command that cancelled the group could not know
+    return count
+
+
+def _sbatch(
+    group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None], after: str | None
+) -> str:
+    """Submit the last part of a group; returns the id of the array."""
+    number, limit = len(group.record.parts), group.record.array.partition("%")[2]
+    token, script = submission_token(RunDir(group.path), number), group.script_of(part)
+    tasks = [index - part.offset for index in indices]
+    spec = array_spec(tasks, int(limit) if limit else None)
+    options = [f"--array={spec}"] if spec != group.record.array else []
+    if number > 1:
+        request = LaunchPlan.from_dict(group.record.plan).slurm
+        assert request is not None
+        options.append(f"--comment={request.comment(token)}")
+        # So many at once are meant for all arrays together.
+        after = group.record.parts[-2].job_id if limit else after
+    if part.offset:
+        text = group.script_file.read_text(encoding="utf-8")
+        if TASK not in text:
+            hint = f"use {TASK} in your submit.sbatch.j2, as the template of trainkit does"
+            raise UsageError(f"{group.script_file} does not name the folder of a run by {TASK}", hint=hint)
+        write_atomic(script, text.replace(TASK, f"$(({TASK} + {part.offset}))"))
+        logs = log_path(str(group.logs_dir))
+        options.append(f"--output={logs}/{group.log_file('%a', part.offset).name}")
+    if after is not None:
+        options.append(f"--dependency=afterany:{after}")
+    return submit_script(
+        script, token=token, cwd=group.path, extra_argv=options, is_only_job=number == 1, notify=notify
+    )
+
+
+def recover_parts(group: RunGroup) -> None:
+    """Look up the array whose submission was never acknowledged, by its token. Raises SlurmUnreachable.
+
+    If Slurm does not know it and no point of it has begun, its points are left to be submitted.
+    """
+    record = group.record
+    *known, part = group.parts or [Part(sys.maxsize)]
+    if part.job_id is not None or record.process is not None or other_cluster(record.cluster) is not None:
+        return
+    token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
+    job_id = find_by_token(token, since=script.stat().st_mtime)
+    first = known[-1].last if known else -1
+    if job_id is not None:
+        group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id)
+    elif record.parts and not any(group.run(i).path.exists() for i in group.points if first < i <= part.last):
+        group.update(parts=known)
