@@ -30,7 +30,7 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
 
 
 def limit(cluster: Cluster, max_jobs: int) -> None:
-    """Let each user have so many jobs in the queue; -1 for any number."""
+    """Let each user have this number of jobs in the queue; -1 for any number."""
     change = ["modify", "qos", "normal", "set", f"MaxSubmitJobsPerUser={max_jobs}"]
     cluster.run(["sacctmgr", "--immediate", *change], timeout_s=30, check=True)
 
