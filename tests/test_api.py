@@ -21,6 +21,9 @@ from trainkit import api
 from trainkit.errors import ConfigError, UsageError
 from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
 from trainkit.run.files import read_json, write_atomic
+from trainkit.run.record import create_job
+from trainkit.run.registry import register
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
@@ -218,9 +221,36 @@ def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path
         assert found.workload.argv == (python, "-m", "trainkit.function")
 
 
+@pytest.mark.slow(seconds=10)
+def test_editors_and_type_checkers_know_the_options(folder: Path) -> None:
+    text = "import trainkit\ntrainkit.submit('quickstart', nodes=2, train={'steps': 3})\n"
+    text += "trainkit.map_array(print, [1], partitoin='gpu')\ntrainkit.sweep('quickstart', {}, time=5)\n"
+    (folder / "typed.py").write_text(text)
+    argv = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "typed.py"]
+    checked = subprocess.run(argv, capture_output=True, text=True)
+    assert re.findall(r"typed.py:(\d): error: (.*?)[;\[]", checked.stdout) == [
+        ("3", 'Unexpected keyword argument "partitoin" for "map_array"'),
+        ("4", 'Argument "time" to "sweep" has incompatible type "int"'),
+    ]
+    jedi = pytest.importorskip("jedi")
+    for start in ("submit(print, gpus", "sweep('x', {}, gpus", "map_array(print, gpus"):
+        names = jedi.Script(f"import trainkit\ntrainkit.{start}").complete()
+        assert [name.name for name in names] == ["gpus_per_node="]
+
+
+def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
+    for parent in ("one", "other"):
+        run = RunDir(folder / parent / "same")
+        run.attempts_dir.mkdir(parents=True)
+        create_job(run, backend="local", name="same", cwd=str(folder), code=None)
+        register(run, "same")
+    with pytest.raises(UsageError, match="2 runs are called same"):
+        api.Run("same")
+
+
 @pytest.mark.slow(seconds=15)
 @pytest.mark.smoke
-def test_a_function(folder: Path) -> None:
+def test_a_function(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = trainkit.submit(add, 1, 2, gpus_per_node=2, note="two ranks", tags=["sum"], device="cpu")
     assert (run.result(LIMIT_S), run.results()) == ((3, "0"), [(3, "0"), (3, "1")])
     assert (run.name, run.path, run.status.state, run.done()) == (
@@ -251,6 +281,8 @@ def test_a_function(folder: Path) -> None:
     with pytest.raises(trainkit.RunError, match="SIGKILL"):
         lost.result(LIMIT_S)
     assert asyncio.run(_awaited()) == [(2, "0"), (3, "0")]
+    assert api.Run("add-2").done()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow(seconds=10)

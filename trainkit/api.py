@@ -76,8 +76,8 @@ def submit(
     program instead. A function or a command may have a `config` for its job.
 
     `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
-    ``name``, ``note`` and ``tags``, and keys of the config: sections as ``train={"steps": 50}``, single keys
-    as ``**{"train.steps": 50}``. Raises UsageError, ConfigError and SlurmError, each with a hint.
+    ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
+    UsageError, ConfigError and SlurmError, each with a hint.
     """
     given = _given(work, config, profile, options, command, launcher)
     from trainkit.launch.submission import LoadedPoint
@@ -151,12 +151,12 @@ def runs() -> list[Run | Group]:
 
 
 class Run:
-    """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none."""
+    """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none, or several."""
 
     def __init__(self, run: str | Path | RunDir) -> None:
         from trainkit.run.registry import find_run
 
-        self._folder = run if isinstance(run, RunDir) else find_run(str(run))
+        self._folder = run if isinstance(run, RunDir) else find_run(str(run), to_change=True)
 
     @property
     def path(self) -> Path:
@@ -239,25 +239,12 @@ class Run:
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
-        from trainkit.backends.jobs import require_not_running
-        from trainkit.config import read_effective
-        from trainkit.control import resume
+        from trainkit.control.resume import planned_resume, resume_run
         from trainkit.run.group import create_task_run
 
         run = create_task_run(self._folder)
-        require_not_running(run, "resume")
-        resume.note_dead_job(run, _warn)
-        flags = _flags({}, options)
-        loaded, workload = resume.load_again(run, (), flags)
-        if workload.knows_run:
-            resume.refuse_finished(run, read_effective(run.config_file), loaded)
-        from trainkit.run.record import read_job
-
-        with resume.submission_folder(run, new_code) as code_dir:
-            stays = "launch.backend" not in flags
-            target = resume.same_place(read_job(run).newest, loaded) if stays else None
-            plan = resume.plan_again(run, loaded, workload, target, code_dir)
-            resume.resume_run(run, loaded.config, plan, new_code=new_code, now=now)
+        with planned_resume(run, (), _flags({}, options), warn=_warn, new_code=new_code) as found:
+            resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
         return self
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -343,7 +330,7 @@ class Group(Sequence[Run]):
     def __init__(self, group: str | Path) -> None:
         from trainkit.run.registry import find_run_or_group
 
-        found = find_run_or_group(str(group))
+        found = find_run_or_group(str(group), to_change=True)
         if not isinstance(found, RunGroup):
             raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
         self._group = found

@@ -81,7 +81,7 @@ def command(
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
-    from trainkit.cli.logs import follow_run, print_copied, print_started
+    from trainkit.cli.logs import follow_run, print_created, print_started
     from trainkit.cluster.target import Target
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.disk import disk_forecast
@@ -135,7 +135,7 @@ def command(
 
     def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-        print_copied(created.code)
+        print_created(created)
         return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
 
     if place is not None:
@@ -303,6 +303,7 @@ def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
 ) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
+    from trainkit.cli.logs import print_created
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.plan.launch import describe_plan
@@ -318,6 +319,7 @@ def _start_in_step(
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
+    print_created(created)
     entry = start_run(created.run, loaded.config, plan, "run")
     click.echo(str(created.run.path))
     return created.run.attempt(entry.attempt)

@@ -227,11 +227,11 @@ def command(
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only, as_json)
-    from trainkit.cli.logs import follow_detachable, print_copied, run_word  # with what follows a run
+    from trainkit.cli.logs import follow_detachable, print_created, run_word  # with what follows a run
     from trainkit.launch.start import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
-    print_copied(created.code)
+    print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)
     run, shown = created.run, run_word(created.run)
     if as_json:
