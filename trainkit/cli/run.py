@@ -125,7 +125,7 @@ def command(
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     if debug_plan is not None:
-        plan = _in_debugger(plan, debug_plan)
+        plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
@@ -177,32 +177,24 @@ def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
         return DebugPlan(int(rank), mode, free.getsockname()[1])
 
 
-def _in_debugger(plan: LaunchPlan, debug: DebugPlan) -> LaunchPlan:
-    """The plan with nothing that counts as a hang; UsageError for another rank, or without debugpy."""
+def _debug_reason(plan: LaunchPlan, debug: DebugPlan) -> str:
+    """Where the debugger of the rank is; UsageError without debugpy."""
     from trainkit.launch.environment import NoAnswer, find_packages
 
-    if debug.rank >= plan.world_size:
-        raise UsageError(
-            f"the run has no rank {debug.rank}", hint=f"its ranks are 0 to {plan.world_size - 1}"
-        )
-    reason = f"rank {debug.rank} has the terminal; nothing counts as a hang"
-    if debug.port is not None:
-        named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
-        python = (named,) if named else plan.python or (sys.executable,)
-        with contextlib.suppress(NoAnswer):
-            if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
-                raise UsageError(
-                    f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
-                )
-        reason = (
-            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
-            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
-            "debugpy lets every user of this machine connect"
-        )
-    reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
-    policy = replace(plan.requeue, hang_factor=None, inspect_s=None, silence_s=None)
-    notify = replace(plan.notify, on=tuple(event for event in plan.notify.on if event != "stalled"))
-    return replace(plan, debug=debug, requeue=policy, notify=notify, reasons={**reasons, "debug": reason})
+    if debug.port is None:
+        return f"rank {debug.rank} has the terminal; nothing counts as a hang"
+    named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
+    python = (named,) if named else plan.python or (sys.executable,)
+    with contextlib.suppress(NoAnswer):
+        if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
+            raise UsageError(
+                f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
+            )
+    return (
+        f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
+        f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
+        "debugpy lets every user of this machine connect"
+    )
 
 
 class _Forwarder:
