@@ -45,6 +45,13 @@ def add(one: int, other: int = 1) -> tuple[int, str]:
     return one + other, os.environ["RANK"]
 
 
+def rank_of_submitit() -> tuple[int, int, int, int]:
+    import submitit
+
+    job = submitit.JobEnvironment()
+    return job.global_rank, job.local_rank, job.num_tasks, job.num_nodes
+
+
 def fail(what: str) -> None:
     raise LookupError(f"no {what}")
 
@@ -99,6 +106,14 @@ class Counts:
         self.saved_at = self.number
         file.touch()
         return Requeue(self, self.saved_at, file)
+
+
+class CountsInSubmitit(Counts):
+    def __submitit_checkpoint__(self, upto: int, file: Path) -> Requeue:
+        return super().checkpoint(upto, file)
+
+    def checkpoint(self, upto: int, file: Path) -> Requeue:
+        raise AssertionError("the other one is preferred")
 
 
 def wait_until_running(run: api.Run) -> None:
@@ -275,6 +290,8 @@ def test_a_function(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(trainkit.RunError, match=r"rank 0 of .* left no result"):
         api.submit(leave_first, gpus_per_node=2, device="cpu").result(LIMIT_S)
     assert isinstance(api.submit(late, requeue=ONCE).exception(LIMIT_S), TimeoutError)
+    ranks = api.submit(rank_of_submitit, gpus_per_node=2, device="cpu")
+    assert ranks.results(LIMIT_S) == [(0, 0, 2, 1), (1, 1, 2, 1)]
     lost = api.submit(os._exit, 3, requeue=ONCE)
     assert "diagnose" in lost.exception(LIMIT_S).hint
     lost = api.submit(lose_a_peer, gpus_per_node=2, requeue=ONCE, device="cpu")
@@ -342,7 +359,7 @@ def test_a_notice_a_cancel_and_a_resume(folder: Path) -> None:
     number, saved_at, attempt = run.result(LIMIT_S)
     assert (number, attempt) == (saved_at, "2")
     assert saved_at > 0
-    run = api.submit(Counts(), 10, folder / "later", name="cancelled")
+    run = api.submit(CountsInSubmitit(), 10, folder / "later", name="cancelled")
     wait_until_running(run)
     # By another process, as a colleague on the same account would.
     subprocess.run([sys.executable, "-m", "trainkit", "cancel", "cancelled"], check=True, env=os.environ)
