@@ -5,7 +5,6 @@ They are the runs of the command line, in the same folders: ``trainkit status`` 
 
 from __future__ import annotations
 
-import asyncio
 import html
 import itertools
 import math
@@ -87,9 +86,7 @@ def submit(
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
     loaded = given.request.load_to_plan(given.workload)
     given = _in_its_environment(given, loaded)
-    where = None if run_dir is None else Path(run_dir)
-    folder = _start([LoadedPoint(0, {}, loaded)], None, given, calls, after=after, now=now, run_dir=where)
-    return Run(folder)
+    return Run(_start([LoadedPoint(0, {}, loaded)], None, given, calls, after, run_dir, now=now))
 
 
 def sweep(
@@ -119,8 +116,7 @@ def sweep(
     from trainkit.launch.submission import ArraySpec
 
     array = ArraySpec(tuple(range(len(found))), limit)
-    where = None if run_dir is None else Path(run_dir)
-    return Group(_start(swept(given.request, found), array, given, {}, after=after, run_dir=where))
+    return Group(_start(swept(given.request, found), array, given, {}, after, run_dir))
 
 
 def map_array(
@@ -511,9 +507,7 @@ def _start_calls(
     given = _in_its_environment(given, loaded)
     shown = [{key: _shown(value) for key, value in own.items()} for own in values]
     points = [LoadedPoint(index, shown[index] if shown else {}, loaded) for index in calls]
-    where = None if run_dir is None else Path(run_dir)
-    array = ArraySpec(tuple(calls), limit)
-    return Group(_start(points, array, given, calls, after=after, run_dir=where))
+    return Group(_start(points, ArraySpec(tuple(calls), limit), given, calls, after, run_dir))
 
 
 def _shown(value: Any) -> str | int | float | bool | None:
@@ -525,10 +519,10 @@ def _start(
     array: ArraySpec | None,
     given: _Given,
     calls: Mapping[int, Call],
-    *,
     after: Iterable[str | Path | Run],
+    run_dir: str | Path | None,
+    *,
     now: bool = False,
-    run_dir: Path | None = None,
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
@@ -538,18 +532,19 @@ def _start(
     from trainkit.run.files import write_atomic
     from trainkit.slurm.client import require_controller
 
+    where = None if run_dir is None else Path(run_dir)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     submission = plan_submission(points, array, given.workload, after=names, will_start=True, warn=_warn)
     if now and submission.plan.slurm is not None:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
-    found = submission_warnings(submission, run_dir, given.workload, starts=True)
+    found = submission_warnings(submission, where, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):
         _warn(text.strip().removeprefix("warning: "))
     if submission.plan.slurm is not None:
         require_controller()
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
-    created = create_submission(submission, [*sys.orig_argv], run_dir, "run_dir")
+    created = create_submission(submission, [*sys.orig_argv], where, "run_dir")
     folder = created.run.path
     if array is not None and pickles:
         (folder / CALLS_FOLDER).mkdir(mode=0o700)
@@ -576,6 +571,8 @@ def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:
 
 
 async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
+    import asyncio  # takes as long as the rest of this module
+
     # No thread waits for the end: `asyncio.run` would wait for that thread after a timeout.
     while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
         await asyncio.sleep(poll_s)
