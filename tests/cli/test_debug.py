@@ -203,6 +203,29 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     assert ended(run) == ("finished", "all workers finished")
 
 
+WORKER = """
+import multiprocessing
+def work(inside):
+    breakpoint()
+    print("over", flush=True)
+worker = multiprocessing.get_context("fork").Process(target=work, args=(41,))
+worker.start()
+worker.join()
+print("ended with", worker.exitcode, flush=True)
+"""
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=8)
+def test_a_worker_of_the_rank_with_the_terminal(desk, terminal):
+    """Its standard input is no terminal, as that of a worker of a DataLoader."""
+    (desk.folder / "loop.py").write_text(WORKER)
+    terminal.type([*TRAINKIT, "run", "--debug", "--", sys.executable, "loop.py"])
+    terminal.wait_for(r"\(Pdb\)$")
+    typed(terminal, "p 'inside', inside + 1", r"^\('inside', 42\)\n\(Pdb\)$")
+    typed(terminal, "c", r"^over\nended with 0\n(?:.*\n)*finished: all workers finished")
+
+
 @pytest.mark.slow(seconds=8)
 def test_a_job_has_no_debugger_of_its_own(desk):
     """pdb has no terminal, and is a crash; PYTHONBREAKPOINT counts as in any Python."""

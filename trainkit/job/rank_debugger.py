@@ -22,7 +22,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from select import select
+from select import POLLIN, poll
 from shlex import quote
 from types import FrameType, TracebackType
 from typing import Any
@@ -140,7 +140,10 @@ def stop_at(
             with around(), nullcontext() if own is None else own.at_prompt(where):
                 super().interaction(*args, **kwargs)
 
-    note_chosen()
+    if own is not attached:  # else `trainkit debug` has said so
+        with suppress(FileExistsError):
+            Path(os.environ[FOLDER_VARIABLE]).mkdir()
+        Path(os.environ[FOLDER_VARIABLE], CHOSEN_FILE).write_text(os.environ.get("RANK", "0"))
     debugger = Debugger(stdin=own, stdout=own, nosigint=True)
     if frame is not None:
         debugger.set_trace(frame)
@@ -149,45 +152,30 @@ def stop_at(
         debugger.interaction(None, place)
 
 
-def note_chosen() -> None:
-    """Note that a person debugs this rank, which says why it ends where that person quits."""
-    folder = Path(os.environ[FOLDER_VARIABLE])
-    with suppress(FileExistsError):
-        folder.mkdir()
-    (folder / CHOSEN_FILE).write_text(os.environ.get("RANK", "0"))
-
-
 class Terminal:
     """Reads from and writes to a terminal; one that was closed is at its end, and loses what is written."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, errors="replace")
+        self._stream: Any = os.fdopen(descriptor, errors="replace")
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
         """While the debugger reads: one process after another."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        fcntl.flock(self._stream, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def fileno(self) -> int:
-        """The descriptor, to wait for a line."""
-        return self._file.fileno()
-
-    def is_open(self) -> bool:
-        return self._file.isatty()
+            fcntl.flock(self._stream, fcntl.LOCK_UN)
 
     def readline(self) -> str:
         try:
-            return self._file.readline()
+            return str(self._stream.readline())
         except OSError:
             return ""
 
     def write(self, text: str) -> None:
         with suppress(OSError):
-            os.write(self._file.fileno(), text.encode(errors="replace"))
+            os.write(self._stream.fileno(), text.encode(errors="replace"))
 
     def flush(self) -> None:
         """Everything is written at once."""
@@ -217,41 +205,41 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, own[number])
 
 
-class Attached:
+class Attached(Terminal):
     """The terminal that this process gets from `trainkit debug`, and the next one after that has ended."""
 
     def __init__(self) -> None:
-        self._terminal: Any = None
-        self._connection: socket.socket | None = None
+        self._stream: Any = None
+        self._connection: Any = None
         self._where = ""
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         """Leave the terminal to the process that has forked this one."""
-        self._terminal = self._connection = None
+        self._stream = self._connection = None
 
     def is_connected(self) -> bool:
-        if self._connection is None or not self._terminal.is_open():
+        if self._connection is None or not self._stream.isatty():
             return False
         try:
-            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return bool(self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError as error:
             return isinstance(error, BlockingIOError)
 
     def readline(self) -> str:
         """What is typed next; in another terminal once this one has left, of which ``w`` shows the place."""
         if self.is_connected():
-            select([self._terminal, self._connection], [], [])  # which `trainkit debug` closes at its end
+            either = poll()
+            either.register(self._stream, POLLIN)
+            either.register(self._connection, POLLIN)  # which `trainkit debug` closes at its end
+            either.poll()
             if self.is_connected():
-                return str(self._terminal.readline())
+                return super().readline()
         return "w\n" if self.wait(self._where) else "c\n"
 
     def write(self, text: str) -> None:
         if self.is_connected():
-            self._terminal.write(text)
-
-    def flush(self) -> None:
-        """Everything is written at once."""
+            super().write(text)
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
@@ -293,7 +281,7 @@ class Attached:
                     if descriptors:
                         break
         self._connection = connection
-        self._terminal = Terminal(descriptors[0])
+        self._stream = os.fdopen(descriptors[0], errors="replace")
         self._record(where, "")
         self._send_state(AT_PROMPT)
         return True
