@@ -21,6 +21,9 @@ from trainkit import api
 from trainkit.errors import ConfigError, UsageError
 from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
 from trainkit.run.files import read_json, write_atomic
+from trainkit.run.record import create_job
+from trainkit.run.registry import register
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
@@ -40,6 +43,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def add(one: int, other: int = 1) -> tuple[int, str]:
     print("adds", one, other)
     return one + other, os.environ["RANK"]
+
+
+def rank_of_submitit() -> tuple[int, int, int, int]:
+    import submitit
+
+    job = submitit.JobEnvironment()
+    return job.global_rank, job.local_rank, job.num_tasks, job.num_nodes
 
 
 def fail(what: str) -> None:
@@ -98,6 +108,14 @@ class Counts:
         return Requeue(self, self.saved_at, file)
 
 
+class CountsInSubmitit(Counts):
+    def __submitit_checkpoint__(self, upto: int, file: Path) -> Requeue:
+        return super().checkpoint(upto, file)
+
+    def checkpoint(self, upto: int, file: Path) -> Requeue:
+        raise AssertionError("the other one is preferred")
+
+
 def wait_until_running(run: api.Run) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not list(run.path.glob("attempts/001/results")):
@@ -110,7 +128,7 @@ def test_the_import_is_lazy() -> None:
     code = (
         "import sys; before = {*sys.modules}; import trainkit; new = {*sys.modules} - before;"
         "assert not {'click', 'pydantic', 'torch', 'yaml', 'asyncio'} & new, new;"
-        "trainkit.Run; assert 'torch' not in sys.modules;"
+        "trainkit.Run; assert not {'asyncio', 'click', 'pydantic', 'torch', 'yaml'} & {*sys.modules};"
         "assert {'submit', 'Run', 'sweep'} < {*dir(trainkit)}"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -218,9 +236,36 @@ def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path
         assert found.workload.argv == (python, "-m", "trainkit.function")
 
 
+@pytest.mark.slow(seconds=10)
+def test_editors_and_type_checkers_know_the_options(folder: Path) -> None:
+    text = "import trainkit\ntrainkit.submit('quickstart', nodes=2, train={'steps': 3})\n"
+    text += "trainkit.map_array(print, [1], partitoin='gpu')\ntrainkit.sweep('quickstart', {}, time=5)\n"
+    (folder / "typed.py").write_text(text)
+    argv = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "typed.py"]
+    checked = subprocess.run(argv, capture_output=True, text=True)
+    assert re.findall(r"typed.py:(\d): error: (.*?)[;\[]", checked.stdout) == [
+        ("3", 'Unexpected keyword argument "partitoin" for "map_array"'),
+        ("4", 'Argument "time" to "sweep" has incompatible type "int"'),
+    ]
+    jedi = pytest.importorskip("jedi")
+    for start in ("submit(print, gpus", "sweep('x', {}, gpus", "map_array(print, gpus"):
+        names = jedi.Script(f"import trainkit\ntrainkit.{start}").complete()
+        assert [name.name for name in names] == ["gpus_per_node="]
+
+
+def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
+    for parent in ("one", "other"):
+        run = RunDir(folder / parent / "same")
+        run.attempts_dir.mkdir(parents=True)
+        create_job(run, backend="local", name="same", cwd=str(folder), code=None)
+        register(run, "same")
+    with pytest.raises(UsageError, match="2 runs are called same"):
+        api.Run("same")
+
+
 @pytest.mark.slow(seconds=15)
 @pytest.mark.smoke
-def test_a_function(folder: Path) -> None:
+def test_a_function(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = trainkit.submit(add, 1, 2, gpus_per_node=2, note="two ranks", tags=["sum"], device="cpu")
     assert (run.result(LIMIT_S), run.results()) == ((3, "0"), [(3, "0"), (3, "1")])
     assert (run.name, run.path, run.status.state, run.done()) == (
@@ -245,12 +290,16 @@ def test_a_function(folder: Path) -> None:
     with pytest.raises(trainkit.RunError, match=r"rank 0 of .* left no result"):
         api.submit(leave_first, gpus_per_node=2, device="cpu").result(LIMIT_S)
     assert isinstance(api.submit(late, requeue=ONCE).exception(LIMIT_S), TimeoutError)
+    ranks = api.submit(rank_of_submitit, gpus_per_node=2, device="cpu")
+    assert ranks.results(LIMIT_S) == [(0, 0, 2, 1), (1, 1, 2, 1)]
     lost = api.submit(os._exit, 3, requeue=ONCE)
     assert "diagnose" in lost.exception(LIMIT_S).hint
     lost = api.submit(lose_a_peer, gpus_per_node=2, requeue=ONCE, device="cpu")
     with pytest.raises(trainkit.RunError, match="SIGKILL"):
         lost.result(LIMIT_S)
     assert asyncio.run(_awaited()) == [(2, "0"), (3, "0")]
+    assert api.Run("add-2").done()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow(seconds=10)
@@ -310,7 +359,7 @@ def test_a_notice_a_cancel_and_a_resume(folder: Path) -> None:
     number, saved_at, attempt = run.result(LIMIT_S)
     assert (number, attempt) == (saved_at, "2")
     assert saved_at > 0
-    run = api.submit(Counts(), 10, folder / "later", name="cancelled")
+    run = api.submit(CountsInSubmitit(), 10, folder / "later", name="cancelled")
     wait_until_running(run)
     # By another process, as a colleague on the same account would.
     subprocess.run([sys.executable, "-m", "trainkit", "cancel", "cancelled"], check=True, env=os.environ)

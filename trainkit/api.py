@@ -5,7 +5,6 @@ They are the runs of the command line, in the same folders: ``trainkit status`` 
 
 from __future__ import annotations
 
-import asyncio
 import html
 import itertools
 import math
@@ -76,8 +75,8 @@ def submit(
     program instead. A function or a command may have a `config` for its job.
 
     `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
-    ``name``, ``note`` and ``tags``, and keys of the config: sections as ``train={"steps": 50}``, single keys
-    as ``**{"train.steps": 50}``. Raises UsageError, ConfigError and SlurmError, each with a hint.
+    ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
+    UsageError, ConfigError and SlurmError, each with a hint.
     """
     given = _given(work, config, profile, options, command, launcher)
     from trainkit.launch.submission import LoadedPoint
@@ -87,9 +86,7 @@ def submit(
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
     loaded = given.request.load_to_plan(given.workload)
     given = _in_its_environment(given, loaded)
-    where = None if run_dir is None else Path(run_dir)
-    folder = _start([LoadedPoint(0, {}, loaded)], None, given, calls, after=after, now=now, run_dir=where)
-    return Run(folder)
+    return Run(_start([LoadedPoint(0, {}, loaded)], None, given, calls, after, run_dir, now=now))
 
 
 def sweep(
@@ -119,8 +116,7 @@ def sweep(
     from trainkit.launch.submission import ArraySpec
 
     array = ArraySpec(tuple(range(len(found))), limit)
-    where = None if run_dir is None else Path(run_dir)
-    return Group(_start(swept(given.request, found), array, given, {}, after=after, run_dir=where))
+    return Group(_start(swept(given.request, found), array, given, {}, after, run_dir))
 
 
 def map_array(
@@ -151,12 +147,12 @@ def runs() -> list[Run | Group]:
 
 
 class Run:
-    """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none."""
+    """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none, or several."""
 
     def __init__(self, run: str | Path | RunDir) -> None:
         from trainkit.run.registry import find_run
 
-        self._folder = run if isinstance(run, RunDir) else find_run(str(run))
+        self._folder = run if isinstance(run, RunDir) else find_run(str(run), to_change=True)
 
     @property
     def path(self) -> Path:
@@ -239,25 +235,12 @@ class Run:
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
-        from trainkit.backends.jobs import require_not_running
-        from trainkit.config import read_effective
-        from trainkit.control import resume
+        from trainkit.control.resume import planned_resume, resume_run
         from trainkit.run.group import create_task_run
 
         run = create_task_run(self._folder)
-        require_not_running(run, "resume")
-        resume.note_dead_job(run, _warn)
-        flags = _flags({}, options)
-        loaded, workload = resume.load_again(run, (), flags)
-        if workload.knows_run:
-            resume.refuse_finished(run, read_effective(run.config_file), loaded)
-        from trainkit.run.record import read_job
-
-        with resume.submission_folder(run, new_code) as code_dir:
-            stays = "launch.backend" not in flags
-            target = resume.same_place(read_job(run).newest, loaded) if stays else None
-            plan = resume.plan_again(run, loaded, workload, target, code_dir)
-            resume.resume_run(run, loaded.config, plan, new_code=new_code, now=now)
+        with planned_resume(run, (), _flags({}, options), warn=_warn, new_code=new_code) as found:
+            resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
         return self
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -343,7 +326,7 @@ class Group(Sequence[Run]):
     def __init__(self, group: str | Path) -> None:
         from trainkit.run.registry import find_run_or_group
 
-        found = find_run_or_group(str(group))
+        found = find_run_or_group(str(group), to_change=True)
         if not isinstance(found, RunGroup):
             raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
         self._group = found
@@ -524,9 +507,7 @@ def _start_calls(
     given = _in_its_environment(given, loaded)
     shown = [{key: _shown(value) for key, value in own.items()} for own in values]
     points = [LoadedPoint(index, shown[index] if shown else {}, loaded) for index in calls]
-    where = None if run_dir is None else Path(run_dir)
-    array = ArraySpec(tuple(calls), limit)
-    return Group(_start(points, array, given, calls, after=after, run_dir=where))
+    return Group(_start(points, ArraySpec(tuple(calls), limit), given, calls, after, run_dir))
 
 
 def _shown(value: Any) -> str | int | float | bool | None:
@@ -538,10 +519,10 @@ def _start(
     array: ArraySpec | None,
     given: _Given,
     calls: Mapping[int, Call],
-    *,
     after: Iterable[str | Path | Run],
+    run_dir: str | Path | None,
+    *,
     now: bool = False,
-    run_dir: Path | None = None,
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
@@ -551,18 +532,19 @@ def _start(
     from trainkit.run.files import write_atomic
     from trainkit.slurm.client import require_controller
 
+    where = None if run_dir is None else Path(run_dir)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     submission = plan_submission(points, array, given.workload, after=names, warn=_warn)
     if now and submission.plan.slurm is not None:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
-    found = submission_warnings(submission, run_dir, given.workload, starts=True)
+    found = submission_warnings(submission, where, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):
         _warn(text.strip().removeprefix("warning: "))
     if submission.plan.slurm is not None:
         require_controller()
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
-    created = create_submission(submission, [*sys.orig_argv], run_dir, "run_dir")
+    created = create_submission(submission, [*sys.orig_argv], where, "run_dir")
     folder = created.run.path
     if array is not None and pickles:
         (folder / CALLS_FOLDER).mkdir(mode=0o700)
@@ -589,6 +571,8 @@ def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:
 
 
 async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
+    import asyncio  # takes as long as the rest of this module
+
     # No thread waits for the end: `asyncio.run` would wait for that thread after a timeout.
     while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
         await asyncio.sleep(poll_s)

@@ -32,6 +32,8 @@ CALL_FILE = "call.pkl"
 CALLS_FOLDER = "calls"
 """In the folder of a group: the call of each run."""
 POLL_S = 0.1
+SUBMITIT_NAMES = {"GLOBALID": "RANK", "LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
+"""Variables by which ``submitit.JobEnvironment`` knows a rank, and those with their values."""
 
 
 class Requeue:
@@ -139,6 +141,7 @@ def by_value(function: Callable[..., Any]) -> Iterator[None]:
 def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> None:
     """Exit with `EXIT_STOPPED` when the run is asked to stop; rank 0 first calls the method `checkpoint`."""
     checkpoint = getattr(call.function, "checkpoint", None)
+    checkpoint = getattr(call.function, "__submitit_checkpoint__", checkpoint)
     saved = attempt.path / "results" / "saved"
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -169,6 +172,15 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
         signal.signal(number, stop)
 
 
+def appear_as_submitit(name: str) -> None:
+    """Let ``submitit.JobEnvironment`` work in a function that was written for it; `name` is of the run."""
+    num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    values = {key: os.environ[own] for key, own in SUBMITIT_NAMES.items()}
+    values |= {"JOB_ID": os.environ.get("SLURM_JOB_ID", name), "JOB_NUM_NODES": str(num_nodes)}
+    os.environ |= {f"SUBMITIT_LOCAL_{key}": value for key, value in values.items()}
+    os.environ["SUBMITIT_EXECUTOR"] = "local"
+
+
 def main() -> None:
     """Call the function of a run as one of its ranks, and write what it returns or raises."""
     run, rank = RunDir(os.environ["TRAINKIT_JOB_RUN_DIR"]), int(os.environ["RANK"])
@@ -177,6 +189,7 @@ def main() -> None:
     ensure_folder(file.parent, 0o700)
     try:
         call = read_pickle(call_file(run))
+        appear_as_submitit(run.path.name)
         stop_when_asked(call, run, attempt, rank)
         try:
             value = call()

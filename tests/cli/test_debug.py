@@ -135,7 +135,8 @@ def test_a_job_without_a_terminal(desk, terminal):
     wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-*.json"))) == 2)
     waits = f":7: rank 1 waits for `trainkit debug {run.path} --rank 1`"
     assert attempt.rank_log(1).read_text().count(waits) == 1
-    path = Path(read_json(attempt.debugger_dir / "rank-0001.json")["socket"])
+    (record,) = attempt.debugger_dir.glob("rank-0001-*.json")
+    path = Path(read_json(record)["socket"])
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
     refused = trainkit(desk, "debug", str(run.path), "--rank", "2")
@@ -160,6 +161,90 @@ def test_a_job_without_a_terminal(desk, terminal):
     assert ended(run) == ("finished", "all workers finished")
     assert not any(attempt.debugger_dir.glob("rank-*.json"))
     assert attempt.rank_log(0).read_text().endswith("rank 0 step 1\nrank 0 step 2\ndone \n")
+
+
+FORKS = """
+import os, time
+for number in range(2):
+    if os.fork() == 0:
+        breakpoint()
+        os._exit(0)
+for _ in range(2):
+    os.wait()
+breakpoint()
+time.sleep(3)
+print("slept", flush=True)
+"""
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=12)
+def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk, terminal):
+    (desk.folder / "loop.py").write_text(FORKS)
+    run = RunDir(trainkit(desk, "submit", "--now", "--", sys.executable, "loop.py").stdout.splitlines()[0])
+    attempt = run.attempt(1)
+    wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-0000-*.json"))) == 2)
+    for _ in range(2):
+        terminal.type([*TRAINKIT, "debug", "last"])
+        terminal.wait_for(r"\(Pdb\)$")
+        typed(terminal, "p 'child', number", r"^\('child', \d\)\n\(Pdb\)$")
+        typed(terminal, "c", r"c\n\$$")
+    wait_for(lambda: any(attempt.debugger_dir.glob("rank-0000-*.json")))
+    terminal.type([*TRAINKIT, "debug", "last"])
+    terminal.wait_for(r"> .*loop.py\(10\).*\n.*sleep\(3\)\n\(Pdb\)$")
+    terminal.keys("n", "Enter")
+    terminal.keys("C-c")
+    terminal.wait_for(r"left rank 0, which continues and waits at its next breakpoint\(\)\n\$$")
+    wait_for(lambda: attempt.rank_log(0).read_text().count("rank 0 waits for") == 4)
+    typed(terminal, "echo sa''ne", r"^sane\n\$$")
+    terminal.type([*TRAINKIT, "debug", "last"])
+    terminal.wait_for(r"^-> print\(\"slept\", flush=True\)\n\(Pdb\)$")
+    typed(terminal, "c", r"c\n\$$")
+    assert ended(run) == ("finished", "all workers finished")
+
+
+WORKER = """
+import multiprocessing
+def work(inside):
+    breakpoint()
+    print("over", flush=True)
+worker = multiprocessing.get_context("fork").Process(target=work, args=(41,))
+worker.start()
+worker.join()
+print("ended with", worker.exitcode, flush=True)
+"""
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=8)
+def test_a_worker_of_the_rank_with_the_terminal(desk, terminal):
+    """Its standard input is no terminal, as that of a worker of a DataLoader."""
+    (desk.folder / "loop.py").write_text(WORKER)
+    terminal.type([*TRAINKIT, "run", "--debug", "--", sys.executable, "loop.py"])
+    terminal.wait_for(r"\(Pdb\)$")
+    typed(terminal, "p 'inside', inside + 1", r"^\('inside', 42\)\n\(Pdb\)$")
+    typed(terminal, "c", r"^over\nended with 0\n(?:.*\n)*finished: all workers finished")
+
+
+@pytest.mark.slow(seconds=8)
+def test_a_job_has_no_debugger_of_its_own(desk):
+    """pdb has no terminal, and is a crash; PYTHONBREAKPOINT counts as in any Python."""
+    (desk.folder / "loop.py").write_text("import pdb\npdb.set_trace()\nprint('over')\n")
+    once = ["--now", "--set", "requeue.max_crashes=0"]
+    submit = ["submit", *once, "--", sys.executable, "loop.py"]
+    run = RunDir(trainkit(desk, *submit).stdout.splitlines()[0])
+    assert ended(run)[0] == "failed"
+    said = trainkit(desk, "diagnose", "last").stdout
+    assert "A debugger without a terminal" in said
+    assert f"`trainkit debug {run.path} --rank 0`" in said.replace("runs/loop", str(run.path))
+    (desk.folder / "loop.py").write_text("breakpoint()\nprint('over')\n")
+    (desk.folder / "mine.py").write_text("def hook():\n    print('my hook')\n")
+    for value, printed in (("0", "over\n"), ("mine.hook", "my hook\nover\n")):
+        submit[1:1] = ["--set", f"launch.env.PYTHONBREAKPOINT='{value}'"]
+        run = RunDir(trainkit(desk, *submit).stdout.splitlines()[0])
+        assert ended(run)[0] == "finished"
+        assert run.attempt(1).rank_log(0).read_text() == printed
+        del submit[1:3]
 
 
 @pytest.mark.slow(seconds=6)

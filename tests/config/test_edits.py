@@ -46,7 +46,14 @@ def load(*overrides: str, **flags: Any) -> LoadedConfig:
         (["launch.setup+=[a, b]", "launch.setup.0=c"], "launch.setup", ["c", "a", "b"]),
         (["launch.modules+=cuda/12"], "launch.modules", ["cuda/12"]),
         (["tags+=b", "tags += c"], "tags", ["a", "b", "c"]),
-        (["launch.env.DROP=null", "launch.env.NONE=null"], "launch.env", {"KEEP": "1"}),
+        (["launch.env.DROP=null", "launch.env.NEW=3"], "launch.env", {"KEEP": "1", "NEW": "3"}),
+        (["launch.env+={KEEP: 3}", "launch.env.KEEP=007"], "launch.env", {"KEEP": "007", "DROP": "2"}),
+        (["launch.env+={A: 3}", "launch.env={B: 4}"], "launch.env", {"KEEP": "1", "DROP": "2", "B": "4"}),
+        (
+            ["launch.env.A=3", "launch.env.A=null", "launch.env.A=4", "launch.env.DROP=null"],
+            "launch.env",
+            {"KEEP": "1", "A": "4"},
+        ),
         (["launch.env+={NEW: 007}"], "launch.env", {"KEEP": "1", "DROP": "2", "NEW": "007"}),
         (["resources.extra.hint=null"], "resources.extra", {"gres-flags": "enforce-binding"}),
         (["data.source=[a, b]", "data.source+=c"], "data.source", ["a", "b", "c"]),
@@ -73,7 +80,7 @@ def test_parts_of_values(overrides: list[str], key: str, expected: object) -> No
 
 def test_defaults_origins_and_named_flags() -> None:
     Path("run.yaml").write_text('launch: {env: {KEEP: "1"}}\n')
-    loaded = load("optimizer.betas.1=0.9", "launch.env.NEW=2", "launch.env.NONE=null")
+    loaded = load("optimizer.betas.1=0.9", "launch.env.NEW=2", **{"launch.env.NONE": None})
     assert loaded.config.optimizer.betas == (0.9, 0.9)
     assert loaded.origins["optimizer.betas"] == "--set optimizer.betas.1=0.9"
     assert loaded.origins["launch.env.KEEP"] == "run.yaml:1"
@@ -81,6 +88,8 @@ def test_defaults_origins_and_named_flags() -> None:
         load(**{"optimizer.betas.1": 0.5, "launch.setup+": "a", "launch.env.KEEP": None}).config.launch.env
         == {}
     )
+    later = load("launch.env+={A: 3}", **{"launch.env.A": "4"})  # as of a sweep
+    assert later.config.launch.env == {"KEEP": "1", "A": "4"}
     with pytest.raises(ConfigError, match=r"conflicts with --set optimizer\.betas\.1=0\.9"):
         load("optimizer.betas.1=0.9", **{"optimizer.betas.1": 0.5})
 
@@ -106,6 +115,7 @@ def test_defaults_origins_and_named_flags() -> None:
             "optimizer.betas.0=wide",
             "optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not",
         ),
+        ("launch.env.NONE=null", "launch.env: has no entry NONE to remove: KEEP, DROP"),
         ("task_args.blocks.2.dim=1", "task_args: has items 0 to 1, not 2"),
     ],
 )

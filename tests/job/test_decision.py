@@ -50,8 +50,10 @@ def after(end, *past, policy=POLICY, options=HERE):
 @pytest.mark.parametrize("kind", ["bdb.BdbQuit", "BdbQuit"])
 def test_a_person_who_quits_the_debugger(kind):
     """Of a script as its log has it, and of a task."""
-    decision = after(ended([1, 143], failure=RankFailure(type=kind)))
+    end = ended([1, 143], failure=RankFailure(type=kind))
+    decision = after(replace(end, was_debugged=True))
     assert (decision.action, decision.reason, decision.cause) == ("stopped", "stopped in the debugger", None)
+    assert after(end).cause == "crash", "of a pdb that has found no terminal"
 
 
 @pytest.mark.parametrize(

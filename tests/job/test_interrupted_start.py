@@ -24,7 +24,7 @@ def test_of_a_drill(start_job, tmp_path, monkeypatch):
         return SimpleNamespace(run=start_job("time.sleep(600)").run, code=None)
 
     monkeypatch.setattr(command, "create_run", create_run)
-    monkeypatch.setattr(command, "print_copied", lambda code: None)
+    monkeypatch.setattr(command, "print_created", lambda created: None)
     monkeypatch.setattr(command, "start_run", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         list(command.Drill(tmp_path, None, None, 0, None, print).run([]))

@@ -29,7 +29,7 @@ from trainkit.bench.summary import (
 )
 from trainkit.cli.control import cancel_bench
 from trainkit.cli.help import Group, examples, terminal_width, warn
-from trainkit.cli.logs import print_copied
+from trainkit.cli.logs import print_created
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
@@ -266,7 +266,7 @@ def _run_here(planned: PlannedBench, out: Path | None, as_json: bool) -> int:
         point = runs[index]
         created = create_run(point.config, point.plan, ["trainkit", *sys.argv[1:]], bench.folder / item.run)
         if index == 0:
-            print_copied(created.code)
+            print_created(created)
         start_run(created.run, point.config, point.plan, "run")
         return created.run
 
@@ -324,7 +324,7 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
     specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
     if len(arrays) == 1:
         created = create_submission(Submission(planned.runs, specs[0]), argv, out, OPTION)
-        print_copied(created.code)
+        print_created(created)
         return planned.create(created.run.path, [str(index) for index in specs[0].indices])
     places: dict[int, str] = {}
     first = None
@@ -335,7 +335,7 @@ def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Ben
             created = create_submission(Submission(points, spec), argv, place, OPTION, shares=first)
             first = first or RunGroup(created.run.path)
             places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
-        print_copied(created.code)
+        print_created(created)
         return planned.create(folder, [places[index] for index in sorted(places)])
 
 

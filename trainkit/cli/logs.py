@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,9 +29,12 @@ from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail
-from trainkit.run.record import AttemptRecord, CodeCopy, read_job
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
+
+if TYPE_CHECKING:
+    from trainkit.launch.create import CreatedRun
 
 MAX_LINE_BYTES = 2**20
 """A longer line is printed as several."""
@@ -276,8 +280,11 @@ def print_end(run: RunDir) -> int:
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
 
 
-def print_copied(code: CodeCopy | None) -> None:
-    """Print to stderr which code was copied into the run folder, if any."""
+def print_created(created: CreatedRun) -> None:
+    """Print to stderr which other name a new run has got, and which code was copied, if any."""
+    if created.name != created.config_name:
+        click.echo(f"note: {RUNS_FOLDER}/{created.config_name} exists, so this is {created.name}", err=True)
+    code = created.code
     if code is None:
         return
     click.echo(f"  code                {plural(code.num_files, 'file')} of {code.source} copied", err=True)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.plan.workload import Workload
-    from trainkit.run.rundir import RunDir
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
@@ -39,18 +38,12 @@ class ConfigRequest:
     """Dotted key -> (the flag as typed, its value)."""
     argv: tuple[str, ...] = ()
     """The command after ``--``, which gives a run without another name its own."""
-    run: RunDir | None = None
-    """The run whose config this is, instead of a file and what is around it."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all layers; ConfigError lists all problems.
 
         Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
         """
-        if self.run is not None:
-            from trainkit.control.resume import load_again
-
-            return load_again(self.run, self.overrides, self.flags, self.profile)[0]
         from trainkit.cluster.target import load_with_cluster
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at

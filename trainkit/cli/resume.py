@@ -77,23 +77,15 @@ def command(
     on Slurm, or on this machine. With --node-rank, --master-addr and --master-port it runs in the foreground
     on several hosts, as `trainkit run` does.
     """
-    from trainkit.backends.jobs import require_not_running
-    from trainkit.cli.logs import print_copied, print_started, run_word
-    from trainkit.config import read_effective
+    from trainkit.cli.logs import print_created, print_started, run_word
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
         expected_time_s,
         learning_rate_change,
-        load_again,
         newest_checkpoint_of,
-        note_dead_job,
-        plan_again,
-        refuse_finished,
-        refuse_replay,
+        planned_resume,
         resume_run,
-        same_place,
-        submission_folder,
     )
     from trainkit.launch.create import create_run, start_run
     from trainkit.plan.launch import describe_plan
@@ -102,13 +94,12 @@ def command(
     from trainkit.run.record import read_job
     from trainkit.run.registry import find_run_or_group, one_run
 
-    found = find_run_or_group(run_name, to_change=True)
-    if isinstance(found, RunGroup) and (found.record.process is not None or found.left):
+    named = find_run_or_group(run_name, to_change=True)
+    if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
         refuse_other_options("run_name", "for a group of runs")
-        return _resume_group(found, as_json)
-    source = one_run(found, run_name)
+        return _resume_group(named, as_json)
+    source = one_run(named, run_name)
     place = host_place(nodes, node_rank, master_addr, master_port)
-    refuse_replay(source)
     if place is not None and (as_json or follow or fork_dir is not None):
         given = "--json" if as_json else "--follow" if follow else "--as"
         raise UsageError(
@@ -116,31 +107,28 @@ def command(
             hint="the run stays in the foreground and in its folder; leave the option out",
         )
     is_first = place is None or place.node_rank == 0
-    if fork_dir is None and is_first:
-        require_not_running(source, "resume")
-        note_dead_job(source, warn)
     flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm})
-    loaded, workload = load_again(source, overrides, flags)
-    job, before = read_job(source), read_effective(source.config_file)
-    if workload.knows_run:
-        refuse_finished(source, before, loaded)
-    fork = None if fork_dir is None else Path(fork_dir).absolute()
-    with submission_folder(source, new_code or fork is not None) as code_dir:
-        target = None if place is None else hosts_target(place)
-        if place is None and backend is None:
-            target = same_place(job.newest, loaded)
-        plan = plan_again(source, loaded, workload, target, code_dir)
+    job, fork = read_job(source), None if fork_dir is None else Path(fork_dir).absolute()
+    planned = planned_resume(
+        *(source, overrides, flags),
+        warn=warn,
+        target=None if place is None else hosts_target(place),
+        starts_here=fork is None and is_first,
+        new_code=new_code or fork is not None,
+    )
+    with planned as found:
+        loaded, plan, knows_run = found.loaded, found.plan, found.knows_run
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)
-            for change in changes(before, loaded.config):
+            for change in changes(found.before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if workload.knows_run and (lr := learning_rate_change(source, before, loaded.config, plan.lr)):
+            if knows_run and (lr := learning_rate_change(source, found.before, loaded.config, plan.lr)):
                 click.echo(f"  learning rate       {lr}", err=True)
-            time_s = expected_time_s(source, plan, loaded.config.train.steps) if workload.knows_run else None
+            time_s = expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
             if time_s is not None:
                 left = "at the speed of its newest steps; checkpoints and validations come on top"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
-            if fork is None and workload.knows_run and not published(source.checkpoints_dir):
+            if fork is None and knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
             name, plan = job.name, replace(plan, requeue=replace(plan.requeue, on=()))
@@ -155,7 +143,7 @@ def command(
             checkpoint = newest_checkpoint_of(source)
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
             run, name = created.run, created.name
-            print_copied(created.code)
+            print_created(created)
             copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)

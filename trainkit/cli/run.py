@@ -81,7 +81,7 @@ def command(
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
-    from trainkit.cli.logs import follow_run, print_copied, print_started
+    from trainkit.cli.logs import follow_run, print_created, print_started
     from trainkit.cluster.target import Target
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.disk import disk_forecast
@@ -125,7 +125,7 @@ def command(
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     if debug_plan is not None:
-        plan = _in_debugger(plan, debug_plan)
+        plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
@@ -135,7 +135,7 @@ def command(
 
     def start() -> tuple[RunDir, str, AttemptRecord]:
         created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-        print_copied(created.code)
+        print_created(created)
         return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
 
     if place is not None:
@@ -177,32 +177,24 @@ def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
         return DebugPlan(int(rank), mode, free.getsockname()[1])
 
 
-def _in_debugger(plan: LaunchPlan, debug: DebugPlan) -> LaunchPlan:
-    """The plan with nothing that counts as a hang; UsageError for another rank, or without debugpy."""
+def _debug_reason(plan: LaunchPlan, debug: DebugPlan) -> str:
+    """Where the debugger of the rank is; UsageError without debugpy."""
     from trainkit.launch.environment import NoAnswer, find_packages
 
-    if debug.rank >= plan.world_size:
-        raise UsageError(
-            f"the run has no rank {debug.rank}", hint=f"its ranks are 0 to {plan.world_size - 1}"
-        )
-    reason = f"rank {debug.rank} has the terminal; nothing counts as a hang"
-    if debug.port is not None:
-        named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
-        python = (named,) if named else plan.python or (sys.executable,)
-        with contextlib.suppress(NoAnswer):
-            if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
-                raise UsageError(
-                    f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
-                )
-        reason = (
-            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
-            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
-            "debugpy lets every user of this machine connect"
-        )
-    reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
-    policy = replace(plan.requeue, hang_factor=None, inspect_s=None, silence_s=None)
-    notify = replace(plan.notify, on=tuple(event for event in plan.notify.on if event != "stalled"))
-    return replace(plan, debug=debug, requeue=policy, notify=notify, reasons={**reasons, "debug": reason})
+    if debug.port is None:
+        return f"rank {debug.rank} has the terminal; nothing counts as a hang"
+    named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
+    python = (named,) if named else plan.python or (sys.executable,)
+    with contextlib.suppress(NoAnswer):
+        if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
+            raise UsageError(
+                f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
+            )
+    return (
+        f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
+        f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
+        "debugpy lets every user of this machine connect"
+    )
 
 
 class _Forwarder:
@@ -303,6 +295,7 @@ def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
 ) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
+    from trainkit.cli.logs import print_created
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.plan.launch import describe_plan
@@ -318,6 +311,7 @@ def _start_in_step(
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
+    print_created(created)
     entry = start_run(created.run, loaded.config, plan, "run")
     click.echo(str(created.run.path))
     return created.run.attempt(entry.attempt)

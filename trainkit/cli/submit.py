@@ -27,13 +27,27 @@ from trainkit.cli.options import (
 )
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.formats import JsonObject, shown_value
-from trainkit.run.rundir import RUNS_FOLDER
+from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 if TYPE_CHECKING:
+    from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.control.repeat import RepeatedRun
     from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
     from trainkit.plan.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatRequest(ConfigRequest):
+    """The config of a run, instead of a file and what is around it, and what the command line changes."""
+
+    run: RunDir
+
+    def load(self, target: Target | None = None) -> LoadedConfig:
+        """Load it; ConfigError lists all problems."""
+        from trainkit.control.resume import load_again
+
+        return load_again(self.run, self.overrides, self.flags, self.profile)[0]
 
 
 @dataclass(frozen=True)
@@ -226,11 +240,11 @@ def command(
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only, as_json)
-    from trainkit.cli.logs import follow_detachable, print_copied, run_word  # with what follows a run
+    from trainkit.cli.logs import follow_detachable, print_created, run_word  # with what follows a run
     from trainkit.launch.start import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
-    print_copied(created.code)
+    print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)
     run, shown = created.run, run_word(created.run)
     if as_json:
@@ -272,8 +286,8 @@ def _repeated(
     if found is None:
         return request, workload, None
     values = {} if request.profile is not None else found.found_values(typed)
-    request = replace(request, run=found.run, flags={**values, **request.flags})
-    return request, workload if workload.is_command else found.plan.workload, found
+    again = RepeatRequest(**{**vars(request), "flags": {**values, **request.flags}}, run=found.run)
+    return again, workload if workload.is_command else found.plan.workload, found
 
 
 def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigRequest) -> Iterator[str]:

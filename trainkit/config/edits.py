@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class Edit:
     value: Any
     origin: str
     appends: bool = False
+    may_miss: bool = False
+    """Whether an entry that it removes may be missing, as in a sweep over values and null."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -65,10 +68,15 @@ class Edit:
             return entry_at((), self._changed(entry.plain(), path), self.origin)
         entries = dict(entry.value)
         if self.removes:
-            entries.pop(path[0], None)
+            if entries.pop(path[0], None) is None:
+                self._refuse_missing(path[0], entries)
         else:
             entries[path[0]] = self._entry(entries.get(path[0], Entry(None, self.origin)), path[1:])
         return Entry(entries, entry.origin)
+
+    def _refuse_missing(self, name: str, entries: Collection[str]) -> None:
+        if not self.may_miss:
+            raise ValueError(f"has no entry {name} to remove: " + (", ".join(entries) or "it is empty"))
 
     def _changed(self, value: Any, path: tuple[str, ...]) -> Any:
         if path and isinstance(value, dict):
@@ -85,7 +93,8 @@ class Edit:
 
     def _with_item(self, value: Any, name: str, rest: tuple[str, ...]) -> Any:
         if self.removes:
-            return value  # there is no such entry
+            self._refuse_missing(name, {})
+            return value
         if not isinstance(value, list):
             raise ValueError(f"is {show_value(value)}, which has no item {name}")
         if not name.isdecimal() or int(name) >= len(value):
@@ -95,9 +104,9 @@ class Edit:
         return [*value[:index], self._changed(value[index], rest), *value[index + 1 :]]
 
 
-def edit_of(key: str, value: Any, origin: str) -> Edit | None:
+def edit_of(key: str, value: Any, origin: str, *, may_miss: bool = False) -> Edit | None:
     """The edit of a flag with a key such as ``betas.0`` or ``setup+``, or null; None if it sets a key."""
     path = tuple(key.removesuffix("+").strip().split("."))
-    edit = Edit(path, value, origin, key.endswith("+"))
+    edit = Edit(path, value, origin, key.endswith("+"), may_miss)
     has_index = any(name.isdecimal() for name in path[len(edit.key) :])
     return edit if edit.appends or edit.removes or has_index else None

@@ -188,22 +188,29 @@ class Layers:
             except ValueError as error:
                 self.problem(".".join(path), str(error), origin)
                 continue
-            if (edit := edit_of(key.strip(), value, origin)) is not None:
+            if (edit := edit_of(key.strip(), value, origin)) is None:
+                self.edits = [edit for edit in self.edits if edit.path[: len(path)] != path]
+                edit = self._after_edits(path, value, origin)
+            if edit is None:
+                result = merge(result, entry_at(path, value, origin, raw.strip()))
+            else:
                 self.edits.append(edit)
-                continue
-            self.edits = [edit for edit in self.edits if edit.path[: len(path)] != path]
-            result = merge(result, entry_at(path, value, origin, raw.strip()))
         for key, (origin, value) in named.items():
-            path, edit = tuple(key.split(".")), edit_of(key, value, origin)
+            path, edit = tuple(key.split(".")), edit_of(key, value, origin, may_miss=True)
             same = next((edit for edit in self.edits if edit.path == path), None)
             other = result.find(path) if same is None else Entry(same.value, same.origin)
             if other is not None and other.plain() != value:
                 self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
-            if edit is not None:
+            if (edit := edit or self._after_edits(path, value, origin)) is not None:
                 self.edits.append(edit)
             else:
                 result = merge(result, entry_at(path, value, origin))
         return result
+
+    def _after_edits(self, path: tuple[str, ...], value: object, origin: str) -> Edit | None:
+        """What sets a value after edits of its key, as an edit too; None without such."""
+        is_edited = any(edit.key == path[: len(edit.key)] for edit in self.edits)
+        return Edit(path, value, origin) if is_edited else None
 
     def shown(self, path: Path) -> str:
         """A path as origins show it: relative if it is in the working folder."""

@@ -8,7 +8,7 @@ import signal
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
 from pathlib import Path
@@ -308,6 +308,48 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+@dataclass(frozen=True)
+class PlannedResume:
+    """The next attempt of a run, planned."""
+
+    before: RunConfig
+    loaded: LoadedConfig
+    plan: LaunchPlan
+    knows_run: bool
+    """Whether its ranks write the run folder themselves."""
+
+
+@contextmanager
+def planned_resume(
+    run: RunDir,
+    overrides: Sequence[str],
+    flags: Mapping[str, tuple[str, object]],
+    *,
+    warn: Callable[[str], None],
+    target: Target | None = None,
+    starts_here: bool = True,
+    new_code: bool = False,
+) -> Iterator[PlannedResume]:
+    """Plan the next attempt of a run, with the folder that it was submitted from as the current one.
+
+    Without a `target` or ``launch.backend`` in `flags` it runs where it ran. `starts_here` is whether it is
+    this command that starts it, in its own folder. Raises UsageError and ConfigError where it cannot resume.
+    """
+    refuse_replay(run)
+    if starts_here:
+        require_not_running(run, "resume")
+        note_dead_job(run, warn)
+    loaded, workload = load_again(run, overrides, flags)
+    before = read_effective(run.config_file)
+    if workload.knows_run:
+        refuse_finished(run, before, loaded)
+    with submission_folder(run, new_code) as code_dir:
+        if target is None and "launch.backend" not in flags:
+            target = same_place(read_job(run).newest, loaded)
+        plan = plan_again(run, loaded, workload, target, code_dir)
+        yield PlannedResume(before, loaded, plan, workload.knows_run)
 
 
 def resume_run(

@@ -125,12 +125,13 @@ def debug(attempt: AttemptDir, rank: int) -> None:
     Runs on the host of the rank. Raises UsageError for a rank that does not wait.
     """
     run, folder = attempt.run, attempt.debugger_dir
-    waiting = {int(file.stem.partition("-")[2]): file for file in folder.glob("rank-*.json")}
-    record = read_object(waiting[rank]) if rank in waiting else {}
-    if not record.get("socket"):
-        problem = "is in another debugger" if record else "is not at a breakpoint()"
+    records = [(int(file.stem.split("-")[1]), read_object(file)) for file in folder.glob("rank-*.json")]
+    own = [record for number, record in records if number == rank]
+    record = next((record for record in own if record.get("socket")), {})
+    if not record:
+        problem = "is in another debugger" if own else "is not at a breakpoint()"
         hint = f"`trainkit stacks {quote(str(run.path))} --rank {rank}` shows where it is"
-        if others := sorted(waiting.keys() - {rank}):
+        if others := sorted({number for number, _ in records} - {rank}):
             hint = f"{rank_list(others)} of this run may be"
         raise UsageError(f"rank {rank} {problem}", hint=hint)
     _require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
@@ -156,6 +157,7 @@ def debug(attempt: AttemptDir, rank: int) -> None:
                 state = client.recv(1)
             except KeyboardInterrupt:
                 if state == RUNNING:
+                    print(f"\nleft rank {rank}, which continues and waits at its next breakpoint()")
                     return
                 print("\n`c` continues the run, `q` stops it", flush=True)
 

@@ -61,6 +61,7 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         step=last_step(attempt, failure),
         failed_after_signal=_is_after_signal(attempt, failure),
         workload=plan.workload,
+        was_debugged=plan.debug is not None or attempt.was_debugged,
         is_done=attempt.done_file.exists(),
         # What a save takes is too short for another attempt.
         is_total_used=outcome.is_total_used or left_s(attempt, plan) <= plan.grace_s,

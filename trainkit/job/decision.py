@@ -99,6 +99,8 @@ class Outcome:
     """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
     workload: Workload = TRAINER
     """What the workers ran."""
+    was_debugged: bool = False
+    """Whether a person had one of its ranks in a debugger."""
     is_done: bool = False
     """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
@@ -160,7 +162,7 @@ def decide(
     if result.moved_to is not None and not saved:
         reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
-    if result.failure is not None and is_quit(result.failure.type or ""):
+    if result.was_debugged and result.failure is not None and is_quit(result.failure.type or ""):
         return Decision("stopped", "stopped in the debugger", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)

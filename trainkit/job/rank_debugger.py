@@ -8,6 +8,7 @@ in a Python without trainkit: it imports only the standard library, and a debugg
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from select import POLLIN, poll
 from shlex import quote
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,11 +30,11 @@ from typing import Any
 DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
 """Of a run in the debugger: the rank, ``pdb``, ``post-mortem`` or ``debugpy``, and the port of the last."""
 FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
-"""Where ranks that wait for `trainkit debug`, or are in it, say so, in ``rank-0005.json``."""
+"""Where processes of ranks that wait for `trainkit debug`, or are in it, say so: ``rank-0005-PID.json``."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """The terminal of `trainkit run`."""
 CHOSEN_FILE = "rank"
-"""In the folder: the rank that `trainkit debug` has chosen; no other one stops from then on."""
+"""In the folder: the rank that a person debugs, or has; no other one waits from then on."""
 AT_PROMPT, RUNNING = b"p", b"r"
 """What a rank tells `trainkit debug`: whether it reads from its terminal."""
 POLL_S = 1.0
@@ -67,7 +69,7 @@ def install() -> None:
             os.dup2(terminal, descriptor)
         os.write(log, f"rank {rank} has the terminal of `trainkit run --debug`\n".encode())
         sys.excepthook = partial(_uncaught, log, mode == "post-mortem")
-        if "PYTHONBREAKPOINT" not in os.environ:
+        if not os.environ.get("PYTHONBREAKPOINT"):
             sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1))
 
 
@@ -114,35 +116,34 @@ def stop_at(
 ) -> None:
     """Debug at a frame, or where an exception was raised.
 
-    Reads from the standard input in the rank of `--debug`, else from `terminal`, a path, else from that of
-    `trainkit debug`. `around` is entered while the debugger reads.
+    Reads from `terminal`, a path, else from the standard input in the rank of `--debug`, else from the
+    terminal of `trainkit debug`. `around` is entered while the debugger reads.
     """
     import pdb
 
     frame = place if isinstance(place, FrameType) else None
     where = "an exception" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    is_remote = terminal is None and DEBUG_VARIABLE not in os.environ
-
-    class Debugger(pdb.Pdb):
-        def interaction(self, *args: Any, **kwargs: Any) -> None:
-            with around(), attached.at_prompt(where) if is_remote else nullcontext():
-                super().interaction(*args, **kwargs)
-
-        def do_EOF(self, arg: str) -> bool | None:
-            if not is_remote or attached.is_connected():
-                return super().do_EOF(arg)
-            if not attached.wait(where):  # the terminal was closed: another may follow
-                return self.do_continue(arg)
-            self.stdin = self.stdout = attached.terminal
-            return None
-
-    if is_remote:
+    own: Any = None
+    if terminal is None and DEBUG_VARIABLE in os.environ:
+        if sys.stdin is None or not sys.stdin.isatty():  # a worker of a DataLoader has none
+            terminal = os.environ[TERMINAL_VARIABLE]
+    elif terminal is None:
+        own = attached
         with around():
             if not attached.is_connected() and not attached.wait(where):
                 return
-        own = attached.terminal
-    else:
-        own = None if terminal is None else Terminal(os.open(terminal, os.O_RDWR | os.O_NOCTTY))
+    if terminal is not None:
+        own = Terminal(os.open(terminal, os.O_RDWR | os.O_NOCTTY))
+
+    class Debugger(pdb.Pdb):
+        def interaction(self, *args: Any, **kwargs: Any) -> None:
+            with around(), nullcontext() if own is None else own.at_prompt(where):
+                super().interaction(*args, **kwargs)
+
+    if own is not attached:  # else `trainkit debug` has said so
+        with suppress(FileExistsError):
+            Path(os.environ[FOLDER_VARIABLE]).mkdir()
+        Path(os.environ[FOLDER_VARIABLE], CHOSEN_FILE).write_text(os.environ.get("RANK", "0"))
     debugger = Debugger(stdin=own, stdout=own, nosigint=True)
     if frame is not None:
         debugger.set_trace(frame)
@@ -155,20 +156,26 @@ class Terminal:
     """Reads from and writes to a terminal; one that was closed is at its end, and loses what is written."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, errors="replace")
+        self._stream: Any = os.fdopen(descriptor, errors="replace")
 
-    def is_open(self) -> bool:
-        return self._file.isatty()
+    @contextmanager
+    def at_prompt(self, where: str) -> Iterator[None]:
+        """While the debugger reads: one process after another."""
+        fcntl.flock(self._stream, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._stream, fcntl.LOCK_UN)
 
     def readline(self) -> str:
         try:
-            return self._file.readline()
+            return str(self._stream.readline())
         except OSError:
             return ""
 
     def write(self, text: str) -> None:
         with suppress(OSError):
-            os.write(self._file.fileno(), text.encode(errors="replace"))
+            os.write(self._stream.fileno(), text.encode(errors="replace"))
 
     def flush(self) -> None:
         """Everything is written at once."""
@@ -198,24 +205,46 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, own[number])
 
 
-class Attached:
-    """The terminal that this rank gets from `trainkit debug`."""
+class Attached(Terminal):
+    """The terminal that this process gets from `trainkit debug`, and the next one after that has ended."""
 
     def __init__(self) -> None:
-        self.terminal: Any = None
-        self._connection: socket.socket | None = None
+        self._stream: Any = None
+        self._connection: Any = None
+        self._where = ""
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """Leave the terminal to the process that has forked this one."""
+        self._stream = self._connection = None
 
     def is_connected(self) -> bool:
-        if self._connection is None or not self.terminal.is_open():
+        if self._connection is None or not self._stream.isatty():
             return False
         try:
-            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return bool(self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError as error:
             return isinstance(error, BlockingIOError)
+
+    def readline(self) -> str:
+        """What is typed next; in another terminal once this one has left, of which ``w`` shows the place."""
+        if self.is_connected():
+            either = poll()
+            either.register(self._stream, POLLIN)
+            either.register(self._connection, POLLIN)  # which `trainkit debug` closes at its end
+            either.poll()
+            if self.is_connected():
+                return super().readline()
+        return "w\n" if self.wait(self._where) else "c\n"
+
+    def write(self, text: str) -> None:
+        if self.is_connected():
+            super().write(text)
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
         """While the debugger reads from the terminal; nothing counts as a hang then."""
+        self._where = where
         self._record(where, "")
         self._send_state(AT_PROMPT)
         try:
@@ -252,7 +281,7 @@ class Attached:
                     if descriptors:
                         break
         self._connection = connection
-        self.terminal = Terminal(descriptors[0])
+        self._stream = os.fdopen(descriptors[0], errors="replace")
         self._record(where, "")
         self._send_state(AT_PROMPT)
         return True
@@ -268,7 +297,9 @@ class Attached:
 
     @property
     def _file(self) -> Path:
-        return Path(os.environ[FOLDER_VARIABLE], f"rank-{int(os.environ.get('RANK', '0')):04d}.json")
+        return Path(
+            os.environ[FOLDER_VARIABLE], f"rank-{int(os.environ.get('RANK', '0')):04d}-{os.getpid()}.json"
+        )
 
     def _record(self, where: str, path: str) -> None:
         node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename

@@ -53,7 +53,9 @@ class CreatedRun:
     """A run folder with everything except its first attempt."""
 
     run: RunDir
+    config_name: str
     name: str
+    """The name of its config, with a number if ./runs had such a folder."""
     code: CodeCopy | None
     """None if the run uses the files in place."""
 
@@ -76,7 +78,7 @@ def create_run(
         run.checkpoints_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, code_from)
         create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
-    return CreatedRun(run, name, code)
+    return CreatedRun(run, config.name, name, code)
 
 
 def write_origin(
@@ -204,8 +206,6 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
     try:
         if run_dir is None:
             folder = _next_free_folder(Path(RUNS_FOLDER), name)
-            if folder.name != name:
-                print(f"note: {RUNS_FOLDER}/{name} exists, so this is {folder.name}", file=sys.stderr)
             name = folder.name
         else:
             folder = _empty_folder(run_dir, option)

@@ -178,7 +178,7 @@ def plan_run(
         # No batch script starts the agents of this run, so they use the interpreter of `launch`.
         interpreter = facts.environment.interpreter
         if unused := [f"launch.{name}" for name in _BATCH_ONLY if getattr(launch, name)]:
-            reasons["launch"] = f"{', '.join(unused)}: only batch jobs of Slurm use it"
+            warnings.append(f"{', '.join(unused)}: only batch jobs of Slurm use it")
         if launch.container is None and any((launch.venv, launch.uv, launch.python)):
             reasons["python"] = f"{interpreter.argv[0]}, as launch says"
             values["venv"] = interpreter.venv

@@ -50,7 +50,7 @@ def create_submission(
         if backend_named(plan.backend).template is not None:
             write_atomic(group.script_file, submission.script(run, code).text)
         write_json(group.sweep_file, record)
-    return CreatedRun(run, name, code)
+    return CreatedRun(run, config.name, name, code)
 
 
 def start_submission(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,6 +265,16 @@ class LaunchPlan:
     def workload(self) -> Workload:
         """What the ranks execute."""
         return workload_of(self.command, self.launcher, self.command_signal)
+
+    def in_debugger(self, debug: DebugPlan, reason: str) -> LaunchPlan:
+        """The plan with nothing that counts as a hang; UsageError for a rank that it does not have."""
+        if debug.rank >= self.world_size:
+            hint = f"its ranks are 0 to {self.world_size - 1}"
+            raise UsageError(f"the run has no rank {debug.rank}", hint=hint)
+        reasons = {key: text for key, text in self.reasons.items() if key != "silence"} | {"debug": reason}
+        policy = replace(self.requeue, hang_factor=None, inspect_s=None, silence_s=None)
+        notify = replace(self.notify, on=tuple(event for event in self.notify.on if event != "stalled"))
+        return replace(self, debug=debug, requeue=policy, notify=notify, reasons=reasons)
 
     @property
     def world_size(self) -> int:

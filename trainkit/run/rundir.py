@@ -202,6 +202,11 @@ class AttemptDir:
         """Whether a rank waits for `trainkit debug`, or is in it: its peers wait, and do not hang."""
         return any(self.debugger_dir.glob("rank-*.json"))
 
+    @property
+    def was_debugged(self) -> bool:
+        """Whether a person had one of its ranks in a debugger, which `rank_debugger.CHOSEN_FILE` says."""
+        return (self.debugger_dir / "rank").exists()
+
     def node_log(self, node_rank: int) -> Path:
         return self.logs_dir / f"node-{node_rank:04d}.log"
 

@@ -46,7 +46,7 @@ def main() -> None:
         stacks.listen(stop)
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
-        if "PYTHONBREAKPOINT" not in os.environ and debug_mode not in ("off", "debugpy"):
+        if not os.environ.get("PYTHONBREAKPOINT") and debug_mode not in ("off", "debugpy"):
             terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not debug_mode else None
             sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
         refuse_old_torch()

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from trainkit.cli.help import examples, terminal_width
-from trainkit.cli.logs import print_copied
+from trainkit.cli.logs import print_created
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
@@ -305,7 +305,7 @@ class Drill:
         with defer_sigint():
             created = create_run(config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
             if name == REFERENCE:
-                print_copied(created.code)
+                print_created(created)
             start_run(created.run, config, self.plan, "submit")
             self.running = run = created.run
         poll_s = injector_for(run, self.plan.backend).poll_s

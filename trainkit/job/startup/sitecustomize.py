@@ -45,7 +45,7 @@ def debug_rank() -> None:
     """Prepare a rank for a debugger: it has no terminal."""
     if "TRAINKIT_JOB_DEBUG" in os.environ:
         load("rank_debugger").install()
-    elif "PYTHONBREAKPOINT" not in os.environ:
+    elif not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = lambda *args, **kwargs: load("rank_debugger").stop_at(sys._getframe(1))
 
 
