@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from trainkit.cli.options import (
     shape_options,
     slurm_options,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import JsonObject, rank_list
 from trainkit.run.rundir import RUNS_FOLDER
@@ -64,7 +64,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
         result = cancel_run(found, now=now, wait=wait, warn=lambda text: click.echo(text, err=True))
     click.echo(result.message, err=True)
     if as_json:
-        click.echo(json.dumps(result.facts, ensure_ascii=False))
+        echo_json(result.facts)
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
@@ -99,7 +99,7 @@ def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) 
     state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
     if as_json:
         value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
 
 
@@ -155,7 +155,7 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
             "groups": [[reply.rank for reply in group] for group in groups],
             "silent": silent,
         }
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
         return EXIT_OK
     for group in groups:
         click.echo(_group_text(group, all_threads=rank is not None))

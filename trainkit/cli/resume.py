@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from trainkit.cli.options import (
     shape_options,
     slurm_options,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 
@@ -177,7 +177,7 @@ def _resume_group(group: RunGroup, process: ProcessId, as_json: bool) -> int:
     job_id = resume_group(group, process)
     if as_json:
         value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     else:
         click.echo(f"{group.path}\n{job_id}")
     click.echo(f"`trainkit status {run_word(RunDir(group.path))}` shows all runs", err=True)

@@ -25,6 +25,7 @@ from trainkit.cli.options import (
     now_option,
     trailing_workload,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.formats import JsonObject, shown_value
 from trainkit.run.rundir import RUNS_FOLDER
@@ -244,7 +245,7 @@ def command(
             **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
             "warnings": list(plan.warnings),
         }
-        click.echo(json.dumps(facts, ensure_ascii=False))
+        echo_json(facts)
     else:
         click.echo(f"{run.path}\n{job_id}")
     if follow and attempt is not None:
