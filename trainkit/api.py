@@ -243,8 +243,10 @@ class Run:
         from trainkit.config import read_effective
         from trainkit.control import resume
         from trainkit.run.group import create_task_run
+        from trainkit.run.owner import refuse_foreign
 
         run = create_task_run(self._folder)
+        refuse_foreign(run.path, "`trainkit resume --trust` executes it as you all the same")
         require_not_running(run, "resume")
         resume.note_dead_job(run, _warn)
         flags = _flags({}, options)
@@ -273,10 +275,12 @@ class Run:
         from trainkit.function import read_pickle, result_file
         from trainkit.plan.launch import LaunchPlan
         from trainkit.run.end import read_end
+        from trainkit.run.owner import refuse_foreign
 
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
+        refuse_foreign(self._folder.path, "copy what you need: reading a result executes what is in it")
         attempt = self._folder.attempt(numbers[-1])
         end = read_end(attempt)
         found = {

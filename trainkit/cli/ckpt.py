@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.help import Group, examples, terminal_width
-from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import size, table
@@ -157,6 +157,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     help="Data type of the weights.",
 )
 @click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the model.")
+@trust_option
 @json_option
 def export(
     run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
@@ -169,6 +170,7 @@ def export(
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
+    refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
         raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")

@@ -19,10 +19,12 @@ from trainkit.cli.options import (
     config_flags,
     json_option,
     profile_option,
+    refuse_untrusted,
     run_argument,
     set_option,
     shape_options,
     slurm_options,
+    trust_option,
 )
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
@@ -105,6 +107,7 @@ def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) 
 
 @click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
 @run_argument
+@trust_option
 @json_option
 def requeue(run_name: str, as_json: bool) -> int:
     """Start the next attempt of RUN with the same config and plan.
@@ -117,6 +120,7 @@ def requeue(run_name: str, as_json: bool) -> int:
     from trainkit.run.registry import find_run
 
     run = find_run(run_name, to_change=True)
+    refuse_untrusted(run.path)
     entry, is_started = requeue_run(run)
     job = read_job(run)
     if not is_started:

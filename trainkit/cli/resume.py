@@ -17,10 +17,12 @@ from trainkit.cli.options import (
     json_option,
     now_option,
     refuse_other_options,
+    refuse_untrusted,
     run_argument,
     set_option,
     shape_options,
     slurm_options,
+    trust_option,
 )
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 )
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @now_option
+@trust_option
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
 @json_option
 def command(
@@ -104,6 +107,7 @@ def command(
     from trainkit.run.registry import find_run_or_group, one_run
 
     found = find_run_or_group(run_name, to_change=True)
+    refuse_untrusted(found.path)
     if isinstance(found, RunGroup) and found.record.process is not None:
         refuse_other_options("run_name", "for a group of runs")
         return _resume_group(found, found.record.process, as_json)

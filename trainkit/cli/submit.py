@@ -23,7 +23,9 @@ from trainkit.cli.options import (
     launcher_option,
     named_folder,
     now_option,
+    refuse_untrusted,
     trailing_workload,
+    trust_option,
 )
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
@@ -145,6 +147,7 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
 )
 @after_option
 @now_option
+@trust_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 @launcher_option
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
@@ -273,6 +276,7 @@ def _repeated(
     found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)
     if found is None:
         return request, workload, None
+    refuse_untrusted(found.run.path)
     values = {} if request.profile is not None else found.found_values(typed)
     request = replace(request, run=found.run, flags={**values, **request.flags})
     return request, workload if workload.is_command else found.plan.workload, found

@@ -256,7 +256,9 @@ class RunScreen(ReadingScreen):
 
     def _requeue(self) -> str:
         from trainkit.control.resume import requeue_run
+        from trainkit.run.owner import refuse_foreign
 
+        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
         entry, is_started = requeue_run(self.run_dir)
         if is_started:
             return f"started attempt {entry.attempt} as {entry.job_id}"
