@@ -337,4 +337,4 @@ def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> Non
 
 
 def test_no_line_controls_the_terminal() -> None:
-    assert joined([Text("a\x1b]0;x\x07b\u202ec\x9bd")], 80).plain == "a�]0;x�b�c�d"
+    assert joined([Text("a\x1b]0;xb\u202ec\x9bd")], 80).plain == "a�]0;xb�c�d"

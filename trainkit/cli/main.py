@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit import __version__
-from trainkit.cli.output import echo_json, escaped_output
+from trainkit.cli.output import EscapedStream, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError
 
@@ -221,7 +221,8 @@ def _is_from_output(error: OSError) -> bool:
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    return place is not None and place.tb_frame.f_code in (click.echo.__code__, main.__code__)
+    printing = (click.echo.__code__, EscapedStream.write.__code__, _main.__code__)
+    return place is not None and place.tb_frame.f_code in printing
 
 
 def _discard_stdout() -> None:

@@ -30,7 +30,7 @@ def replaced(text: str) -> str:
     return _REPLACED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-class _Escaped:
+class EscapedStream:
     """A stream that escapes what is written to it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -49,7 +49,7 @@ def escaped_output() -> Iterator[None]:
     import sys
 
     # Either is None when the parent closed it.
-    out, err = (stream and _Escaped(stream) for stream in (sys.stdout, sys.stderr))
+    out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
