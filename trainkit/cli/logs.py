@@ -94,13 +94,14 @@ def command(
             f"attempt {attempt.number} of {run.path} has not written this log",
             hint=f"`trainkit status {run_word(run)}` shows its progress; its logs are in {attempt.logs_dir}",
         )
+    output = getattr(sys.stdout, "whole", None)
     for path in paths:
         with path.open("rb") as stream:
             stream.seek(0 if lines is None else start_of_last(path, lines))
             found = iter(partial(stream.readline, MAX_LINE_BYTES), b"")
             for raw in found if lines is None else deque(found, lines):
                 text = raw.removesuffix(b"\n").decode(errors="replace")
-                click.echo(f"{path.stem} | {text}" if named else text)
+                click.echo(f"{path.stem} | {text}" if named else text, file=output)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run_word(run)} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)

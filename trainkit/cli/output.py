@@ -34,6 +34,8 @@ class EscapedStream:
     """A stream that escapes what is written to it."""
 
     def __init__(self, stream: TextIO) -> None:
+        self.whole = stream if not stream.isatty() else self
+        """Where a log is printed: into a file as it is."""
         self._stream = stream
 
     def write(self, text: str) -> int:
