@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from trainkit import locks
+from trainkit.data.prepare import exclusive
+from trainkit.errors import UsageError
 from trainkit.locks import (
     LockBusy,
     LockStopped,
@@ -25,6 +27,7 @@ from trainkit.locks import (
     release_lock,
     unsupported,
 )
+from trainkit.run.rundir import RunDir, run_lock
 
 HOLD = (
     "import sys, time; from pathlib import Path; from trainkit.locks import file_lock\n"
@@ -199,7 +202,8 @@ def test_a_file_system_without_locks_is_recognised(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe"])
 def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> None:
-    victim, lock = tmp_path / "thesis.tex", tmp_path / "lock"
+    run = RunDir(tmp_path)
+    victim, lock = tmp_path / "thesis.tex", run.lock_file
     victim.write_text("chapter one")
     {"symlink": lock.symlink_to, "hard link": lock.hardlink_to, "pipe": lambda _: os.mkfifo(lock)}[kind](
         victim
@@ -207,6 +211,13 @@ def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> No
     with pytest.raises(OSError, match="a lock is a file of its own") as caught:
         acquire_lock(lock, 0.0)
     assert caught.value.filename == str(lock)
+    for hold in (exclusive(lock, "busy", wait=True), run_lock(run)):
+        with (
+            pytest.raises(UsageError, match="cannot be locked: a lock is a file of its own") as refused,
+            hold,
+        ):
+            pass
+        assert refused.value.hint.startswith(f"`ls -l {lock}` shows whose it is; remove it")
     assert victim.read_text() == "chapter one"
 
 

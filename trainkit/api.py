@@ -237,8 +237,10 @@ class Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
         from trainkit.run.group import create_task_run
+        from trainkit.run.owner import refuse_foreign
 
         run = create_task_run(self._folder)
+        refuse_foreign(run.path, "`trainkit resume --trust` executes it as you all the same")
         with planned_resume(run, (), _flags({}, options), warn=_warn, new_code=new_code) as found:
             resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
         return self
@@ -256,10 +258,12 @@ class Run:
         from trainkit.function import read_pickle, result_file
         from trainkit.plan.launch import LaunchPlan
         from trainkit.run.end import read_end
+        from trainkit.run.owner import refuse_foreign
 
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
+        refuse_foreign(self._folder.path, "copy what you need: reading a result executes what is in it")
         attempt = self._folder.attempt(numbers[-1])
         end = read_end(attempt)
         found = {

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 POLL_S = 0.05
@@ -48,6 +49,15 @@ NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount 
 
 class LockUnsupported(OSError):
     """The filesystem has no flock."""
+
+
+class NotALock(OSError):
+    """A link, or no file, is at the path of a lock: another user may have put it there."""
+
+    @property
+    def hint(self) -> str:
+        path = quote(str(self.filename))
+        return f"`ls -l {path}` shows whose it is; remove it: what a link points to was not changed"
 
 
 class LockBusy(BlockingIOError):
@@ -203,8 +213,8 @@ def _open(path: Path, mode: int) -> int:
     return descriptor
 
 
-def _not_a_lock(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "a lock is a file of its own, and this is a link or no file", str(path))
+def _not_a_lock(path: Path) -> NotALock:
+    return NotALock(errno.EINVAL, "a lock is a file of its own, and this is a link or no file", str(path))
 
 
 def _is_current(descriptor: int, path: Path) -> bool:

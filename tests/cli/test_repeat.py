@@ -11,10 +11,13 @@ import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
 from tests.support.sweeps import made_up_sweep
+from trainkit.api import Run
 from trainkit.backends.local import LocalBackend
 from trainkit.cli.main import main
 from trainkit.config import read_effective
+from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run import owner
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -125,9 +128,37 @@ def test_what_is_refused(
         if os.getuid() == 0:
             os.chown(first.path, 77, 77)
         uid = first.path.stat().st_uid
-        assert f"{first.path} belongs to user {uid}, whose code would run as you" in refused("train")
+        assert f"{first.path} belongs to user {uid}, who could replace the run" in refused("train")
+        assert main(["submit", "train", "--dry-run", "--trust"]) == 0
         os.chown(first.path, os.getuid(), os.getgid())
     first.code_dir.rename(first.path / "moved")
     lost = f"{first.path} has lost the copy of its code: there is no {first.code_dir}"
     assert refused("train").startswith(f"error: {lost}\n\nhint: --no-snapshot runs the code in {Path.cwd()}")
     assert sorted(item.name for item in Path("runs").iterdir()) == ["sweep", "train"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("resume RUN", "requeue RUN", "submit RUN", "generate RUN x", "ckpt export RUN --out out"),
+        *("data show RUN --step 1", "replay RUN --step 1"),
+    ],
+)
+def test_what_executes_files_of_a_run_asks_whose_they_are(
+    first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def refuse(folder: Path, hint: str) -> None:
+        raise UsageError(f"whose is {folder}?", hint=hint)
+
+    monkeypatch.setattr(owner, "refuse_foreign", refuse)
+    argv = [str(first.path) if word == "RUN" else word for word in command.split()]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: whose is {first.path}?\n\nhint: `--trust` executes it as you all the same\n"
+    if command.split()[0] not in ("resume", "requeue"):  # the supervisor is this process here
+        main([*argv, "--trust"])
+        assert "whose is" not in capsys.readouterr().err
+    monkeypatch.setattr(Run, "wait", lambda *args: None)
+    for act in (Run(first).resume, Run(first).results):
+        with pytest.raises(UsageError, match="whose is"):
+            act()

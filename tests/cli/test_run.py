@@ -120,6 +120,18 @@ def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
     (nonce,) = (one.partition("=")[2] for one in environ if one.startswith(f"{NONCE_VARIABLE}="))
     store = store_file(nonce)
     store.touch()
+    left, new, link = (store_file(f"{word} {nonce}") for word in ("left", "new", "link"))
+    new.touch()
+    for one in (store, left):
+        one.touch()
+        os.utime(one, (0, 0))
+    link.symlink_to(left)
+    os.utime(link, (0, 0), follow_symlinks=False)
+    desk.works("pass")  # another run, which removes what no process needs any more
+    desk.trainkit("run", "--", "true")
+    assert [one.is_symlink() or one.exists() for one in (left, new, link, store)] == [False, True, True, True]
+    new.unlink()
+    link.unlink()
     os.kill(agent, signal.SIGKILL)
     process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))

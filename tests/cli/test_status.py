@@ -1,6 +1,8 @@
 import html
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 
@@ -91,6 +93,37 @@ def test_a_failure_comes_first_everywhere(desk):
     assert found["code"] == {"file": "src/model.py", "line": 2, "text": "return labels['width']"}
     assert found["tail"][-1]["text"] == "KeyError: 'width'"
     assert found["advice"][-1].endswith(" --new-code`")
+
+
+def test_what_others_wrote_controls_no_terminal_and_json_has_no_secrets(desk):
+    said = "\x1b]52;c;aGk=\x07\x9b2J\u202e\x1b[31mred"
+    desk.works(f"raise RuntimeError({said!r} + ' https://me:hunter2@host')")
+    desk.trainkit("submit", "small.yaml", "--follow", "--set", "requeue.max=0")
+    run = desk.folder / "runs" / "small"
+    for file in (run / "job.json", run / "attempts" / "001" / "plan.json"):
+        value = read_json(file)
+        write_json(file, {**value, "name": f"small{said}", "cwd": f"/x{said}"})
+    end = read_json(run / "attempts" / "001" / "end.json")
+    reason = f"reason{said} password: hunter2"
+    write_json(run / "attempts" / "001" / "end.json", {**end, "reason": reason})
+    log_event(RunDir(run), 1, "warning", reason=reason, password="hunter2")
+    other = desk.folder / "runs" / f"other{said}"
+    shutil.copytree(run, other)
+    config = (run / "config.yaml").read_text().replace("note: null", f"note: {json.dumps(reason)}")
+    (run / "config.yaml").write_text(config)
+    commands = [("status",), ("compare", "small", str(other))]
+    commands += [(name, "small") for name in ("status", "watch", "diagnose", "report")]
+    for command in commands:
+        shown = desk.trainkit(*command)
+        text = shown.stdout + shown.stderr
+        assert command[0] == "report" or "red" in text
+        found = re.search("[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202e]|\x1b(?!\\[)", text)
+        assert found is None, (command, found)
+        values = desk.trainkit(*command, "--json").stdout
+        assert "***" in values, command
+        assert "hunter2" not in values, command
+        json.loads(values)
+    assert "hunter2" not in desk.trainkit("compare", "small", str(other), "--csv").stdout
 
 
 def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.text import Text
 from textual.pilot import Pilot
 
 from tests.support import watched_runs
@@ -19,7 +20,7 @@ from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
 from trainkit.backends.jobs import SlurmPoller
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
-from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
+from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
 from trainkit.run.record import AttemptRecord
@@ -333,3 +334,7 @@ def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> Non
         await pilot.press("q")
 
     assert drive(run, use).return_value == 0
+
+
+def test_no_line_controls_the_terminal() -> None:
+    assert joined([Text("a\x1b]0;xb\u202ec\x9bd")], 80).plain == "a�]0;xb�c�d"

@@ -20,6 +20,7 @@ from trainkit.launch.disk import disk_forecast
 from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
+from trainkit.run.owner import refuse_foreign
 from trainkit.run.rundir import RunDir
 
 MOUNTS = """\
@@ -97,6 +98,53 @@ def test_locks_of_all_hosts(tmp_path: Path, kind: str, options: str, folder: str
 def test_the_mounts_of_this_machine_and_none_at_all(tmp_path: Path) -> None:
     assert local_locks(tmp_path) is None
     assert local_locks(tmp_path, tmp_path / "none") is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+@pytest.mark.parametrize(
+    ("foreign", "modes", "refused"),
+    [
+        ("shared/work/run", {}, "shared/work/run belongs to user 61234, who could replace the run"),
+        ("shared/work", {}, "shared/work belongs to user 61234, who could replace "),
+        ("shared/work", {"shared/work": 0o775}, None),  # of a project
+        ("shared", {}, None),  # of an administrator
+        ("shared", {".": 0o1777}, "shared belongs to user 61234, who could replace "),
+        ("", {"shared": 0o777}, "every user can write to "),
+        ("", {"shared": 0o1777, "shared/work/run": 0o775}, None),
+    ],
+)
+def test_who_could_replace_a_run(
+    tmp_path: Path, foreign: str, modes: dict[str, int], refused: str | None
+) -> None:
+    (tmp_path / "shared/work/run").mkdir(parents=True)
+    if foreign:
+        os.chown(tmp_path / foreign, 61234, -1)
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    if refused is None:
+        refuse_foreign(tmp_path / "shared/work/run", "go away")
+    else:
+        with pytest.raises(UsageError, match=refused) as caught:
+            refuse_foreign(tmp_path / "shared/work/run", "go away")
+        assert caught.value.hint.endswith("go away")
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_folder_of_runs_is_for_its_owner_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(umask)
+    try:
+        with new_folder("mine", None) as (folder, _):
+            pass
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o7777 for path in (folder.parent, folder)] == [0o755, 0o700]
+    folder.parent.chmod(0o777)
+    refused = r"every user can write to .*runs, and could replace runs/mine"
+    with pytest.raises(UsageError, match=refused), new_folder("mine", None):
+        pass
 
 
 PLAN = LaunchPlan(

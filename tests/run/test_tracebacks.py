@@ -57,6 +57,11 @@ IN_GROUP = "tasks (2 sub-exceptions), the first: "
         ),
         (GROUP + PLAIN + END + CAUSE + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
         (GROUP + "step 1\n" * 30, None, None, None),
+        # A class that is defined in a function.
+        (
+            MAIN.replace("RuntimeError", "train.main.<locals>.Fehlerß"),
+            *("train.main.<locals>.Fehlerß", "no data", "/me/train.py:9"),
+        ),
     ],
 )
 def test_the_exception_that_ends_a_program(

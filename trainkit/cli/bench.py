@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from trainkit.cli.options import (
     named_folder,
     refuse_other_options,
 )
+from trainkit.cli.output import echo_json
 from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import short_keys, shown_value, table
@@ -244,7 +244,7 @@ def _describe(planned: PlannedBench) -> None:
 def _list(planned: PlannedBench, as_json: bool) -> int:
     """Print the points that would run."""
     if as_json:
-        click.echo(json.dumps(planned.to_dict(), ensure_ascii=False))
+        echo_json(planned.to_dict())
         return EXIT_OK
     keys = list(planned.points[0].values)
     rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
@@ -295,7 +295,7 @@ def _submit(planned: PlannedBench, out: Path | None, at_once: int, follow: bool,
                 for group in groups
             ]
             own = arrays[0] if len(arrays) == 1 else {}
-            click.echo(json.dumps({**own, "folder": str(bench.folder), "arrays": arrays}))
+            echo_json({**own, "folder": str(bench.folder), "arrays": arrays})
         else:
             click.echo("\n".join([str(bench.folder), *(str(group.job_id) for group in groups)]))
         click.echo(
@@ -383,7 +383,7 @@ def summarize(bench: Bench, as_json: bool) -> int:
             "rows": summary.rows,
             "fastest": None if summary.fastest is None else asdict(summary.fastest),
         }
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     else:
         click.echo(summary_table(bench.keys, summary.rows, terminal_width()))
     if summary.fastest is not None:

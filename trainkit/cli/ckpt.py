@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.help import Group, examples, terminal_width
-from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import size, table
 
@@ -52,7 +53,7 @@ def ls(run_name: str, as_json: bool) -> int:
     run = find_run(run_name)
     listed = list_checkpoints(run)
     if as_json:
-        click.echo(json.dumps([asdict(item) for item in listed], ensure_ascii=False))
+        echo_json([asdict(item) for item in listed])
     elif listed:
         click.echo(table([HEADING, *(_row(item) for item in listed)], fit=terminal_width()))
     else:
@@ -81,7 +82,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
     if as_json:
-        click.echo(json.dumps(results, ensure_ascii=False))
+        echo_json(results)
     return EXIT_FAILED if any(result["damage"] for result in results) else EXIT_OK
 
 
@@ -126,7 +127,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     if as_json:
         removed = [str(checkpoint.path) for checkpoint in doomed]
         value = {"removed": removed, "kept": [str(item.path) for item in kept], "dry_run": dry_run}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     else:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)
     return EXIT_OK
@@ -156,6 +157,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     help="Data type of the weights.",
 )
 @click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the model.")
+@trust_option
 @json_option
 def export(
     run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
@@ -168,6 +170,7 @@ def export(
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
+    refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
         raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
@@ -197,7 +200,7 @@ def export(
     files = sorted(item.name for item in out_name.iterdir())
     if as_json:
         value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     else:
         click.echo(f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}")
     return EXIT_OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import click
 from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
+from trainkit.cli.output import echo_json, masked
 from trainkit.cli.status import look_at
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, number, shown_value, table
@@ -73,10 +73,10 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
             warn(f"{run.run}: its config cannot be read")
     texts = [{key: shown_value(value) for key, value in own.items()} for own in values if own]
     keys = [key for key in sorted(set().union(*texts)) if len({own.get(key) for own in texts}) > 1]
-    differing = [{key: own.get(key) for key in keys} for own in values]
+    differing = [{key: masked(own.get(key), key) for key in keys} for own in values]
     if as_json:
         found = [{**vars(run), "values": own} for run, own in zip(compared, differing, strict=True)]
-        click.echo(json.dumps({"differ": keys, "runs": found}, ensure_ascii=False))
+        echo_json({"differ": keys, "runs": found})
     elif as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow([*vars(compared[0]), *keys])

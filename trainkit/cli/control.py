@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -20,11 +19,14 @@ from trainkit.cli.options import (
     config_flags,
     json_option,
     profile_option,
+    refuse_untrusted,
     run_argument,
     set_option,
     shape_options,
     slurm_options,
+    trust_option,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import JsonObject, rank_list
 from trainkit.run.rundir import RUNS_FOLDER
@@ -64,7 +66,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
         result = cancel_run(found, now=now, wait=wait, warn=lambda text: click.echo(text, err=True))
     click.echo(result.message, err=True)
     if as_json:
-        click.echo(json.dumps(result.facts, ensure_ascii=False))
+        echo_json(result.facts)
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
@@ -99,12 +101,13 @@ def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) 
     state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
     if as_json:
         value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
 
 
 @click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
 @run_argument
+@trust_option
 @json_option
 def requeue(run_name: str, as_json: bool) -> int:
     """Start the next attempt of RUN with the same config and plan.
@@ -117,6 +120,7 @@ def requeue(run_name: str, as_json: bool) -> int:
     from trainkit.run.registry import find_run
 
     run = find_run(run_name, to_change=True)
+    refuse_untrusted(run.path)
     entry, is_started = requeue_run(run)
     job = read_job(run)
     if not is_started:
@@ -155,7 +159,7 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
             "groups": [[reply.rank for reply in group] for group in groups],
             "silent": silent,
         }
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
         return EXIT_OK
     for group in groups:
         click.echo(_group_text(group, all_threads=rank is not None))

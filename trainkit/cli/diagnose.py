@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     attempt = find_attempt(run, number)
     status = query_attempt_status(attempt, warn)
     found = diagnose(attempt, signatures, status.alive, status.job)
-    click.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else diagnosis_text(found))
+    if as_json:
+        echo_json(found.to_dict())
+    else:
+        click.echo(diagnosis_text(found))
     return EXIT_OK
 
 

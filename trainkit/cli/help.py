@@ -35,6 +35,7 @@ SECTIONS = {
             "--post-mortem",
             "--no-snapshot",
             "--new-code",
+            "--trust",
             "--after",
             "--workers",
             "--warmup",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -21,6 +20,7 @@ from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import run_argument
+from trainkit.cli.output import echo_json, escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.formats import plural, relative_path, there_are
 from trainkit.job.failed_starts import batch_log
@@ -98,13 +98,14 @@ def command(
             f"attempt {attempt.number} of {run.path} has not written this log",
             hint=f"`trainkit status {run_word(run)}` shows its progress; its logs are in {attempt.logs_dir}",
         )
+    output = getattr(sys.stdout, "whole", None)
     for path in paths:
         with path.open("rb") as stream:
             stream.seek(0 if lines is None else start_of_last(path, lines))
             found = iter(partial(stream.readline, MAX_LINE_BYTES), b"")
             for raw in found if lines is None else deque(found, lines):
                 text = raw.removesuffix(b"\n").decode(errors="replace")
-                click.echo(f"{path.stem} | {text}" if named else text)
+                click.echo(f"{path.stem} | {text}" if named else text, file=output)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run_word(run)} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
@@ -204,7 +205,7 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 def _write(lines: list[str], terminal: int) -> None:
     if lines:
         with contextlib.suppress(OSError):  # the terminal was closed, and the ranks save
-            os.write(terminal, ("\n".join(lines) + "\n").encode(errors="replace"))
+            os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
@@ -308,7 +309,7 @@ def print_started(
         facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
         if warnings is not None:
             facts["warnings"] = list(warnings)
-        click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))
+        echo_json({"run_dir": str(run.path), "name": name, **facts})
     else:
         click.echo(str(run.path))
         click.echo(entry.job_id)

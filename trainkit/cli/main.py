@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit import __version__
+from trainkit.cli.output import EscapedStream, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError
 
@@ -156,6 +156,11 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, one of those in the help."""
+    with escaped_output():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in itertools.takewhile(lambda arg: arg.startswith("-"), args)
     as_json = "--json" in itertools.takewhile(lambda arg: arg != "--", args)
@@ -202,7 +207,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
         if problems:
             value["problems"] = [item.to_dict() for item in problems]
         try:
-            print(json.dumps(value, ensure_ascii=False), flush=True)
+            echo_json(value)
             return error.exit_code
         except OSError:
             _discard_stdout()
@@ -216,7 +221,8 @@ def _is_from_output(error: OSError) -> bool:
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    return place is not None and place.tb_frame.f_code in (click.echo.__code__, main.__code__)
+    printing = (click.echo.__code__, EscapedStream.write.__code__, _main.__code__)
+    return place is not None and place.tb_frame.f_code in printing
 
 
 def _discard_stdout() -> None:

@@ -120,6 +120,30 @@ now_option = click.option(
 )
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
 """A job id, a run name, a run folder or `last`."""
+_TRUST = "trainkit.trust"
+
+
+def _note_trust(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    ctx.meta[_TRUST] = value
+
+
+trust_option = click.option(
+    "--trust",
+    is_flag=True,
+    expose_value=False,
+    callback=_note_trust,
+    help="Execute files of RUN although another user could have changed them.",
+)
+
+
+def refuse_untrusted(folder: Path) -> None:
+    """Raise UsageError where another user could replace files of a run, unless --trust is given."""
+    if not click.get_current_context().meta.get(_TRUST):
+        from trainkit.run.owner import refuse_foreign
+
+        refuse_foreign(folder, "`--trust` executes it as you all the same")
+
+
 config_argument = click.argument(
     "config", type=click.Path(), metavar="[CONFIG]", required=False, shell_complete=complete_config
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime, timezone
 
 import click
 
 from trainkit.cli.help import Command, complete_run, examples, warn
 from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 
@@ -73,7 +73,7 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
             hint="free disk space, or copy the folder to where you may write and name the copy",
         ) from error
     if as_json:
-        click.echo(json.dumps({"report": str(file), **value}, ensure_ascii=False))
+        echo_json({"report": str(file), **value})
     else:
         click.echo(str(file))
     return EXIT_OK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,14 @@ from trainkit.cli.options import (
     json_option,
     now_option,
     refuse_other_options,
+    refuse_untrusted,
     run_argument,
     set_option,
     shape_options,
     slurm_options,
+    trust_option,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 )
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @now_option
+@trust_option
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
 @json_option
 def command(
@@ -95,6 +98,7 @@ def command(
     from trainkit.run.registry import find_run_or_group, one_run
 
     named = find_run_or_group(run_name, to_change=True)
+    refuse_untrusted(named.path)
     if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
         refuse_other_options("run_name", "for a group of runs")
         return _resume_group(named, as_json)
@@ -164,7 +168,7 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
     job_id = resume_group(group)
     if as_json:
         value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     else:
         click.echo(f"{group.path}\n{job_id}")
     click.echo(f"`trainkit status {run_word(RunDir(group.path))}` shows all runs", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from trainkit.backends.jobs import (
 )
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, relative_path, short_keys, table
 from trainkit.job.group_parts import recover_parts
@@ -91,7 +91,10 @@ def command(
     found = None if run_name is None else find_any(run_name)
     if isinstance(found, RunDir):
         status = look_at(found)[1]
-        click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
+        if as_json:
+            echo_json(status.to_dict())
+        else:
+            click.echo(run_details(status))
         return EXIT_OK
     return show_runs(found, show_all, as_json)
 
@@ -145,7 +148,7 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
             "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         }
     if as_json:
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
         return EXIT_OK
     shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
     click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown), fit=terminal_width())}")
@@ -170,7 +173,7 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
     statuses, num_hidden = read_all(max_ended, lambda ids: query_known_jobs(ids, warn), {})
     if as_json:
-        click.echo(_json_of(statuses))
+        _echo_json_of(statuses)
         return EXIT_OK
     if not statuses:
         click.echo("no runs yet: `trainkit submit` starts one", err=True)
@@ -191,7 +194,7 @@ def _show_chosen(choice: Choice, as_json: bool) -> int:
     chosen = choice.apply(read_all(None, lambda ids: query_known_jobs(ids, warn), {})[0])
     statuses = [run.status for run in chosen]
     if as_json:
-        click.echo(_json_of(statuses))
+        _echo_json_of(statuses)
     elif not chosen:
         click.echo("no run matches: `trainkit status --all` lists all", err=True)
     else:
@@ -201,12 +204,12 @@ def _show_chosen(choice: Choice, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _json_of(statuses: Sequence[RunStatus | GroupStatus]) -> str:
-    """The runs of a list as JSON, groups without their points."""
+def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
+    """Print the runs of a list as JSON, groups without their points."""
     values = [status.to_dict() for status in statuses]
     for value in values:
         value.pop("points", None)
-    return json.dumps(values, ensure_ascii=False)
+    echo_json(values)
 
 
 def read_all(

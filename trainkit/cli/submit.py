@@ -23,8 +23,11 @@ from trainkit.cli.options import (
     launcher_option,
     named_folder,
     now_option,
+    refuse_untrusted,
     trailing_workload,
+    trust_option,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.formats import JsonObject, shown_value
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
@@ -158,6 +161,7 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
 )
 @after_option
 @now_option
+@trust_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 @launcher_option
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
@@ -257,7 +261,7 @@ def command(
             **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
             "warnings": list(plan.warnings),
         }
-        click.echo(json.dumps(facts, ensure_ascii=False))
+        echo_json(facts)
     else:
         click.echo(f"{run.path}\n{job_id}")
     if follow and attempt is not None:
@@ -285,6 +289,7 @@ def _repeated(
     found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)
     if found is None:
         return request, workload, None
+    refuse_untrusted(found.run.path)
     values = {} if request.profile is not None else found.found_values(typed)
     again = RepeatRequest(**{**vars(request), "flags": {**values, **request.flags}}, run=found.run)
     return again, workload if workload.is_command else found.plan.workload, found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from datetime import datetime, timezone
@@ -12,6 +11,7 @@ import click
 
 from trainkit.cli.help import Command, complete_run, examples
 from trainkit.cli.options import json_option
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK
 
 INTERVAL_S = 2.0
@@ -58,7 +58,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     history.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:
-        click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
+        echo_json(view.to_dict())
         return EXIT_OK
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
     text = "\n".join(line.plain.rstrip() for line in view_lines(view, Size(width)))

@@ -26,6 +26,7 @@ from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import SlurmPoller, job_status, open_job_ids, utc_clock
+from trainkit.cli.output import replaced
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
@@ -255,7 +256,9 @@ class RunScreen(ReadingScreen):
 
     def _requeue(self) -> str:
         from trainkit.control.resume import requeue_run
+        from trainkit.run.owner import refuse_foreign
 
+        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
         entry, is_started = requeue_run(self.run_dir)
         if is_started:
             return f"started attempt {entry.attempt} as {entry.job_id}"
@@ -306,6 +309,7 @@ class ListScreen(ReadingScreen):
             self.query_one("#title", Static).update(joined([*lines, Text("reading the runs…", DIM)], width))
             return
         title, rows = self._listing()
+        rows = [list(map(replaced, row)) for row in rows]
         lines.append(Text(title, TITLE))
         if not self._runs:
             lines.append(Text("no runs yet: `trainkit submit` starts one"))
@@ -354,6 +358,7 @@ class TextScreen(ReadingScreen):
         was_at_end = self._at_end and scroll.is_vertical_scroll_end
         lines = [] if self.problem is None else [Text(f"! {self.problem}", BAD)]
         text = Text("\n").join(lines + self.result)
+        text.plain = replaced(text.plain)
         if text == self._shown:
             return
         self._shown = text
@@ -466,6 +471,7 @@ def problem_lines(problem: str | None, width: int) -> list[Text]:
 def joined(lines: list[Text], width: int) -> Text:
     """Lines as one text, each cut to the width."""
     for line in lines:
+        line.plain = replaced(line.plain)
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True).join(lines)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 
 from trainkit.config import RunConfig, read_effective
 from trainkit.control.resume import refuse_by_hand, refuse_replay
@@ -77,11 +75,6 @@ def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
     refuse_by_hand(run)
     if call_file(run).exists():
         raise UsageError(f"{run.path} is a run of a function", hint="call trainkit.submit(…) again")
-    if (uid := run.path.stat().st_uid) not in (os.geteuid(), 0):
-        raise UsageError(
-            f"{run.path} belongs to user {uid}, whose code would run as you",
-            hint=f"`trainkit submit {quote(str(run.config_file))}` takes only its config",
-        )
     job = read_job(run)
     code, cwd = job.code, job.cwd
     if code is not None and not uses_current_code:

@@ -43,7 +43,7 @@ from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, 
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
-from trainkit.locks import LockUnsupported, acquire_lock, release_lock
+from trainkit.locks import LockUnsupported, NotALock, acquire_lock, release_lock
 from trainkit.run import files
 
 J = TypeVar("J")
@@ -338,6 +338,8 @@ def exclusive(path: Path, busy: str, wait: bool) -> Iterator[None]:
                 raise UsageError(busy, hint="wait until it has finished, or choose another folder") from None
             print(busy, file=sys.stderr, flush=True)
             descriptor = acquire_lock(path, mode=0o644)
+    except NotALock as error:
+        raise UsageError(f"{path} cannot be locked: {error.strerror}", hint=error.hint) from None
     except LockUnsupported as error:
         raise TrainkitError(
             f"the file system of {path} has no file locks: {error.strerror}",

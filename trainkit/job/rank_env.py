@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -151,6 +154,9 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
 SHARED_MEMORY = Path("/dev/shm")
 
 
+STALE_STORE_S = 3600.0
+
+
 def store_file(nonce: str) -> Path | None:
     """The file by which ranks of one machine find each other; None where memory has no file system.
 
@@ -158,4 +164,20 @@ def store_file(nonce: str) -> Path | None:
     """
     if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
         return None
-    return SHARED_MEMORY / f"trainkit-{hashlib.sha256(f'store {nonce}'.encode()).hexdigest()}"
+    return SHARED_MEMORY / f"{_store_prefix()}{hashlib.sha256(f'store {nonce}'.encode()).hexdigest()}"
+
+
+def _store_prefix() -> str:
+    """How the names of stores begin whose processes can be seen from here: not those of another container."""
+    return f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
+
+
+def old_stores() -> set[Path]:
+    """The user's own stores to which no rank has come for `STALE_STORE_S`."""
+    before, found = time.time() - STALE_STORE_S, set()
+    for path in SHARED_MEMORY.glob(f"{_store_prefix()}*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mtime < before:
+                found.add(path)
+    return found

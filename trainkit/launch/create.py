@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from trainkit.launch.snapshot import copy_again, copy_code, wants_copy
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
+from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import (
     AttemptRecord,
     CodeCopy,
@@ -205,7 +205,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
     folder = None
     try:
         if run_dir is None:
-            folder = _next_free_folder(Path(RUNS_FOLDER), name)
+            folder = _next_free_folder(Path(RUNS_FOLDER), name, option)
             name = folder.name
         else:
             folder = _empty_folder(run_dir, option)
@@ -223,9 +223,16 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         ) from error
 
 
-def _next_free_folder(parent: Path, name: str) -> Path:
+def _only_yours(option: str) -> str:
+    return f"choose a folder with {option} that only you or your project group can write to"
+
+
+def _next_free_folder(parent: Path, name: str, option: str) -> Path:
     """`parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
-    ensure_folder(parent, parents=True)
+    refuse_foreign(parent / name, _only_yours(option))
+    if not parent.exists():
+        ensure_folder(parent, 0o755)
+        parent.chmod(0o755)  # whatever the umask is
     for folder in folders_named(parent, name):
         try:
             folder.mkdir(mode=0o700)
@@ -251,38 +258,12 @@ def _empty_folder(folder: Path, option: str) -> Path:
             raise UsageError(f"{folder} is a file", hint=f"choose a folder with {option}")
         if any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty", hint=f"choose a new or empty folder with {option}")
-    refuse_shared(folder, option)
+    refuse_foreign(folder, _only_yours(option))
     if folder.exists():
         return folder
     ensure_folder(folder.parent, parents=True)
     folder.mkdir(mode=0o700)
     return folder
-
-
-def refuse_shared(folder: Path, option: str) -> None:
-    """Raise UsageError when other users could replace files of a run in this folder, which may not exist yet.
-
-    They are executed as the user who starts the run. A folder that its group may write to is accepted: the
-    members of a project trust each other. `option` is the command-line option of the folder.
-    """
-    place = Path(os.path.realpath(folder))
-    hint = f"choose a folder with {option} that only you or your project group can write to"
-    if place.is_dir():
-        found = place.stat()
-        if found.st_uid not in (os.geteuid(), 0):
-            raise UsageError(f"{folder} belongs to user {found.st_uid}, who could replace the run", hint=hint)
-        if found.st_mode & stat.S_IWOTH:
-            raise UsageError(
-                f"every user can write to {folder}, and could change what the run executes",
-                hint=f"`chmod o-w {quote(str(folder))}`, or {hint}",
-            )
-    parent = next(path for path in place.parents if path.is_dir())
-    mode = parent.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UsageError(
-            f"every user can write to {parent}, and could replace {folder}",
-            hint=f"`chmod o-w {quote(str(parent))}` or `chmod +t`, or {hint}",
-        )
 
 
 def collect_provenance(cwd: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ MAX_LINES_AFTER = 20
 """An error with more lines of ordinary output after it counts as handled by the program."""
 _REST_OF_AN_ERROR = re.compile(
     r"\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:|slurmstepd:"
-    r"|Exception raised|During handling|The above exception|=+$|-+$|\*+$|[\w.]+(?:Error|Exception)\b"
+    r"|Exception raised|During handling|The above exception|=+$|-+$|\*+$|[\w.<>]+(?:Error|Exception)\b"
     r"|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x|Current thread"
 )
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")

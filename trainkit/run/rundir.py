@@ -18,6 +18,7 @@ from trainkit.locks import (
     LockBusy,
     LockStopped,
     LockUnsupported,
+    NotALock,
     acquire_lock,
     file_lock,
     is_locked,
@@ -289,6 +290,9 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         except LockUnsupported as error:
             message = f"{run.lock_file} cannot be locked: {error.strerror}"
             raise UsageError(message, hint=NEEDS_FLOCK) from error
+        except NotALock as error:
+            message = f"{run.lock_file} cannot be locked: {error.strerror}"
+            raise UsageError(message, hint=error.hint) from None
         except OSError as error:
             raise UsageError(
                 f"{run.path} cannot be changed: {error.strerror}",

@@ -14,7 +14,7 @@ from trainkit.run.rundir import RunDir
 if TYPE_CHECKING:
     from trainkit.run.record import JobRecord
 
-_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
+_EXCEPTION = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank(\d+)\]: ?")
 """The prefix that torch adds to the lines of a traceback in a multi-rank job."""
 _FIRST_LINE = re.compile(r"\[rank(?P<rank>\d+)\]: (?:Traceback \(|  \+ Exception Group Traceback \()")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -24,6 +23,7 @@ from trainkit.cli.options import (
     shape_options,
     slurm_options,
 )
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK
 from trainkit.formats import plural
 
@@ -98,7 +98,7 @@ def command(
                     click.echo(_line(check))
     counts = {state: sum(check.state == state for check in found) for state in MARKS}
     if as_json:
-        click.echo(json.dumps({"checks": [asdict(check) for check in found], **counts}, ensure_ascii=False))
+        echo_json({"checks": [asdict(check) for check in found], **counts})
     else:
         warnings, failures = (plural(counts[state], state) for state in ("warning", "failure"))
         click.echo(f"{counts['ok']} ok, {warnings}, {failures}", err=True)

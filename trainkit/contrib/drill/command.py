@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from trainkit.cli.options import (
     launcher_option,
     trailing_workload,
 )
+from trainkit.cli.output import echo_json
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
@@ -150,7 +150,7 @@ def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool)
             }
             for item in scenarios
         ]
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
         return EXIT_OK
     rows = [
         [item.name, item.description, f"no: {reasons[item.name]}" if reasons[item.name] else "yes"]
@@ -194,7 +194,7 @@ def _drill(
     }
     write_json(folder / "drill.json", value)
     if as_json:
-        click.echo(json.dumps(value, ensure_ascii=False))
+        echo_json(value)
     else:
         click.echo(f"{result_table(results, terminal_width())}\n\n{summary(results)}")
     return EXIT_OK if value["passed"] else EXIT_FAILED

@@ -11,7 +11,7 @@ import click
 
 from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.cli.help import Command, examples
-from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED
 
 
@@ -50,6 +50,7 @@ from trainkit.errors import EXIT_FAILED
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where the model runs."
 )
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Data type of the weights.")
+@trust_option
 @json_option
 def command(
     run_name: str,
@@ -68,6 +69,7 @@ def command(
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
+    refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
     number = run.latest_number()
     config_file = run.config_file if number is None else run.attempt(number).config_file

@@ -23,8 +23,10 @@ from trainkit.cli.options import (
     json_option,
     named_folder,
     refuse_other_options,
+    refuse_untrusted,
     run_argument,
     shape_options,
+    trust_option,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
@@ -71,6 +73,7 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
     help="Compare what a job computed, by its folder, name or job id; start nothing.",
 )
 @click.option("--keep", is_flag=True, help="Without --submit: keep the folder of the replay, with its logs.")
+@trust_option
 @json_option
 def command(
     run_name: str | None,
@@ -114,7 +117,9 @@ def command(
     from trainkit.contrib.replay.plan_replay import plan_replay
 
     first, last = _range(steps)
-    what = plan_replay(find_run(run_name), first, last, layout, flags, submits=submit)
+    run = find_run(run_name)
+    refuse_untrusted(run.path)
+    what = plan_replay(run, first, last, layout, flags, submits=submit)
     for text in what.warnings:
         warn(text)
     click.echo(what.cost, err=True)
@@ -285,6 +290,7 @@ def _shown(values: dict[str, float | None]) -> str:
 @click.option(
     "--rank", type=click.IntRange(min=0), metavar="R", help="Only the samples that this rank reads."
 )
+@trust_option
 @json_option
 def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     """Show the samples of a step of RUN, in the order of the global batch, without computing it.
@@ -295,7 +301,9 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     from trainkit.contrib.replay.steps import find_step, step_samples
     from trainkit.run.registry import find_run
 
-    at = find_step(find_run(run_name), step)
+    run = find_run(run_name)
+    refuse_untrusted(run.path)
+    at = find_step(run, step)
     num_ranks = at.plan.world_size
     if rank is not None and rank >= num_ranks:
         raise UsageError(

@@ -121,16 +121,16 @@ class LaunchedRanks:
         """Whether all that have ended say that they have saved or finished, and one that it has saved."""
         return EXIT_STOPPED in self.codes and set(self.codes) <= {EXIT_OK, EXIT_STOPPED}
 
-    def watch(self, pids: Mapping[int, int]) -> None:
-        """Watch these processes, by rank, in addition to those that are already watched."""
-        for rank, pid in pids.items():
+    def watch(self, ranks: Mapping[int, int | None]) -> None:
+        """Watch these processes too: pid -> rank, if it is known."""
+        for pid, rank in ranks.items():
             if pid not in self._watched:
                 self._watched.add(pid)
                 with contextlib.suppress(OSError):  # it has ended, or the kernel is older than Linux 5.3
                     arguments = (rank, pid, os.pidfd_open(pid))
                     threading.Thread(target=self._await, args=arguments, name="rank", daemon=True).start()
 
-    def _await(self, rank: int, pid: int, handle: int) -> None:
+    def _await(self, rank: int | None, pid: int, handle: int) -> None:
         try:
             select.select([handle], [], [])
         finally:
@@ -138,7 +138,8 @@ class LaunchedRanks:
         code = exit_code_of_zombie(pid)
         with self._lock:
             self.codes.append(code)
-            if code and self.first_exit is None:
+            # What is no rank, such as a program that a script asks, may fail as it likes.
+            if code and self.first_exit is None and (rank is not None or code < 0):
                 self.first_exit = RankExit(code, rank)
 
 

@@ -97,7 +97,7 @@ class Agent(ProcessGroup):
         self._log_curve: LogCurve | None = None
         """What finds the curve of a command in the log of rank 0; next to rank 0 only."""
         self._ranks = LaunchedRanks()
-        """The ranks of a launcher."""
+        """The ranks of a launcher, or the processes of a command, which may be ranks."""
         self._collector = StackCollector(attempt, replies_itself=plan.workload.knows_run)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
@@ -199,7 +199,10 @@ class Agent(ProcessGroup):
             return
         self._collector.poll(self._pids)
         if self.has_launcher and len(self._ranks) < len(self.rendezvous.local_ranks):
-            self._ranks.watch(self._pids())
+            self._ranks.watch({pid: rank for rank, pid in self._pids().items()})
+        elif self.workload.is_command and not self.has_launcher:
+            for member in self.running.values():
+                self._ranks.watch(processes.ranks_of_script(member.pid))
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
         if isinstance(self.rendezvous.task, HostPlace):
@@ -277,11 +280,10 @@ class Agent(ProcessGroup):
         """The rank whose death has ended the launcher, as far as that is known; None without one."""
         if self.workload.knows_run:
             return None
-        dead, seen = killed_rank(self.attempt, worker, code), self._ranks.first_exit
-        if seen is not None and seen.code < 0 and (dead is None or dead.rank is None):
-            dead = seen
-        is_known = not self.has_launcher or len(self.rendezvous.local_ranks) == 1
-        return replace(dead, rank=worker) if dead is not None and is_known else dead
+        dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit, self.has_launcher)
+        # The ranks of a command that is the only one are those that it has started.
+        is_worker = len(self.rendezvous.local_ranks) == 1 if self.has_launcher else self.plan.world_size > 1
+        return replace(dead, rank=worker) if dead is not None and is_worker else dead
 
     def _ran_out_of_memory(self, code: int) -> bool:
         """Whether the kernel's OOM killer killed the worker that ended with this code."""
