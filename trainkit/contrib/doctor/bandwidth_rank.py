@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 
 from trainkit.contrib.doctor import from_json, to_json
 from trainkit.contrib.doctor.bandwidth import LAYOUT_VARIABLE, MARK, Bandwidth, Layout, ring_rounds
@@ -34,14 +33,12 @@ def main() -> int:
     backend, device = ("nccl", torch.device("cuda", local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
     if on_gpu:
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=START_TIMEOUT_S)
-    store = TCPStore(layout.addr, layout.port, layout.world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(
         backend,
-        store=PrefixStore("ranks", store),
+        init_method=f"tcp://{layout.addr}:{layout.port}",
         rank=rank,
         world_size=layout.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=START_TIMEOUT_S),
     )
     tensor = torch.zeros(SIZE_MIB[backend] * 2**18, device=device)
     num_bits = 8 * tensor.numel() * tensor.element_size()
@@ -69,6 +66,7 @@ def main() -> int:
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
     points = layout.points()
+    speeds = torch.zeros(len(points), dtype=torch.float64, device=device)
     for links in ring_rounds(len(points)):
         dist.barrier()
         for source, target in links:
@@ -77,15 +75,11 @@ def main() -> int:
                 # The receiver asks for each transfer, so that it measures no waiting.
                 median_s(partial(answer, receiver))
             elif rank == receiver:
-                spent_s = median_s(partial(ask, sender))
-                store.set(f"link {source}", str(num_bits / spent_s / 1e9))
-    dist.barrier()
+                speeds[source] = num_bits / median_s(partial(ask, sender)) / 1e9
+    dist.all_reduce(speeds)
     if rank == 0:
-        count = len(points)
-        found = [
-            (points[index][0], points[(index + 1) % count][0], float(store.get(f"link {index}")))
-            for index in range(count)
-        ]
+        names = [name for name, _ in points]
+        found = list(zip(names, [*names[1:], names[0]], speeds.tolist(), strict=True))
         result = Bandwidth("", backend, SIZE_MIB[backend], reduced, found)
         print(f"\n{MARK} {to_json(result)}", flush=True)
     dist.barrier()
