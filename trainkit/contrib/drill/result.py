@@ -55,13 +55,6 @@ def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
     return f"step {missing[0]} is missing" if missing else ""
 
 
-def largest_difference(reference: Sequence[Point], points: Sequence[Point]) -> float:
-    """The largest difference of a loss from that of the same step of another run, relative to it."""
-    losses = {point.step: json.loads(point.loss) for point in reference}
-    pairs = [(json.loads(point.loss), losses.get(point.step)) for point in points]
-    return max((abs(loss - other) / abs(other) for loss, other in pairs if loss and other), default=0.0)
-
-
 def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
     """Number of steps computed while a save was being written that an interruption then cut off.
 
