@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     attempt = find_attempt(run, number)
     status = query_attempt_status(attempt, warn)
     found = diagnose(attempt, status.alive, status.job)
-    click.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else diagnosis_text(found))
+    click.echo(json.dumps(asdict(found), ensure_ascii=False) if as_json else diagnosis_text(found))
     return EXIT_OK
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -79,9 +79,6 @@ class Diagnosis:
     """For an unknown cause, or one that an event names, the last events before the failure."""
     earlier: list[str] = field(default_factory=list)
     """The failures of earlier attempts, one line each."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def diagnose(attempt: AttemptDir, alive: bool | None = False, slurm_job: JobInfo | None = None) -> Diagnosis:

@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import click
 
@@ -183,7 +182,7 @@ def _drill(
                 log_line(f"{result.scenario}: {result.sentence}")
     finally:
         log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
-    value: dict[str, Any] = {
+    value: dict[str, object] = {
         "folder": str(folder),
         "seed": seed,
         "passed": all_passed(results),

@@ -19,7 +19,7 @@ from trainkit.formats import duration, plural
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
-from trainkit.run.events import read_metrics
+from trainkit.run.events import training_curve
 from trainkit.run.files import parse_time
 from trainkit.run.manifest import find_plain_damage, published
 from trainkit.run.record import read_job
@@ -94,9 +94,9 @@ class ReplayPlan:
         ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
         text = f"computing {plural(count, 'step')} from {origin} on {ranks}"
         times = [
-            float(record["step_s"])
-            for record in read_metrics(self.run)
-            if self.start_step < record["step"] <= self.last and isinstance(record.get("step_s"), float)
+            step_s
+            for record in training_curve(self.run)
+            if self.start_step < record.step <= self.last and (step_s := record.number("step_s")) is not None
         ]
         if not times:
             return text
@@ -140,7 +140,7 @@ def plan_replay(
 
 def _refuse_later(run: RunDir, at: RunStep) -> None:
     """Raise UsageError if the run has not come to the step, as far as its records tell."""
-    newest = max((record["step"] for record in read_metrics(run)), default=0)
+    newest = max((record.step for record in training_curve(run)), default=0)
     if at.step > newest + at.config.train.log_every:
         raise UsageError(
             f"{run.path} has not computed step {at.step}: its last record is of step {newest}",

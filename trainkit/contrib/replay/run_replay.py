@@ -24,7 +24,7 @@ from trainkit.job.signals import NOTICE_SIGNALS, describe_exit
 from trainkit.launch.create import collect_provenance, new_folder, start_run
 from trainkit.launch.secrets import without_secrets
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import read_metrics
+from trainkit.run.events import training_curve
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.record import AttemptRecord, create_job, read_job
@@ -110,7 +110,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
     plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
     start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
     first, last = record["first"], record["last"]
-    done = max((record["step"] for record in read_metrics(copy)), default=start)
+    done = max((record.step for record in training_curve(copy)), default=start)
     if done < last:
         raise TrainkitError(
             f"{copy.path} has computed steps {start + 1} to {done} of {last}"
