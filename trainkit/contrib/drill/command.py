@@ -27,13 +27,11 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
-    Point,
     Result,
     RunOutcome,
     all_passed,
     evaluate,
     num_recomputed,
-    points_of,
     result_table,
     summary,
 )
@@ -52,7 +50,7 @@ from trainkit.launch.create import create_run, defer_sigint, new_folder, start_r
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.events import read_events, read_steps
+from trainkit.run.events import StepRecord, read_events, read_steps
 from trainkit.run.files import parse_time, seconds_between, write_json
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.registry import isolated_state
@@ -208,7 +206,7 @@ class Drill:
     interval: int | None
     """Steps between two saves; None for a COMMAND, whose saves are not known."""
     log_line: Callable[[str], None]
-    reference: list[Point] = field(default_factory=list)
+    reference: list[StepRecord] = field(default_factory=list)
     usual_s: float = 0.0
     """Duration of the uninterrupted run, in seconds."""
     running: RunDir | None = None
@@ -226,7 +224,7 @@ class Drill:
         finally:
             self._kill_running()
 
-    def _run_uninterrupted(self) -> tuple[list[Point], float]:
+    def _run_uninterrupted(self) -> tuple[list[StepRecord], float]:
         """The steps of a run, and its duration in seconds."""
         run, watch = self._start(REFERENCE, float("inf"))
         watch.until(lambda: False)
@@ -245,18 +243,18 @@ class Drill:
                 hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
-        points = points_of(read_steps(run))
-        if again := num_recomputed(points):
+        steps = computed_steps(run)
+        if again := num_recomputed(steps):
             raise TrainkitError(
                 f"{run.metrics_file} records {plural(again, 'step')} twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         started = next(read_events(run, "started"))
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
-        last = plural(points[-1].step, "step") if points else "no steps in metrics.jsonl"
+        last = plural(steps[-1].step, "step") if steps else "no steps in metrics.jsonl"
         self.log_line(f"{REFERENCE}: {last}, {duration_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
-        return points, duration_s
+        return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
         # Longer than the run's own watchdog takes to end hanging ranks.
@@ -274,8 +272,7 @@ class Drill:
         self.running = None
         found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
         damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
-        points, events = points_of(read_steps(run)), list(read_events(run))
-        outcome = RunOutcome(watch.end(), points, events, damages, str(run.path))
+        outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
         result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
@@ -298,6 +295,11 @@ class Drill:
         run, self.running = self.running, None
         if kill_job(run):
             self.log_line(f"cancelled {run.path}")
+
+
+def computed_steps(run: RunDir) -> list[StepRecord]:
+    """The steps of a run that have a loss, in order of computation."""
+    return [record for record in read_steps(run) if "loss" in record.values]
 
 
 def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
