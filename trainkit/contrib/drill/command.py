@@ -137,22 +137,13 @@ def command(
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
+    found = [(item.name, item.description, reasons[item.name] or None) for item in scenarios]
     if as_json:
-        value = [
-            {
-                "scenario": item.name,
-                "description": item.description,
-                "skip_reason": reasons[item.name] or None,
-            }
-            for item in scenarios
-        ]
-        click.echo(json.dumps(value, ensure_ascii=False))
-        return EXIT_OK
-    rows = [
-        [item.name, item.description, f"no: {reasons[item.name]}" if reasons[item.name] else "yes"]
-        for item in scenarios
-    ]
-    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows], fit=terminal_width()))
+        keys = ("scenario", "description", "skip_reason")
+        click.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in found], ensure_ascii=False))
+    else:
+        rows = [[name, text, f"no: {reason}" if reason else "yes"] for name, text, reason in found]
+        click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows], fit=terminal_width()))
     return EXIT_OK
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from trainkit.config import read_effective
-from trainkit.contrib.replay.replay import SAMPLES_FILE, ReplayPlan, changed_values
+from trainkit.contrib.replay import SAMPLES_FILE
+from trainkit.contrib.replay.replay import ReplayPlan, changed_values
 from trainkit.contrib.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name

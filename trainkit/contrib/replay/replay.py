@@ -274,10 +274,6 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
     )
 
 
-SAMPLES_FILE = "sample_losses.jsonl"
-"""As in `worker`, which this process must not import."""
-
-
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     """Compute the steps in an empty folder; returns it as a run, with the metrics of every step.
 
