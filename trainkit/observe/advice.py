@@ -32,15 +32,11 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     plan = plan if plan.values else read_plan(run)
     values = {
         "run": quote(relative_path(str(run.path), Path.cwd())),
-        "attempt": str(attempt.number),
         "attempt_dir": str(attempt.path),
-        "checkpoints_dir": str(run.checkpoints_dir),
         **_disk_values(run),
     }
     if plan.command is not None:
         values["command"] = " ".join(quote(str(word)) for word in plan.command)
-        if launcher := plan.text("launcher"):
-            values["launcher"] = launcher
     else:
         values |= _batch_values(plan.record("batch"))
     if run.was_started_by_hand:
