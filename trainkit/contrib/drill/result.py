@@ -94,7 +94,7 @@ class RunOutcome:
     end: AttemptEnd
     """end.json of its newest attempt; empty when there is none."""
     steps: Sequence[StepRecord]
-    """Those that were computed, with their losses."""
+    """Each that was computed, with its loss."""
     events: Sequence[Event]
     damages: Sequence[str]
     """What is wrong with its published checkpoints."""
