@@ -247,7 +247,7 @@ def test_no_imports_lead_in_a_circle(folder: Path) -> None:
 
 WORKERS = {
     PACKAGE / "contrib" / name
-    for name in ("doctor/bandwidth_rank.py", "generate/worker.py", "multimodal/task.py", "replay/worker.py")
+    for name in ("doctor/bandwidth.py", "generate/worker.py", "multimodal/task.py", "replay/worker.py")
 }
 """What a process of its own runs, as the trainer."""
 

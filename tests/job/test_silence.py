@@ -20,7 +20,6 @@ from trainkit.job.failure.stacks import LockFile, Reply, explain_silence, find_l
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.progress_watch import SilenceWatch
 from trainkit.observe.diagnose import diagnose
-from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_status
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.events import log_event
@@ -274,14 +273,14 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     [warning] = status.warnings
     assert f"and none before; rank 0 on {os.uname().nodename} " in warning
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
-    found = diagnose(attempt, load_signatures(), alive=True)
+    found = diagnose(attempt, alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
     assert found.advice[0].startswith(f"no process on {os.uname().nodename} has it open")
     assert f"`rm {lock}`, then `trainkit resume {run.path}`" in found.advice[1]
     lock.unlink()
     wait_for(lambda: "silent_over" in events())
     assert read_status(RunHistory(run), read_job(run), True, now).warnings == []
-    assert diagnose(attempt, load_signatures(), alive=True).state == "nothing failed"
+    assert diagnose(attempt, alive=True).state == "nothing failed"
     (run.path / "go").touch()
     job.wait()
     assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []
@@ -296,22 +295,22 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
     plan = replace(PLAN, num_nodes=1, workers_per_node=1)
     end = {"state": "failed", "cause": "hang", "verdict": hang_failure(attempt, plan, [record]).to_dict()}
     write_json(attempt.end_file, end)
-    found = diagnose(attempt, load_signatures())
+    found = diagnose(attempt)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "lock-file", 0, "a")
     assert found.cause == silence.text
     reason = f"no output for 610 s, and none before; {silence.text}"
     log_event(attempt.run, 1, "silent", rank=0, host="a", lock=silence.lock, reason=reason)
     write_json(attempt.end_file, {"state": "stopped", "cause": "timeout", "reason": "killed after SIGTERM"})
-    found = diagnose(attempt, load_signatures())
+    found = diagnose(attempt)
     assert (found.name, found.advice[0]) == ("time-limit", reason)
     log_event(attempt.run, 1, "silent_over")
-    assert reason not in diagnose(attempt, load_signatures()).advice
+    assert reason not in diagnose(attempt).advice
 
 
 def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> None:
     reason = "no output for 610 s, and none before; rank 0 on a is in read (disk.py:3)"
     log_event(attempt.run, 1, "silent", rank=0, host="a", reason=reason)
-    found = diagnose(attempt, load_signatures(), alive=True)
+    found = diagnose(attempt, alive=True)
     assert (found.state, found.name, found.cause) == ("running", "no-output", reason)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "reason": "a worker ended"})
-    assert diagnose(attempt, load_signatures()).name is None
+    assert diagnose(attempt).name is None

@@ -25,7 +25,6 @@ from trainkit.errors import UsageError
 from trainkit.observe import logs
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import read_log
-from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_status
 from trainkit.run.end import WITHOUT_RECORD
 from trainkit.run.files import append_jsonl, as_utc, write_json
@@ -45,8 +44,8 @@ def diagnosis_of(name: str, folder: Path) -> tuple[dict[str, object], Diagnosis]
     return content["expect"], newest(RunDir(folder), job=recorded_job(content))
 
 
-def newest(run: RunDir, *files: tuple[Path, str], job: JobInfo | None = None) -> Diagnosis:
-    return diagnose(run.attempt(run.attempt_numbers()[-1]), load_signatures(files), slurm_job=job)
+def newest(run: RunDir, job: JobInfo | None = None) -> Diagnosis:
+    return diagnose(run.attempt(run.attempt_numbers()[-1]), slurm_job=job)
 
 
 def recorded_job(content: dict[str, Any]) -> JobInfo | None:
@@ -273,7 +272,7 @@ def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None
     found = newest(run)
     assert (found.state, found.name) == ("nothing failed", None)
     assert len(found.earlier) == 1
-    assert diagnose(run.attempt(1), load_signatures()).name == "cuda-oom"
+    assert diagnose(run.attempt(1)).name == "cuda-oom"
 
 
 def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
@@ -296,16 +295,16 @@ def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None
 def test_a_running_attempt_has_no_failure(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()
-    assert diagnose(run.attempt(1), load_signatures(), alive=True).state == "nothing failed"
-    assert diagnose(run.attempt(1), load_signatures(), alive=None).state == "unknown"
-    assert diagnose(run.attempt(1), load_signatures(), alive=False).name is None
+    assert diagnose(run.attempt(1), alive=True).state == "nothing failed"
+    assert diagnose(run.attempt(1), alive=None).state == "unknown"
+    assert diagnose(run.attempt(1), alive=False).name is None
 
 
 def test_an_attempt_that_slurm_ended_without_a_record(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()
     job = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
-    found = diagnose(run.attempt(1), load_signatures(), alive=True, slurm_job=job)
+    found = diagnose(run.attempt(1), alive=True, slurm_job=job)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
     assert "`sacct -j 7 --duplicates" in found.advice[0]
 

@@ -15,7 +15,6 @@ from tests.support.broken_runs import FOLDER, HOST, unpack
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.observe.attempt_files import log_of
 from trainkit.observe.diagnose import Diagnosis, diagnose
-from trainkit.observe.signatures import load_signatures
 from trainkit.run.files import write_json
 from trainkit.run.history import read_plan
 from trainkit.run.rundir import RunDir
@@ -95,7 +94,6 @@ def test_an_attempt_without_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) -> None:
     """Whatever a crash leaves, there is a diagnosis."""
-    signatures = load_signatures()
     chance = random.Random(seed)
     for name in chance.sample(RECORDED, 12):
         run = RunDir(tmp_path / name)
@@ -114,7 +112,7 @@ def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) ->
                         "other": b'{"rank": "x", "hosts": 3, "node_sizes": "y", "verdict": [], "time": 5}',
                     }[damage]
                 )
-        found = diagnose(run.attempt(run.attempt_numbers()[-1]), signatures)
+        found = diagnose(run.attempt(run.attempt_numbers()[-1]))
         assert diagnosis_text(found)
 
 
@@ -137,7 +135,7 @@ def diagnosed(folder: Path, output: str, *records: dict[str, Any], num_ranks: in
         write_json(attempt.rank_error(num_ranks * record["node_rank"]), record)
     attempt.rank_log(num_ranks).write_text(output)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": records[0]})
-    return diagnose(attempt, load_signatures())
+    return diagnose(attempt)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_new_lines_as_they_are_completed(tmp_path):
     with path.open("a") as stream:
         stream.write("o\nthree")
     assert tail.read() == ["two"]
-    assert tail.read_rest() == ["three"]
-    assert tail.read_rest() == []
+    assert tail.read(unfinished=True) == ["three"]
+    assert tail.read(unfinished=True) == []
 
 
 @pytest.mark.parametrize(

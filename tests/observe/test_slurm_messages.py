@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 
 from trainkit.observe.diagnose import Diagnosis, diagnose
-from trainkit.observe.signatures import load_signatures
 from trainkit.run.end import WITHOUT_RECORD, Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
 from trainkit.run.record import add_slurm_attempt, create_job
@@ -63,7 +62,7 @@ def named(run: RunDir, attempt: int) -> str | None:
 
 
 def found_in(run: RunDir, attempt: int) -> Diagnosis:
-    return diagnose(run.attempt(attempt), load_signatures())
+    return diagnose(run.attempt(attempt))
 
 
 @pytest.mark.parametrize("why", ["", *REASONS])
@@ -100,7 +99,7 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
     assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
     requeued = JobInfo("7", JobState.REQUEUED, slurm_state="REQUEUED")
-    found = diagnose(run.attempt(1), load_signatures(), slurm_job=requeued)
+    found = diagnose(run.attempt(1), slurm_job=requeued)
     assert found.name == "preempted", "accounting has no reason"
 
 

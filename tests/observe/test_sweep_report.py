@@ -120,11 +120,11 @@ def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) ->
     assert len(whole.points[0].curves["loss"]) >= NUM_SAMPLES
 
 
-def test_numbers_have_a_numeric_axis_and_other_values_are_categories() -> None:
-    chart = dot_chart("by lr", "lr", [1e-4, 1e-3, 1e-2], [3.0, 2.0, 4.0], best=1)
+def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
+    chart = dot_chart("by lr", "lr", [1e-3, 1e-4, 1e-2], [2.0, 3.0, 4.0], best=0)
     assert chart is not None
     assert [text for _, text in chart.x_labels] == ["0.0001", "0.001", "0.01"]
-    assert [round(place) for place, _ in chart.x_labels] == [2, 50, 98]  # logarithmic
+    assert [round(place) for place, _ in chart.x_labels] == [2, 50, 98]
     assert [color for color, _ in chart.paths] == ["thin", "c0 dot", "c0 dot", "c1 dot"]
     (place, text), *_ = dot_chart("by lr", "lr", [0.1 + 0.2], [3.0]).x_labels
     assert (place, text) == (50, "0.3")

@@ -123,7 +123,7 @@ def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path)
     ):
         found = failures(checks(login, "--quick", "--nodes", "3", code=1))
     assert set(found) == {(login.cluster.hosts[1], "clock")}
-    assert "00 s ahead of the other clocks" in found[login.cluster.hosts[1], "clock"]
+    assert "00 s ahead of the clock of the run folder" in found[login.cluster.hosts[1], "clock"]
 
 
 def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
@@ -131,12 +131,6 @@ def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
     with second_interface(login.cluster, 1, "up"), second_interface(login.cluster, 2, "down"):
         found = failures(checks(login, "--quick", "--nodes", "2", *network, code=1))
     assert found == {(login.cluster.hosts[1], "interface"): "fast0 is down"}
-
-
-def test_port_in_use_on_one_host_is_found(login: Login) -> None:
-    with login.port_held(2, 9871):
-        found = failures(checks(login, "--quick", "--nodes", "2", "--port", "9871", code=1))
-    assert found == {(login.cluster.hosts[1], "port"): "9871 is in use"}
 
 
 def test_full_disk_and_one_that_a_host_can_only_read_are_found(login: Login, tmp_path: Path) -> None:

@@ -344,11 +344,11 @@ def test_a_loop_of_ones_own(runs: Runs) -> None:
 
 def bandwidth(rank: int, layout: str) -> None:
     pretend_cuda.install()
-    from trainkit.contrib.doctor import bandwidth_rank
+    from trainkit.contrib.doctor import bandwidth
 
-    bandwidth_rank.SIZE_MIB["nccl"] = 1
+    bandwidth.SIZE_MIB["nccl"] = 1
     os.environ[LAYOUT_VARIABLE] = layout
-    assert bandwidth_rank.main() == 0
+    assert bandwidth.main() == 0
 
 
 def measure(runs: Runs, folder: Path) -> list[Record]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from trainkit.backends import backend_named
 from trainkit.bench.run_bench import (
@@ -217,7 +216,7 @@ class PlannedBench:
             [item for item in kind if item.index // num_points == one] for one in rounds for kind in kinds
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The points that would run, and those that would not, as a JSON object."""
         points = [
             {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from shlex import quote
-from typing import Any, Literal
+from typing import Literal
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import (
@@ -171,7 +171,7 @@ def write_bench(
     left_out: Sequence[str] = (),
 ) -> None:
     """Write bench.json; `config` is the file or name as typed."""
-    record: dict[str, Any] = {
+    record = {
         "version": BENCH_VERSION,
         "kind": bench.kind,
         "config": config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -45,21 +45,18 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
     For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
-    rank, where no known cause explains the failure. Your own causes go into ./signatures.yaml or
-    ~/.config/trainkit/signatures.yaml.
+    rank, where no known cause explains the failure.
     """
     from trainkit.backends.jobs import query_attempt_status
     from trainkit.observe.diagnose import diagnose
-    from trainkit.observe.signatures import load_signatures, user_files
     from trainkit.run.registry import find_attempt, find_run
 
     run = find_run(run_name)
-    signatures = load_signatures(user_files(Path.cwd()))
     attempt = find_attempt(run, number)
     status = query_attempt_status(attempt, warn)
-    found = diagnose(attempt, signatures, status.alive, status.job)
+    found = diagnose(attempt, status.alive, status.job)
     if as_json:
-        echo_json(found.to_dict())
+        echo_json(asdict(found))
     else:
         click.echo(diagnosis_text(found))
     return EXIT_OK

@@ -199,7 +199,7 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
     tail = LogTail(attempt.rank_log(0))
     while not ended.wait(SHOW_S):
         _write(tail.read(), terminal)
-    _write(tail.read_rest(), terminal)
+    _write(tail.read(unfinished=True), terminal)
 
 
 def _write(lines: list[str], terminal: int) -> None:

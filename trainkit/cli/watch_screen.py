@@ -219,11 +219,10 @@ class RunScreen(ReadingScreen):
     def _diagnosis(self) -> list[Text]:
         from trainkit.cli.diagnose import diagnosis_text
         from trainkit.observe.diagnose import diagnose
-        from trainkit.observe.signatures import load_signatures, user_files
         from trainkit.run.registry import find_attempt
 
         job, attempt = self._job, find_attempt(self.run_dir, None)
-        found = diagnose(attempt, load_signatures(user_files(Path.cwd())), job.alive, job.job)
+        found = diagnose(attempt, job.alive, job.job)
         return [Text(line) for line in diagnosis_text(found).splitlines()]
 
     def action_cancel(self) -> None:

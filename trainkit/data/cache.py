@@ -127,12 +127,7 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
     partial = target.with_name(target.name + _PARTIAL_SUFFIX)
     try:
         ensure_folder(cache, parents=True)
-        lock = exclusive(
-            target.with_name(target.name + ".lock"),
-            busy=f"waiting for another process to prepare {target}",
-            wait=True,
-        )
-        with lock:
+        with exclusive(target.with_name(f"{target.name}.lock")):
             if _has_appeared(target):
                 return
             on_progress = progress_lines("preparing data")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,7 +43,7 @@ from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, 
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
-from trainkit.locks import LockUnsupported, NotALock, acquire_lock, release_lock
+from trainkit.locks import LockBusy, LockUnsupported, NotALock, file_lock
 from trainkit.run import files
 
 J = TypeVar("J")
@@ -154,11 +154,13 @@ def prepare(
     try:
         if not is_dataset(folder):
             _make_work_folder(folder)
-            lock, busy = folder / WORK_FOLDER / "lock", f"another process is preparing {folder}"
-            with exclusive(lock, busy, wait=False):
+            with exclusive(folder / WORK_FOLDER / "lock", timeout_s=0.0):
                 if not is_dataset(folder):
                     return Prepared(folder, work.make(), was_there=False)
         return Prepared(folder, work.compare(), was_there=True)
+    except LockBusy:
+        message = f"another process is preparing {folder}"
+        raise UsageError(message, hint="wait until it has finished, or choose another folder") from None
     except OSError as error:
         raise TrainkitError(
             f"cannot write to {folder}: {error.strerror or error}",
@@ -324,28 +326,16 @@ def progress_lines(title: str) -> OnProgress:
 
 
 @contextmanager
-def exclusive(path: Path, busy: str, wait: bool) -> Iterator[None]:
-    """Hold the lock file at `path` (flock, released by the kernel when the process dies).
-
-    If another process holds it, print `busy` to stderr and wait, or, without `wait`, raise UsageError(busy).
-    Raises TrainkitError on a file system without locks, OSError if the file cannot be created.
-    """
-    try:
+def exclusive(path: Path, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold the lock file at `path`, as `file_lock`; raises TrainkitError on a file system without locks."""
+    with ExitStack() as stack:
         try:
-            descriptor = acquire_lock(path, timeout_s=0.0, mode=0o644)
-        except BlockingIOError:
-            if not wait:
-                raise UsageError(busy, hint="wait until it has finished, or choose another folder") from None
-            print(busy, file=sys.stderr, flush=True)
-            descriptor = acquire_lock(path, mode=0o644)
-    except NotALock as error:
-        raise UsageError(f"{path} cannot be locked: {error.strerror}", hint=error.hint) from None
-    except LockUnsupported as error:
-        raise TrainkitError(
-            f"the file system of {path} has no file locks: {error.strerror}",
-            hint="use a folder on a file system with locks",
-        ) from None
-    try:
+            stack.enter_context(file_lock(path, timeout_s, mode=0o644))
+        except NotALock as error:
+            raise UsageError(f"{path} cannot be locked: {error.strerror}", hint=error.hint) from None
+        except LockUnsupported as error:
+            raise TrainkitError(
+                f"the file system of {path} has no file locks: {error.strerror}",
+                hint="use a folder on a file system with locks",
+            ) from None
         yield
-    finally:
-        release_lock(descriptor)

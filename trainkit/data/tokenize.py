@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
 from trainkit.data.sources import FORMS, DatasetSpec, Input
-from trainkit.data.units import Piece, SpanReader, Unit
+from trainkit.data.units import SpanReader, Unit
 from trainkit.errors import UsageError
 from trainkit.run import files
 
+T = TypeVar("T")
 Tokens = npt.NDArray[Any]
 """uint16 or uint32, little endian, as stored."""
 
@@ -129,7 +130,7 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
         _check_unchanged(source)
         reader = job.reader(number)
         try:
-            for batch in _batches(reader):
+            for batch in in_batches(reader, lambda piece: len(piece.text)):
                 for piece, tokens in zip(
                     batch, tokenizer.encode([piece.text for piece in batch]), strict=True
                 ):
@@ -147,12 +148,13 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
     return digests
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in lists that are worth a call of the tokenizer."""
+    batch: list[T] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
+    for item in items:
+        batch.append(item)
+        size += num_bytes(item)
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0

@@ -204,7 +204,9 @@ class SpanReader:
         if span.end is not None:
             yield from self._range(stream, span.start, span.end, span.role)
             return
-        size = _stream_size(stream)
+        while stream.read(1 << 20):  # its length is known once it has been decompressed
+            pass
+        size = stream.tell()
         border = split_offset(stream, size, self.fraction) if span.role == BOTH else size
         first, second = (VAL, VAL) if span.role == VAL else (TRAIN, VAL)
         yield from self._range(stream, 0, border, first)
@@ -325,12 +327,6 @@ def _piece_border(text: bytes) -> int:
         if text[-back] & 0xC0 != 0x80:
             return len(text) - back
     return len(text)
-
-
-def _stream_size(stream: IO[bytes]) -> int:
-    while stream.read(1 << 20):
-        pass
-    return stream.tell()
 
 
 def _count_lines(stream: IO[bytes], end: int) -> int:

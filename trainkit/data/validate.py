@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
 from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
-from trainkit.data.tokenize import Tokenizer
+from trainkit.data.tokenize import Tokenizer, in_batches
 from trainkit.data.units import RowError, cell_text, open_input, row_text
 from trainkit.run.manifest import file_hash
 
@@ -20,7 +20,6 @@ LONG_ROW_BYTES = 1 << 20
 """Size from which a row is reported as long: a row is tokenised in one piece, and fills many samples."""
 _MAX_LISTED = 5
 _BLOCK = 1 << 20
-_BATCH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -178,12 +177,6 @@ def _text(stream: IO[bytes], summary: SourceSummary, report: _Report) -> Iterato
 
 
 def _count_tokens(texts: Iterator[bytes], tokenizer: Tokenizer, summary: SourceSummary) -> None:
-    batch: list[bytes] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_BYTES:
-            summary.tokens += sum(map(len, tokenizer.encode(batch)))
-            batch, size = [], 0
-    summary.tokens += sum(map(len, tokenizer.encode(batch))) + summary.documents
+    for batch in in_batches(texts, len):
+        summary.tokens += sum(map(len, tokenizer.encode(batch)))
+    summary.tokens += summary.documents

@@ -260,13 +260,9 @@ def check_clock(offset_s: float) -> Finding:
     """Whether this host's clock agrees with that of the run folder's file server."""
     if abs(offset_s) <= MAX_CLOCK_OFFSET_S:
         return Finding("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
-    value = f"{apart(offset_s)} the clock of the run folder's file server"
+    where = "ahead of" if offset_s > 0 else "behind"
+    value = f"{abs(offset_s):.0f} s {where} the clock of the run folder's file server"
     return Finding("clock", "failure", value, CLOCK_HINT)
-
-
-def apart(offset_s: float) -> str:
-    """Where a clock is by its offset."""
-    return f"{abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'}"
 
 
 def free_mib(folder: Path) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
 
@@ -16,7 +16,7 @@ from trainkit.config import RunConfig
 from trainkit.formats import rank_list, relative_path, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
-from trainkit.observe.signatures import Signature
+from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_config
 from trainkit.run.files import Record, read_json
 from trainkit.run.history import PlanRecord, read_plan
@@ -32,15 +32,11 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     plan = plan if plan.values else read_plan(run)
     values = {
         "run": quote(relative_path(str(run.path), Path.cwd())),
-        "attempt": str(attempt.number),
         "attempt_dir": str(attempt.path),
-        "checkpoints_dir": str(run.checkpoints_dir),
         **_disk_values(run),
     }
     if plan.command is not None:
         values["command"] = " ".join(quote(str(word)) for word in plan.command)
-        if launcher := plan.text("launcher"):
-            values["launcher"] = launcher
     else:
         values |= _batch_values(plan.record("batch"))
     if run.was_started_by_hand:
@@ -176,13 +172,11 @@ def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
     return silent if len(silent) == len(others) + 1 - num_joined else []
 
 
-def collective_values(
-    files: AttemptFiles, match: Match, logs: Iterable[Text], signatures: Sequence[Signature]
-) -> dict[str, str]:
+def collective_values(files: AttemptFiles, match: Match, logs: Iterable[Text]) -> dict[str, str]:
     """The rank that did not take part in the collective that timed out."""
     if match.signature.name != "collective-timeout":
         return {}
-    cascades = [signature for signature in signatures if signature.role == "cascade"]
+    cascades = [signature for signature in load_signatures() if signature.role == "cascade"]
     timed_out: dict[int, int] = {}
     waited: set[int] = set()
     for text in logs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainkit.observe.logs import (
     num_lines_of_message,
     record_text,
 )
-from trainkit.observe.signatures import Role, Signature, fill
+from trainkit.observe.signatures import Role, fill, load_signatures
 from trainkit.run.end import (
     SIGNALLED,
     RankFailure,
@@ -80,18 +80,10 @@ class Diagnosis:
     earlier: list[str] = field(default_factory=list)
     """The failures of earlier attempts, one line each."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def diagnose(
-    attempt: AttemptDir,
-    signatures: Sequence[Signature],
-    alive: bool | None = False,
-    slurm_job: JobInfo | None = None,
-) -> Diagnosis:
+def diagnose(attempt: AttemptDir, alive: bool | None = False, slurm_job: JobInfo | None = None) -> Diagnosis:
     """Diagnose an attempt; `alive` and `slurm_job` are the liveness and the state in Slurm of its job."""
-    return _Case(attempt, signatures, alive, slurm_job).diagnosis()
+    return _Case(attempt, alive, slurm_job).diagnosis()
 
 
 @dataclass
@@ -124,14 +116,8 @@ class _First:
 
 
 class _Case:
-    def __init__(
-        self,
-        attempt: AttemptDir,
-        signatures: Sequence[Signature],
-        alive: bool | None,
-        slurm_job: JobInfo | None,
-    ) -> None:
-        self.attempt, self.run, self.signatures = attempt, attempt.run, signatures
+    def __init__(self, attempt: AttemptDir, alive: bool | None, slurm_job: JobInfo | None) -> None:
+        self.attempt, self.run = attempt, attempt.run
         self.alive, self.slurm_job = alive, slurm_job
         self.files = AttemptFiles(attempt, slurm_job)
         self.end = self.files.end
@@ -331,7 +317,7 @@ class _Case:
         texts = list(texts)
         for role in roles:
             for text in texts:
-                for signature in self.signatures:
+                for signature in load_signatures():
                     if signature.role == role and text.kind in signature.where:
                         match = text.find(signature)
                         if match is not None:
@@ -360,7 +346,6 @@ class _Case:
             "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else {"host": host}),
-            **({} if step is None else {"step": str(step)}),
         }
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
@@ -368,7 +353,7 @@ class _Case:
         values |= self.events.values()
         memory = self.files.memory_in_use(host)
         values |= {} if memory is None else {"memory_in_use": memory}
-        values |= collective_values(self.files, match, self._rank_logs(), self.signatures)
+        values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
             host = self.files.host_of(rank) if hosts else host  # all on one host

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from shlex import quote
-from typing import Any
 
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
@@ -94,7 +93,7 @@ class PointStatus:
     """The best result so far."""
     run_dir: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {**vars(self), "best": self.best and asdict(self.best)}
 
     @property
@@ -145,7 +144,7 @@ class GroupStatus:
                 return min(found, key=lambda point: (point.best or Best()).value)
         return None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The status as a JSON object."""
         own, points = dict(vars(self)), [point.to_dict() for point in self.points]
         own.pop("points")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainkit.run.end import RankFailure, is_over
-from trainkit.run.files import reversed_lines
+from trainkit.run.files import LineTail, reversed_lines
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
@@ -205,33 +205,14 @@ def json_line(path: Path, key: str) -> int | None:
         return None
 
 
-class LogTail:
-    """Reads the complete lines appended to a file since the last read; the file may not exist yet."""
+class LogTail(LineTail):
+    """Reads the lines that are appended to a log."""
 
-    def __init__(self, path: Path, start: int = 0) -> None:
-        self.path = path
-        self.position = start
-        self.rest = b""
-
-    def read(self) -> list[str]:
-        """New lines, without their newlines."""
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(self.position)
-                data = stream.read()
-        except FileNotFoundError:
-            return []
-        self.position += len(data)
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        return [line.decode("utf-8", errors="replace") for line in lines]
-
-    def read_rest(self) -> list[str]:
-        """New lines including an unterminated last one; for a file that no longer grows."""
-        lines = self.read()
-        if self.rest:
-            lines.append(self.rest.decode("utf-8", errors="replace"))
-            self.rest = b""
-        return lines
+    def read(self, *, unfinished: bool = False) -> list[str]:
+        """New lines, without their newlines; `unfinished` is for a file that no longer grows."""
+        return [
+            line.removesuffix(b"\n").decode(errors="replace") for line in self.lines(unfinished=unfinished)
+        ]
 
 
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
@@ -300,7 +281,7 @@ def follow(
                         tails[path.name] = LogTail(path, 0 if last is None else start_of_last(path, last))
                     tails[path.name].path = path  # the run may have been moved
             for tail in tails.values():
-                for text in tail.read_rest() if passed else tail.read():
+                for text in tail.read(unfinished=passed):
                     yield tail.path.stem, text
             if passed:
                 break

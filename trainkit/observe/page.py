@@ -118,8 +118,6 @@ def line_chart(
     )
 
 
-LOG_RATIO = 20.0
-"""Positive values that differ by more are shown on a logarithmic axis."""
 MAX_X_LABELS = 6
 MAX_LABEL = 14
 
@@ -150,21 +148,10 @@ def dot_chart(
 
 
 def _places(values: Sequence[Any], are_numbers: bool) -> dict[str, float]:
-    """Text of a value -> its place on the axis, 0 to 1, from left to right; other values are categories."""
-    scale: list[float]
-    if are_numbers:
-        distinct = sorted({shown_value(value): value for value in values}.values())
-        is_logarithmic = distinct[0] > 0 and distinct[-1] / distinct[0] >= LOG_RATIO
-        scale = [math.log(value) if is_logarithmic else value for value in distinct]
-        texts = list(map(shown_value, distinct))
-    else:
-        texts = list(dict.fromkeys(map(shown_value, values)))
-        scale = list(range(len(texts)))
-    length = scale[-1] - scale[0]
-    return {
-        text: 0.02 + 0.96 * (place - scale[0]) / length if length else 0.5
-        for text, place in zip(texts, scale, strict=True)
-    }
+    """Text of a value -> its place on the axis, 0 to 1, at equal distances; numbers in their order."""
+    texts = list(dict.fromkeys(map(shown_value, sorted(values) if are_numbers else values)))
+    length = len(texts) - 1
+    return {text: 0.02 + 0.96 * index / length if length else 0.5 for index, text in enumerate(texts)}
 
 
 def _value_labels(places: Mapping[str, float], are_numbers: bool) -> list[tuple[float, str]]:

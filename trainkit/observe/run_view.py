@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import join, quote
-from typing import Any
 
 from trainkit.formats import duration, relative_path
 from trainkit.observe.attempt_files import log_of
@@ -150,7 +149,7 @@ class RunView:
     def has_gpus(self) -> bool:
         return self.status.device == "cuda"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
         own = {name: value for name, value in vars(self).items() if name not in ("status", "curves")}
         own["nodes"] = [asdict(node) for node in self.nodes]

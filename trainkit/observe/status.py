@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
@@ -217,7 +217,7 @@ class RunStatus:
         """The first failure of a run that has ended with it."""
         return None if self.is_active else self.verdict
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
             **vars(self),
             "last_event": self.last_event and self.last_event.values,

@@ -244,13 +244,34 @@ def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[by
     return lines
 
 
-class JsonlTail:
-    """Reads the records that are appended to a file; the file may not exist yet."""
+class LineTail:
+    """Reads the lines that are appended to a file; the file may not exist yet."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.path, self.position = path, position
+
+    def lines(self, *, unfinished: bool = False) -> Iterator[bytes]:
+        """The lines since the last call; an unterminated last one only with `unfinished`. Raises OSError."""
+        with _opened(self.path) as stream:
+            if stream is None:
+                return
+            stream.seek(self.position)
+            for line in stream:
+                if not (unfinished or line.endswith(b"\n")):
+                    return
+                self.position += len(line)
+                yield line
+
+
+class JsonlTail(LineTail):
+    """Reads the records that are appended to a file."""
 
     def __init__(self, path: Path, words: Sequence[str] = (), *, from_start: bool = False) -> None:
         """`words` as in `read_jsonl`; records that are there already are read only with `from_start`."""
-        self.path, self._words = path, words
-        self.position = 0 if from_start else self.size()
+        super().__init__(path)
+        self._words = words
+        if not from_start:
+            self.position = self.size()
 
     def size(self) -> int:
         """The size of the file; 0 without one."""
@@ -260,19 +281,8 @@ class JsonlTail:
             return 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The records since the last read; leaves an unterminated last line for the next. Raises OSError."""
-        return _parsed(self._lines(), self._words)
-
-    def _lines(self) -> Iterator[bytes]:
-        with _opened(self.path) as stream:
-            if stream is None:
-                return
-            stream.seek(self.position)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    return
-                self.position += len(line)
-                yield line
+        """The records since the last read. Raises OSError."""
+        return _parsed(self.lines(), self._words)
 
 
 @contextmanager

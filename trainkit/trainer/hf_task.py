@@ -19,7 +19,7 @@ from trainkit.adapters import apply_lora, check_targets, is_independent, keeps_b
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
@@ -278,7 +278,7 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
 
 
 def _no_split(tp: int, message: str, hint: str) -> TaskError:
-    return TaskError(Problem("parallel.tp", f"is {tp}, which {message}", hint=hint))
+    return TaskError("parallel.tp", f"is {tp}, which {message}", hint)
 
 
 def check_hf(config: RunConfig) -> None:

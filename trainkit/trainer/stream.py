@@ -55,7 +55,7 @@ class StreamData:
                 f"is {config.train.epochs:g}, but train_dataset() of {config.task} returned a "
                 f"{type(samples).__name__}, which has no length"
             )
-            raise TaskError(Problem("train.epochs", message, hint="set train.steps, and remove train.epochs"))
+            raise TaskError("train.epochs", message, "set train.steps, and remove train.epochs")
         if isinstance(samples, Iterator):
             hint = "return an object whose __iter__() begins anew: a class with `def __iter__(self): yield …`"
             message = f"train_dataset() returned a {type(samples).__name__}, which can be read only once"
@@ -70,7 +70,7 @@ class StreamData:
             # In a process of its own, since a stream may open files when it is read.
             [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
-                raise TaskError(problem)
+                raise TaskError(problem.key, problem.message, problem.hint)
             self.fingerprint = hashlib.sha256("".join(self.first).encode()).hexdigest()
 
     def continues_at(self, saved: StreamState) -> bool:

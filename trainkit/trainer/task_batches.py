@@ -286,7 +286,7 @@ class TaskBatches:
         for _ in range(self._positions.batch.accumulation_steps):
             found = next(self._iterator)
             if isinstance(found, Problem):
-                raise TaskError(found)
+                raise TaskError(found.key, found.message, found.hint)
             *batch, state = found
             microbatches.append(TaskBatch(*batch))
         num_samples = self._positions.num_samples(self._at)

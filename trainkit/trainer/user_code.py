@@ -27,15 +27,15 @@ class TaskError(TrainkitError):
 
     exit_code = EXIT_NO_RESTART
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(f"{problem.key} {problem.message}", problem.hint)
-        self.problem = problem
+    def __init__(self, key: str, message: str, hint: str = "") -> None:
+        super().__init__(f"{key} {message}", hint)
+        self.problem = Problem(key, message, hint=hint)
 
 
 def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
     """The error of a task, or of `model.hf`, that cannot be trained, for its `message` after "but"."""
     key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
-    return TaskError(Problem(key, f"is {value}, but {message}", hint=hint))
+    return TaskError(key, f"is {value}, but {message}", hint)
 
 
 def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
@@ -168,11 +168,11 @@ def _check(config: RunConfig, found: type[Task]) -> None:
     if tp > 1 and found.tensor_plan is Task.tensor_plan:
         message = f"is {tp}, but {found.__name__} does not define tensor_plan"
         hint = "it names the modules to split, see docs/own-task.md; or remove parallel.tp and use dp_shard"
-        raise TaskError(Problem("parallel.tp", message, hint=hint))
+        raise TaskError("parallel.tp", message, hint)
     signature = inspect.signature(found)
     try:
         signature.bind(config, **config.task_args)
     except TypeError as error:
         known = list(signature.parameters)[1:]
         takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
-        raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
+        raise TaskError("task_args", f"do not fit: {error}", takes) from None

@@ -54,12 +54,10 @@ def test_values_of_nodes_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_request_and_report_survive_json() -> None:
-    request = Request(
-        Path("/r"), "ib", ("b",), 1, True, ("python", "-u"), (("PYTHONPATH", "/x"),), Path("/c"), ("/f", "a")
-    )
+    request = Request(Path("/r"), "ib", ("b",), True, ("python", "-u"), (("PYTHONPATH", "/x"),), ("/f", "a"))
     assert from_json(Request, to_json(request)) == request
     assert from_json(Request, to_json(Request(Path("/r")))) == Request(Path("/r"))
-    report = NodeReport("a", 2, 7, ("b",), findings=(Finding("CPU", "ok", "8", host="a"),), time_s=1.0)
+    report = NodeReport("a", 2, 7, ("b",), findings=(Finding("CPU", "ok", "8", host="a"),), step="7.0")
     assert from_json(NodeReport, to_json(report)) == report
 
 

@@ -1,10 +1,9 @@
-"""The checks of the interpreter, the packages and the code of a job."""
+"""The checks of the interpreter and the packages of a job."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 
@@ -61,18 +60,6 @@ def test_environment_that_only_the_job_knows_is_a_warning(
     assert found["environment"] == ("warning", text)
 
 
-def test_code_of_a_folder_is_compared_without_environments_and_runs(tmp_path: Path) -> None:
-    for name in ("a.py", "sub/b.py", "env/lib/c.py", "runs/r/d.py", ".hidden/e.py", "notes.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "env" / "pyvenv.cfg").touch()
-    files = environment.code_files(tmp_path)
-    assert files == [tmp_path / "a.py", tmp_path / "sub/b.py"]
-    before = environment.digest(files)
-    (tmp_path / "sub/b.py").write_text("x = 1\n")
-    assert environment.digest(files) != before
-
-
 @pytest.mark.slow
 def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
@@ -80,14 +67,6 @@ def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest
     (check,) = environment.check_torch(Request(tmp_path))
     assert check.state == "failure"
     assert "libcudnn.so.9" in check.value
-
-
-def test_code_is_compared_only_without_a_copy(tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-    found = environment.versions(Request(tmp_path, quick=True, code=tmp_path))
-    assert found["your code"].endswith(f" in {tmp_path}")
-    assert found["Python"] == platform.python_version()
-    assert "your code" not in environment.versions(Request(tmp_path, quick=True))
 
 
 def test_other_trainkit_of_an_interpreter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

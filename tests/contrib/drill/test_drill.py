@@ -90,7 +90,7 @@ def results(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
 DAMAGED_SAVES = ("mid-save", "damaged-checkpoint")
 OF_A_TASK = ("signal", "rank")
 OF_A_COMMAND = ("signal", "node")
-NEEDS_SLURM = ("requeue", "preempt", "time-limit")
+NEEDS_SLURM = ("requeue",)
 
 
 @pytest.mark.slow

@@ -1,18 +1,17 @@
 """The results of a drill: curves that are compared, and what is made of a run."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from trainkit.contrib.drill.result import (
-    Point,
     Result,
     RunOutcome,
     all_passed,
     compare,
     evaluate,
     num_recomputed,
-    points_of,
     result_table,
     steps_while_saving,
     summary,
@@ -20,17 +19,23 @@ from trainkit.contrib.drill.result import (
 from trainkit.contrib.drill.scenarios import SCENARIOS
 from trainkit.contrib.drill.scenarios import ScenarioRecord as Record
 from trainkit.run.end import AttemptEnd
-from trainkit.run.events import Event, steps_of
+from trainkit.run.events import Event, StepRecord
+
+
+def point(step: int, loss: str, samples_seen: int | None = None, attempt: int | None = None) -> StepRecord:
+    values = {"step": step, "loss": json.loads(loss), "samples_seen": samples_seen, "attempt": attempt}
+    return StepRecord(values)
+
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-REFERENCE = [Point(step, f"{1 / step}", 4 * step, 1) for step in range(1, 31)]
+REFERENCE = [point(step, f"{1 / step}", 4 * step, 1) for step in range(1, 31)]
 FINISHED = AttemptEnd("finished", reason="all workers finished")
 EVERYTHING = ("preempted", "timeout", "node_fail", "crash", "hang")
 
 
 def run_of(first: int, resumed: int, **more) -> RunOutcome:
     """A run that did the steps up to `first`, and resumed from the checkpoint of step `resumed`."""
-    again = [replace(point, attempt=2) for point in REFERENCE[resumed:]]
+    again = [StepRecord({**one.values, "attempt": 2}) for one in REFERENCE[resumed:]]
     events = [
         Event({"event": "training", "attempt": 1, "step": 0}),
         Event({"event": "training", "attempt": 2, "step": resumed}),
@@ -84,7 +89,7 @@ def test_an_unknown_interval_is_not_checked():
 
 def test_another_curve():
     ended = run_of(12, 12)
-    ended = replace(ended, points=[*ended.points[:-1], Point(30, "0.5", 120, 2)])
+    ended = replace(ended, steps=[*ended.steps[:-1], point(30, "0.5", 120, 2)])
     result = result_of("signal", Record(), ended)
     assert (result.state, result.curve) == ("failed", "differs")
     assert result.message == f"loss 0.5 at step 30 instead of {1 / 30}"
@@ -134,7 +139,7 @@ def test_what_could_not_be_done_has_not_passed():
 
 
 def test_without_a_curve_only_the_end_is_judged():
-    result = result_of("rank", Record("SIGKILL"), run_of(12, 10, points=[], events=[]), reference=[])
+    result = result_of("rank", Record("SIGKILL"), run_of(12, 10, steps=[], events=[]), reference=[])
     assert (result.state, result.curve, result.num_recomputed) == ("passed", "unknown", None)
     assert result.message == "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 
@@ -165,17 +170,7 @@ def test_the_whole():
     assert not all_passed([])
 
 
-CURVE = [Point(1, "3.5", 16), Point(2, "3.25", 32), Point(3, "3.125", 48)]
-
-
-def test_points_are_read_as_they_were_written_and_other_records_are_passed_over():
-    records = [
-        {"step": 1, "loss": 0.1, "samples_seen": 16, "attempt": 1},
-        {"step": 1, "loss": 0.10000000000000002},
-        {"step": 2, "note": "no loss"},
-        {"loss": 1.0},
-    ]
-    assert points_of(steps_of(records)) == [Point(1, "0.1", 16, 1), Point(1, "0.10000000000000002")]
+CURVE = [point(1, "3.5", 16), point(2, "3.25", 32), point(3, "3.125", 48)]
 
 
 def test_equal_curves_are_equal_however_often_a_step_was_computed():
@@ -185,21 +180,21 @@ def test_equal_curves_are_equal_however_often_a_step_was_computed():
 
 
 def test_the_first_difference_is_named():
-    other = [CURVE[0], Point(2, "3.2500000000000004", 32), CURVE[2]]
+    other = [CURVE[0], point(2, "3.2500000000000004", 32), CURVE[2]]
     assert compare(CURVE, other) == "loss 3.2500000000000004 at step 2 instead of 3.25"
-    other = [*CURVE[:2], Point(3, "3.125", 64)]
+    other = [*CURVE[:2], point(3, "3.125", 64)]
     assert compare(CURVE, other) == "64 samples seen at step 3 instead of 48"
     assert compare(CURVE, CURVE[::2]) == "step 2 is missing"
-    other = [*CURVE, Point(4, "3.0", 64)]
+    other = [*CURVE, point(4, "3.0", 64)]
     assert compare(CURVE, other) == "step 4 is not in the uninterrupted run"
 
 
 def test_a_step_that_was_wrong_the_first_time_is_a_difference_although_it_was_computed_again():
-    assert compare(CURVE, [Point(1, "9.0", 16), *CURVE]) == "loss 9.0 at step 1 instead of 3.5"
+    assert compare(CURVE, [point(1, "9.0", 16), *CURVE]) == "loss 9.0 at step 1 instead of 3.5"
 
 
-def attempt(number: int, *steps: int) -> list[Point]:
-    return [Point(step, "1.0", step, number) for step in steps]
+def attempt(number: int, *steps: int) -> list[StepRecord]:
+    return [point(step, "1.0", step, number) for step in steps]
 
 
 def begin(number: int, step: int) -> dict:

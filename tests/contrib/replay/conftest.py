@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks import ForkedWorker, start_worker
 from tests.support.replays import OPTIONS, add_job
 from tests.support.runs import train
-from trainkit.contrib.replay import run_replay
+from trainkit.contrib.replay import replay
 
 
 @pytest.fixture(scope="session")
@@ -38,5 +38,5 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tuple(argv[-3:-1]) == ("-m", "trainkit.trainer")
         return ForkedWorker(start_worker(Path(argv[-1]), Path(output.name), environ))
 
-    monkeypatch.setattr(run_replay, "start_child", fork)
-    monkeypatch.setattr(run_replay, "kill_group", ForkedWorker.kill)
+    monkeypatch.setattr(replay, "start_child", fork)
+    monkeypatch.setattr(replay, "kill_group", ForkedWorker.kill)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import launch_plan
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.replay.compare import Comparison, compare
-from trainkit.contrib.replay.plan_replay import ReplayPlan
+from trainkit.contrib.replay.replay import ReplayPlan
 from trainkit.contrib.replay.steps import RunStep, find_step
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout

@@ -12,10 +12,8 @@ import pytest
 
 from tests.contrib.replay.test_compare import PLAN, add_attempt, record, start
 from trainkit.cli.options import config_flags
-from trainkit.contrib.replay import plan_replay as module
-from trainkit.contrib.replay import run_replay
-from trainkit.contrib.replay.plan_replay import ReplayPlan, plan_replay
-from trainkit.contrib.replay.run_replay import code_variables
+from trainkit.contrib.replay import replay
+from trainkit.contrib.replay.replay import ReplayPlan, code_variables, plan_replay
 from trainkit.control.resume import REPLAY_FILE
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
@@ -39,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         record(run, step, step_s=60.0)
     for step in (4, 8):
         run.checkpoint_dir(step).mkdir(parents=True)
-    monkeypatch.setattr(module, "find_plain_damage", lambda checkpoint: "")
+    monkeypatch.setattr(replay, "find_plain_damage", lambda checkpoint: "")
     return run
 
 
@@ -169,7 +167,7 @@ def test_a_checkpoint_stays_although_the_run_removes_it(run: RunDir, monkeypatch
     file = run.checkpoint_dir(8) / "manifest.json"
     file.write_text("{}")
     target = run.path.parent / "copy"
-    run_replay._link_checkpoint(file.parent, target)
+    replay._link_checkpoint(file.parent, target)
     shutil.rmtree(file.parent)
     assert (target / file.name).read_text() == "{}"
 
@@ -178,5 +176,5 @@ def test_a_checkpoint_stays_although_the_run_removes_it(run: RunDir, monkeypatch
 
     monkeypatch.setattr(os, "link", refuse)
     again = run.path.parent / "again"
-    run_replay._link_checkpoint(target, again)
+    replay._link_checkpoint(target, again)
     assert again.readlink() == target

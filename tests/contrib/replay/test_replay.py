@@ -17,7 +17,7 @@ from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.cli.main import main
-from trainkit.contrib.replay import run_replay
+from trainkit.contrib.replay import replay
 from trainkit.contrib.replay.compare import rank_record
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
@@ -73,14 +73,14 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
     assert files_of(run) == before, "damaged checkpoints are set aside in the replay alone"
     assert "2 set aside as damaged" in capsys.readouterr().err
     # The run, which continues, removes them meanwhile, and this folder is on another disk.
-    monkeypatch.setattr(run_replay, "_link_checkpoint", lambda source, target: target.symlink_to(source))
-    run_ranks = run_replay._run_ranks
+    monkeypatch.setattr(replay, "_link_checkpoint", lambda source, target: target.symlink_to(source))
+    run_ranks = replay._run_ranks
 
     def remove_and_run(*args: Any) -> None:
         shutil.rmtree(RunDir(run).checkpoints_dir)
         run_ranks(*args)
 
-    monkeypatch.setattr(run_replay, "_run_ranks", remove_and_run)
+    monkeypatch.setattr(replay, "_run_ranks", remove_and_run)
     assert main(["replay", str(run), "--step", "5"]) == 1
     assert "no checkpoint before the steps is intact any more" in capsys.readouterr().err
 

@@ -38,15 +38,11 @@ class Request:
     """As `launch.network`."""
     peers: tuple[str, ...] = ()
     """The other hosts of the job."""
-    port: int | None = None
-    """A port that must be free on this host; None to find one."""
     quick: bool = False
     python: tuple[str, ...] = (sys.executable,)
     """The interpreter of the ranks, with its options."""
     env: tuple[tuple[str, str], ...] = ()
     """Variables of `launch.env` that decide which packages it imports."""
-    code: Path | None = None
-    """The folder whose code the ranks import; None if each run gets a copy."""
     shared: tuple[str, str] | None = None
     """(file, host): a file that the host has created below the run folder, and every node must see."""
 
@@ -71,7 +67,3 @@ class NodeReport:
     findings: tuple[Finding, ...] = ()
     step: str = ""
     """What `scancel` takes to end its step."""
-    time_s: float = 0.0
-    """Its clock when it sent this, which the reader compares with its own."""
-    arrived_s: float = 0.0
-    """The reader's clock then."""

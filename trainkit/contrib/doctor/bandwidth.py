@@ -1,15 +1,23 @@
-"""What links between hosts should give, and what they do (`bandwidth_rank` measures it)."""
+"""What links between hosts should give, and what they do.
+
+``python -m trainkit.contrib.doctor.bandwidth`` is one rank of the measurement: all-reduce over all of them,
+and point to point along a ring.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +26,7 @@ from trainkit.job.preflight import Finding, warn_if
 from trainkit.job.processes import first_failed
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
+"""Has the ranks of all hosts."""
 MARK = "trainkit-bandwidth:"
 """Before the result of rank 0: NCCL_DEBUG prints to the standard output, too."""
 TIMEOUT_S = 180.0
@@ -106,7 +115,7 @@ def run_ranks(
                     "LOCAL_RANK": str(local_rank),
                     "OMP_NUM_THREADS": "1",
                 }
-                argv = [*python, "-m", "trainkit.contrib.doctor.bandwidth_rank"]
+                argv = [*python, "-m", "trainkit.contrib.doctor.bandwidth"]
                 proc = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=variables
                 )
@@ -184,3 +193,77 @@ def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float
         return None, ""
     names = {"infiniband": "InfiniBand", "ethernet": "the network interface"}
     return min(speeds) if backend == "nccl" else min(*speeds, GLOO_GBIT_S), names[kind]
+
+
+START_TIMEOUT_S = 60.0
+SIZE_MIB = {"gloo": 32, "nccl": 256}
+NUM_WARMUPS, NUM_REPEATS = 1, 5
+
+
+def main() -> int:
+    """Measure as one rank, whose environment has RANK and LOCAL_RANK; rank 0 prints the result as JSON."""
+    import torch
+    import torch.distributed as dist
+
+    layout = from_json(Layout, os.environ[LAYOUT_VARIABLE])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available()
+    backend, device = ("nccl", torch.device("cuda", local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{layout.addr}:{layout.port}",
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=START_TIMEOUT_S),
+    )
+    tensor = torch.zeros(SIZE_MIB[backend] * 2**18, device=device)
+    num_bits = 8 * tensor.numel() * tensor.element_size()
+
+    def median_s(action: Callable[[], object]) -> float:
+        times_s = []
+        for repeat in range(NUM_WARMUPS + NUM_REPEATS):
+            started_s = time.perf_counter()
+            action()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if repeat >= NUM_WARMUPS:
+                times_s.append(time.perf_counter() - started_s)
+        return statistics.median(times_s)
+
+    def ask(peer: int) -> None:
+        dist.send(tensor[:1], peer)
+        dist.recv(tensor, peer)
+
+    def answer(peer: int) -> None:
+        dist.recv(tensor[:1], peer)
+        dist.send(tensor, peer)
+
+    # Of every byte, a rank sends and receives this share in the best algorithm: nccl-tests' "bus bandwidth".
+    share = 2 * (layout.world_size - 1) / layout.world_size
+    reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
+    points = layout.points()
+    speeds = torch.zeros(len(points), dtype=torch.float64, device=device)
+    for links in ring_rounds(len(points)):
+        dist.barrier()
+        for source, target in links:
+            (_, sender), (_, receiver) = points[source], points[target]
+            if rank == sender:
+                # The receiver asks for each transfer, so that it measures no waiting.
+                median_s(partial(answer, receiver))
+            elif rank == receiver:
+                speeds[source] = num_bits / median_s(partial(ask, sender)) / 1e9
+    dist.all_reduce(speeds)
+    if rank == 0:
+        names = [name for name, _ in points]
+        found = list(zip(names, [*names[1:], names[0]], speeds.tolist(), strict=True))
+        result = Bandwidth("", backend, SIZE_MIB[backend], reduced, found)
+        print(f"\n{MARK} {to_json(result)}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -57,7 +57,6 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     show_default=True,
     help="Folder in which runs will be.",
 )
-@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port that must be free.")
 @json_option
 def command(
     config: str | None,
@@ -66,7 +65,6 @@ def command(
     nodes: int | None,
     gpus_per_node: int | None,
     run_dir: Path,
-    port: int | None,
     as_json: bool,
     **slurm: object,
 ) -> int:
@@ -84,7 +82,7 @@ def command(
     flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
     found: list[Finding] = []
-    with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, port, quick)) as checks:
+    with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
             if of_nodes:  # they arrive together
                 of_all = list(group)
@@ -106,7 +104,7 @@ def command(
 
 
 def _checks(
-    loaded: LoadedConfig, folder: Path, nodes: int | None, port: int | None, quick: bool
+    loaded: LoadedConfig, folder: Path, nodes: int | None, quick: bool
 ) -> Generator[Finding, None, None]:
     from trainkit.cluster.discovery import has_slurm
     from trainkit.contrib.doctor import Request
@@ -116,7 +114,7 @@ def _checks(
 
     launch, on_cluster = loaded.config.launch, has_slurm()
     on_slurm = nodes is not None or (on_cluster and launch.backend != "local")
-    request = Request(folder, launch.network, (), port, quick)
+    request = Request(folder, launch.network, quick=quick)
     request, checks = with_interpreter(request, loaded, Path.cwd(), on_slurm=on_slurm)
     yield from checks
     if nodes is None:

@@ -1,11 +1,10 @@
-"""The Python environment of the ranks: its interpreter, packages, torch, and the code that they import."""
+"""The Python environment of the ranks: its interpreter, packages and torch."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,9 +37,6 @@ print(sys.argv[1], json.dumps({
 }))
 """
 """In a process of its own: torch takes seconds to import, and a broken one may crash."""
-MAX_FILES = 2_000
-"""Files of code that are read to compare nodes."""
-_NO_CODE = frozenset({"runs", "node_modules", "site-packages", "__pycache__"})
 
 
 @lru_cache
@@ -131,7 +127,7 @@ def check_torch(request: Request) -> Iterator[Finding]:
 
 
 def versions(request: Request) -> dict[str, str]:
-    """What must be the same on all nodes: Python, packages, trainkit's code, and the ranks' own code.
+    """What must be the same on all nodes: the releases of Python and packages.
 
     An interpreter or torch that does not run is left out, which `check_python` and `check_torch` report.
     """
@@ -139,47 +135,9 @@ def versions(request: Request) -> dict[str, str]:
     found = _packages(request)
     if isinstance(found, Packages):
         values = {"Python": found.python, **found.versions}
-        if "trainkit" in found.files:
-            package = Path(found.files["trainkit"]).parent
-            values["trainkit's code"] = f"{digest(sorted(package.rglob('*.py')))} in {package}"
         if not request.quick and isinstance(torch := _torch(request), Torch):
             values |= {"CUDA of torch": torch.cuda, "NCCL": torch.nccl}
-    if request.code is not None:
-        files = code_files(request.code)
-        values["your code"] = f"{digest(files)} in {request.code}" if files else f"missing in {request.code}"
     return values
-
-
-def code_files(folder: Path) -> list[Path]:
-    """The Python files of a folder and those below it, without environments, runs and hidden folders.
-
-    The first `MAX_FILES` by their paths, the same on every node.
-    """
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in _NO_CODE
-            and not name.startswith(".")
-            and not Path(parent, name, "pyvenv.cfg").exists()
-        )
-        found += (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
-        if len(found) > MAX_FILES:
-            break
-    return found[:MAX_FILES]
-
-
-def digest(files: Iterable[Path]) -> str:
-    """A digest of the paths and contents of files."""
-    content = hashlib.sha256()
-    for path in files:
-        content.update(f"{path}\0".encode(errors="surrogateescape"))
-        try:
-            content.update(path.read_bytes())
-        except OSError as error:  # differs from a node that can read it
-            content.update(str(error.errno).encode())
-    return content.hexdigest()[:12]
 
 
 def with_interpreter(
@@ -209,7 +167,4 @@ def with_interpreter(
         text = f"checked {found.argv[0]} without {' and '.join(before)}, which the job runs first"
         checks.append(Finding("environment", "warning", text, hint))
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
-    if on_slurm and launch.snapshot:
-        checks.append(Finding("code", "ok", "each run gets a copy at its submission (launch.snapshot)"))
-    code = None if launch.snapshot else cwd
-    return replace(request, python=argv, env=env, code=code), checks
+    return replace(request, python=argv, env=env), checks

@@ -62,7 +62,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
     yield from check_gpus()
     yield check_name(request)
     yield check_interface(request)
-    yield check_ports(request)
+    yield check_ports()
     yield from check_folder(request)
     yield from starmap(check_space, temporary_folders(os.environ).items())
     if not request.quick:
@@ -108,7 +108,7 @@ def main() -> int:
         peers = tuple(host for host in expand_hosts(hosts) if host != own_host())
         request = replace(request, peers=peers)
     report = node_report(request, list(node_findings(request)))
-    send(to_json(replace(report, time_s=time.time())))
+    send(to_json(report))
     for line in sys.stdin:
         layout = from_json(Layout, line)
         # Each node finds the first one by its own name service.
@@ -269,13 +269,8 @@ def check_interface(request: Request) -> Finding:
     return Finding("interface", "ok", reason)
 
 
-def check_ports(request: Request) -> Finding:
+def check_ports() -> Finding:
     """A port at which rank 0 can listen."""
-    if request.port is not None:
-        if is_free(request.port):
-            return Finding("port", "ok", f"{request.port} is free")
-        hint = f"`ss -ltnp 'sport = :{request.port}'` shows who listens; trainkit chooses a free port itself"
-        return Finding("port", "failure", f"{request.port} is in use", hint)
     candidates = candidate_ports(str(os.getpid()), 0, ephemeral_range())
     num_free = sum(map(is_free, candidates))
     value = f"{num_free} of {len(candidates)} tried ports are free"

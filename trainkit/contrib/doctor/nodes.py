@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import re
-import statistics
 import subprocess
 import tempfile
 import threading
@@ -25,13 +24,12 @@ from trainkit.contrib.doctor.node import measure, node_report, received, shared_
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.rendezvous import LOCAL_ADDR
-from trainkit.job.preflight import CLOCK_HINT, MAX_CLOCK_OFFSET_S, Finding, apart, warn_if
+from trainkit.job.preflight import Finding, warn_if
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
-from trainkit.run.process import own_host
 from trainkit.slurm.client import plain_environ, query, run_slurm
 from trainkit.slurm.control import parse_version, show_config
 from trainkit.slurm.environment import scrubbed
@@ -88,8 +86,8 @@ class NodesStep:
             start_new_session=True,
         )
         self._step = ""
-        self._messages: queue.Queue[tuple[str, float] | None] = queue.Queue()
-        """Each with this host's time when it came; None at the end."""
+        self._messages: queue.Queue[str | None] = queue.Queue()
+        """None at the end."""
         self._reader = threading.Thread(target=self._receive, daemon=True)
         self._reader.start()
 
@@ -97,7 +95,7 @@ class NodesStep:
         assert self._proc.stdout is not None
         try:
             for message in received(self._proc.stdout):
-                self._messages.put((message, time.time()))
+                self._messages.put(message)
         finally:
             self._messages.put(None)
 
@@ -123,8 +121,8 @@ class NodesStep:
     def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
         """The reports of `count` nodes, by host; fewer in the cases of `_received`."""
         found = []
-        for text, arrived_s in self._received(count, timeout_s, wait_s):
-            found.append(replace(from_json(NodeReport, text), arrived_s=arrived_s))
+        for text in self._received(count, timeout_s, wait_s):
+            found.append(from_json(NodeReport, text))
             self._step = found[-1].step
         return sorted(found, key=lambda item: item.host)
 
@@ -136,14 +134,14 @@ class NodesStep:
             self._proc.stdin.flush()
         limit_s = MEASURE_TIMEOUT_S + STOP_S
         answers = []
-        for text, _ in self._received(len(layout.hosts), limit_s, limit_s):
+        for text in self._received(len(layout.hosts), limit_s, limit_s):
             answers.append(from_json(Bandwidth, text))
             if answers[-1].error:
                 break
         return answers
 
-    def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[tuple[str, float]]:
-        """The next `count` messages, each with this host's time when it came.
+    def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
+        """The next `count` messages.
 
         Fewer if the step ends before, after `timeout_s`, or `wait_s` after the first.
         """
@@ -196,8 +194,6 @@ def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Ite
             yield _reported(reports, num_nodes, step, wait_s if reports else timeout_s)
             if len(reports) > 1:
                 yield from compare_versions(reports)
-            if reports:
-                yield from compare_clocks(reports, own_host())
             if len(reports) == num_nodes and not request.quick and can_measure(found):
                 yield from _bandwidth(reports, step.measure)
 
@@ -243,7 +239,7 @@ def _bandwidth(
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """The checks of the packages and the code of all nodes."""
+    """The checks of the packages of all nodes."""
     names = {name for report in reports for name in report.versions}
     differ: list[tuple[str | None, str]] = []
     for name in sorted(names):
@@ -274,23 +270,6 @@ def _names(values: Mapping[str, object], value: object) -> str:
     hosts = sorted(host for host, found in values.items() if found == value)
     more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
     return f"{', '.join(hosts[:3])}{more}"
-
-
-def compare_clocks(reports: Sequence[NodeReport], caller: str) -> Iterator[Finding]:
-    """The checks of the clocks of all nodes and of this host (the `caller`), against the median of all."""
-    offsets_s = {caller: 0.0, **{item.host: item.time_s - item.arrived_s for item in reports}}
-    usual_s = statistics.median_low(offsets_s.values())
-    is_well = True
-    for host, offset_s in offsets_s.items():
-        if abs(offset_s - usual_s) > MAX_CLOCK_OFFSET_S:
-            is_well, text = False, f"{apart(offset_s - usual_s)} the other clocks"
-            if any(item.host == host for item in reports):
-                yield Finding("clock", "failure", text, CLOCK_HINT, host)
-            else:  # no rank runs there
-                yield Finding("clock", "warning", f"this host, {host}, is {text}", CLOCK_HINT)
-    if is_well:
-        spread_s = max(offsets_s.values()) - min(offsets_s.values())
-        yield Finding("clock", "ok", f"of {plural(len(reports), 'node')} within {spread_s:.1f} s")
 
 
 OLDEST_SLURM = (22, 5)

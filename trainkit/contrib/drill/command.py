@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import click
 
@@ -28,14 +27,11 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
-    Point,
     Result,
     RunOutcome,
     all_passed,
     evaluate,
-    largest_difference,
     num_recomputed,
-    points_of,
     result_table,
     summary,
 )
@@ -54,7 +50,7 @@ from trainkit.launch.create import create_run, defer_sigint, new_folder, start_r
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.launch import LaunchPlan, describe_plan
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.events import read_events, read_steps
+from trainkit.run.events import StepRecord, read_events, read_steps
 from trainkit.run.files import parse_time, seconds_between, write_json
 from trainkit.run.manifest import find_damage, published, remove_all
 from trainkit.run.registry import isolated_state
@@ -64,7 +60,7 @@ DEFAULT_STEPS = 30
 MIN_STEPS = 12
 """With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
 NUM_SAVES = 6
-REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
+REFERENCE = "uninterrupted"
 
 
 @click.command(
@@ -141,22 +137,13 @@ def command(
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
+    found = [(item.name, item.description, reasons[item.name] or None) for item in scenarios]
     if as_json:
-        value = [
-            {
-                "scenario": item.name,
-                "description": item.description,
-                "skip_reason": reasons[item.name] or None,
-            }
-            for item in scenarios
-        ]
-        echo_json(value)
-        return EXIT_OK
-    rows = [
-        [item.name, item.description, f"no: {reasons[item.name]}" if reasons[item.name] else "yes"]
-        for item in scenarios
-    ]
-    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows], fit=terminal_width()))
+        keys = ("scenario", "description", "skip_reason")
+        echo_json([dict(zip(keys, row, strict=True)) for row in found])
+    else:
+        rows = [[name, text, f"no: {reason}" if reason else "yes"] for name, text, reason in found]
+        click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows], fit=terminal_width()))
     return EXIT_OK
 
 
@@ -184,12 +171,11 @@ def _drill(
                 log_line(f"{result.scenario}: {result.sentence}")
     finally:
         log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
-    value: dict[str, Any] = {
+    value: dict[str, object] = {
         "folder": str(folder),
         "seed": seed,
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
-        "difference_if_not_deterministic": drill.difference,
         "scenarios": list(map(asdict, results)),
     }
     write_json(folder / "drill.json", value)
@@ -211,11 +197,9 @@ class Drill:
     interval: int | None
     """Steps between two saves; None for a COMMAND, whose saves are not known."""
     log_line: Callable[[str], None]
-    reference: list[Point] = field(default_factory=list)
+    reference: list[StepRecord] = field(default_factory=list)
     usual_s: float = 0.0
     """Duration of the uninterrupted run, in seconds."""
-    difference: float | None = None
-    """`largest_difference` of a run without deterministic kernels; None on CPUs, which have no others."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
@@ -224,31 +208,16 @@ class Drill:
         Raises TrainkitError when the uninterrupted run does not finish.
         """
         try:
-            self.reference, self.usual_s = self._run_uninterrupted(REFERENCE, self.config)
+            self.reference, self.usual_s = self._run_uninterrupted()
             for scenario in scenarios:
                 reason = skip_reason(scenario, self.config, self.plan)
                 yield Result(scenario.name, "skipped", reason) if reason else self._run_scenario(scenario)
-            knows_flag = self.plan.device != "cpu" and not self.plan.workload.is_command
-            if knows_flag and self.config.train.deterministic:
-                self._compare_kernels()
         finally:
             self._kill_running()
 
-    def _compare_kernels(self) -> None:
-        """Measure how far an equal run without `train.deterministic` is from the uninterrupted one."""
-        train = self.config.train.model_copy(update={"deterministic": False})
-        config = self.config.model_copy(update={"train": train})
-        try:
-            points, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
-        except TrainkitError as error:  # it proves nothing that the drill is about
-            self.log_line(f"{NOT_DETERMINISTIC}: {error}")
-            return
-        self.difference = largest_difference(self.reference, points)
-        self.log_line(f"{NOT_DETERMINISTIC}: losses differ by up to {self.difference:.1e} of their value")
-
-    def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[Point], float]:
+    def _run_uninterrupted(self) -> tuple[list[StepRecord], float]:
         """The steps of a run, and its duration in seconds."""
-        run, watch = self._start(name, config, float("inf"))
+        run, watch = self._start(REFERENCE, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
         if end.state != "finished":
@@ -265,23 +234,23 @@ class Drill:
                 hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
-        points = points_of(read_steps(run))
-        if again := num_recomputed(points):
+        steps = computed_steps(run)
+        if again := num_recomputed(steps):
             raise TrainkitError(
                 f"{run.metrics_file} records {plural(again, 'step')} twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         started = next(read_events(run, "started"))
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
-        last = plural(points[-1].step, "step") if points else "no steps in metrics.jsonl"
-        self.log_line(f"{name}: {last}, {duration_s:.1f} s")
+        last = plural(steps[-1].step, "step") if steps else "no steps in metrics.jsonl"
+        self.log_line(f"{REFERENCE}: {last}, {duration_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
-        return points, duration_s
+        return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
         # Longer than the run's own watchdog takes to end hanging ranks.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
-        run, watch = self._start(scenario.name, self.config, patience_s)
+        run, watch = self._start(scenario.name, patience_s)
         plan = self.plan
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
@@ -294,19 +263,18 @@ class Drill:
         self.running = None
         found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
         damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
-        points, events = points_of(read_steps(run)), list(read_events(run))
-        outcome = RunOutcome(watch.end(), points, events, damages, str(run.path))
+        outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
         result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
         return result
 
-    def _start(self, name: str, config: RunConfig, patience_s: float) -> tuple[RunDir, RunWatch]:
+    def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
         with defer_sigint():
-            created = create_run(config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
+            created = create_run(self.config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
             if name == REFERENCE:
                 print_created(created)
-            start_run(created.run, config, self.plan, "submit")
+            start_run(created.run, self.config, self.plan, "submit")
             self.running = run = created.run
         poll_s = injector_for(run, self.plan.backend).poll_s
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
@@ -318,6 +286,11 @@ class Drill:
         run, self.running = self.running, None
         if kill_job(run):
             self.log_line(f"cancelled {run.path}")
+
+
+def computed_steps(run: RunDir) -> list[StepRecord]:
+    """The steps of a run that have a loss, in order of computation."""
+    return [record for record in read_steps(run) if "loss" in record.values]
 
 
 def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,56 +13,29 @@ from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, StepRecord
 
 
-@dataclass(frozen=True)
-class Point:
-    """One computed step, as recorded."""
-
-    step: int
-    loss: str
-    """The loss as JSON text: equal texts mean bit-identical losses."""
-    samples_seen: int | None = None
-    attempt: int | None = None
-    """None if the trainer does not record it."""
-
-
-def points_of(records: Iterable[StepRecord]) -> list[Point]:
-    """The points of the steps of a run that have a loss, in order of computation."""
-    return [
-        Point(record.step, json.dumps(record.values["loss"]), record.count("samples_seen"), record.attempt)
-        for record in records
-        if "loss" in record.values
-    ]
-
-
-def num_recomputed(points: Sequence[Point]) -> int:
+def num_recomputed(steps: Sequence[StepRecord]) -> int:
     """Number of repeated computations of steps."""
-    return len(points) - len({point.step for point in points})
+    return len(steps) - len({one.step for one in steps})
 
 
-def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
+def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> str:
     """The first difference of a computed step from the uninterrupted run; empty if all are equal."""
-    expected = {point.step: point for point in reference}
-    for point in points:
-        known = expected.get(point.step)
+    expected = {one.step: one for one in reference}
+    for one in steps:
+        known = expected.get(one.step)
         if known is None:
-            return f"step {point.step} is not in the uninterrupted run"
-        if point.loss != known.loss:
-            return f"loss {point.loss} at step {point.step} instead of {known.loss}"
-        if point.samples_seen != known.samples_seen:
-            seen = f"{plural(point.samples_seen, 'sample')} seen"
-            return f"{seen} at step {point.step} instead of {known.samples_seen}"
-    missing = sorted(set(expected) - {point.step for point in points})
+            return f"step {one.step} is not in the uninterrupted run"
+        loss, usual = (json.dumps(record.values["loss"]) for record in (one, known))  # with all digits
+        if loss != usual:
+            return f"loss {loss} at step {one.step} instead of {usual}"
+        seen, usually_seen = one.count("samples_seen"), known.count("samples_seen")
+        if seen != usually_seen:
+            return f"{plural(seen, 'sample')} seen at step {one.step} instead of {usually_seen}"
+    missing = sorted(set(expected) - {one.step for one in steps})
     return f"step {missing[0]} is missing" if missing else ""
 
 
-def largest_difference(reference: Sequence[Point], points: Sequence[Point]) -> float:
-    """The largest difference of a loss from that of the same step of another run, relative to it."""
-    losses = {point.step: json.loads(point.loss) for point in reference}
-    pairs = [(json.loads(point.loss), losses.get(point.step)) for point in points]
-    return max((abs(loss - other) / abs(other) for loss, other in pairs if loss and other), default=0.0)
-
-
-def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
+def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
     """Number of steps computed while a save was being written that an interruption then cut off.
 
     Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
@@ -72,7 +45,7 @@ def steps_while_saving(points: Sequence[Point], events: Sequence[Event]) -> int:
         if start.name != "training":
             continue
         before = (start.attempt or 0) - 1
-        done = [point.step for point in points if point.attempt == before]
+        done = [one.step for one in steps if one.attempt == before]
         own = (event for event in events if event.name == "checkpoint_begin" and event.attempt == before)
         begun = [event.step or 0 for event in own]
         if done and begun and begun[-1] > (start.step or 0):
@@ -120,7 +93,8 @@ class RunOutcome:
 
     end: AttemptEnd
     """end.json of its newest attempt; empty when there is none."""
-    points: Sequence[Point]
+    steps: Sequence[StepRecord]
+    """Each that was computed, with its loss."""
     events: Sequence[Event]
     damages: Sequence[str]
     """What is wrong with its published checkpoints."""
@@ -131,7 +105,7 @@ def evaluate(
     scenario: Scenario,
     record: ScenarioRecord,
     outcome: RunOutcome,
-    reference: Sequence[Point],
+    reference: Sequence[StepRecord],
     interval: int | None,
     requeue_on: Sequence[str],
 ) -> Result:
@@ -140,12 +114,15 @@ def evaluate(
     `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
     number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`.
     """
-    has_curve, again = bool(reference), num_recomputed(outcome.points)
-    difference = compare(reference, outcome.points) if has_curve else ""
+    has_curve, again = bool(reference), num_recomputed(outcome.steps)
+    difference = compare(reference, outcome.steps) if has_curve else ""
+    remark = "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+    if record.no_restart:
+        remark = f"resumed by the drill: {record.no_restart}"
     result = Result(
         scenario.name,
         "passed",
-        _remark(record, has_curve),
+        remark,
         action=record.action,
         step=record.step,
         restart_s=record.restart_s,
@@ -192,17 +169,10 @@ def _too_many_recomputed(
         return [f"{recomputed(again)} after a graceful stop"] if again else []
     num_restarts = len({event.attempt for event in outcome.events if event.name == "training"}) - 1
     intervals = num_restarts * (2 if scenario.name == "damaged-checkpoint" else 1)
-    allowed = intervals * (interval or 0) + steps_while_saving(outcome.points, outcome.events)
+    allowed = intervals * (interval or 0) + steps_while_saving(outcome.steps, outcome.events)
     if interval is None or again <= allowed:
         return []
     return [f"{recomputed(again)}; the maximum is {allowed}"]
-
-
-def _remark(record: ScenarioRecord, has_curve: bool) -> str:
-    """A remark on a scenario that passed; empty without one."""
-    if record.no_restart:
-        return f"resumed by the drill: {record.no_restart}"
-    return "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 
 
 def recomputed(num_steps: int) -> str:

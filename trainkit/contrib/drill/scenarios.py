@@ -38,8 +38,6 @@ class Scenario:
     needs_slurm: bool = False
     needs_checkpoints: bool = False
     """Whether the drill must know where and how the trainer saves."""
-    never: str = ""
-    """Why it can never be tried; empty if it can. Such a scenario is only listed."""
 
 
 SCENARIOS = (
@@ -56,24 +54,12 @@ SCENARIOS = (
         needs_checkpoints=True,
     ),
     Scenario("requeue", "scontrol requeue from outside", graceful=True, needs_slurm=True),
-    Scenario(
-        "preempt",
-        "preempted by another job",
-        never="needs a job that may preempt yours; `signal` and `requeue` send the same signals",
-    ),
-    Scenario(
-        "time-limit",
-        "time limit reached",
-        never="Slurm's shortest limit, one minute, is longer than a drill; `signal` sends the same signal",
-    ),
 )
 NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     """Why a scenario cannot be tried here with this config; empty if it can."""
-    if scenario.never:
-        return scenario.never
     if scenario.needs_slurm and plan.is_here:
         return "this run would start on this machine, without Slurm"
     if scenario.needs_checkpoints and not plan.workload.knows_run:

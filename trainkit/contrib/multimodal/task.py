@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trainkit.adapters import is_independent, require
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.multimodal.questions import DEMO, Medium, Split, demo_rows, read_row, row_texts
+from trainkit.contrib.multimodal import DEMO, Medium, Split, demo_rows, read_row, row_texts
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.formats import JsonObject

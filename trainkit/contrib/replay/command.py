@@ -32,7 +32,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.contrib.replay.compare import ComparedStep, Comparison, JudgedSample
-    from trainkit.contrib.replay.plan_replay import Flags, ReplayPlan
+    from trainkit.contrib.replay.replay import Flags, ReplayPlan
     from trainkit.contrib.replay.steps import StepSample
     from trainkit.run.rundir import RunDir
 
@@ -102,7 +102,7 @@ def command(
     from trainkit.run.registry import find_run
 
     if collect is not None:
-        from trainkit.contrib.replay.run_replay import replay_of
+        from trainkit.contrib.replay.replay import replay_of
 
         refuse_other_options("collect")
         copy = find_run(collect)
@@ -114,7 +114,7 @@ def command(
         )
     _refuse_misfits(submit, keep, follow, run_dir, flags)
 
-    from trainkit.contrib.replay.plan_replay import plan_replay
+    from trainkit.contrib.replay.replay import plan_replay
 
     first, last = _range(steps)
     run = find_run(run_name)
@@ -140,7 +140,7 @@ def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None,
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
     """Compute on this machine in a throw-away folder, and compare."""
-    from trainkit.contrib.replay.run_replay import run_replay
+    from trainkit.contrib.replay.replay import run_replay
     from trainkit.job.signals import exit_on_stop
 
     with exit_on_stop():
@@ -162,7 +162,7 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
     """Start a job; with --follow, wait for it and compare."""
     from trainkit.cli.logs import follow_detachable, print_started
-    from trainkit.contrib.replay.run_replay import submit_replay
+    from trainkit.contrib.replay.replay import submit_replay
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
     collect = f"`trainkit replay --collect {quote(str(copy.path))}` compares"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from trainkit.config import read_effective
-from trainkit.contrib.replay.plan_replay import ReplayPlan, changed_values
-from trainkit.contrib.replay.run_replay import SAMPLES_FILE
+from trainkit.contrib.replay import SAMPLES_FILE
+from trainkit.contrib.replay.replay import ReplayPlan, changed_values
 from trainkit.contrib.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
-from trainkit.run.events import read_metrics
+from trainkit.run.events import read_steps, training_curve
 from trainkit.run.files import read_jsonl, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -75,7 +74,7 @@ class Comparison:
     """In order; a step that several attempts recorded appears once for each."""
     culprit: Culprit | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The comparison as JSON; an infinite difference is null."""
         fields = asdict(self)
         for step in fields["steps"]:
@@ -107,8 +106,8 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     inexact = next((number for number in attempts if reasons[number]), math.inf)
     tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
-    for record in read_metrics(copy):
-        step, now = record["step"], {name: record.get(name) for name in VALUES}
+    for record in training_curve(copy):
+        step, now = record.step, {name: record.number(name) for name in VALUES}
         if not recorded.get(step):
             steps.append(ComparedStep(step, None, None, now, None, True, None))
         for attempt, was in sorted(recorded.get(step, {}).items()):
@@ -140,14 +139,14 @@ def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, flo
     """Step -> attempt -> values of the records since `first`, without those of attempts with other values."""
     found: dict[int, dict[int, dict[str, float | None]]] = {}
     comparable: dict[int, bool] = {}
-    for record in read_jsonl(what.run.metrics_file):
-        step, attempt = record.get("step"), record.get("attempt")
-        if not isinstance(step, int) or not isinstance(attempt, int) or not first <= step <= what.last:
+    for record in read_steps(what.run):
+        attempt = record.attempt
+        if attempt is None or not first <= record.step <= what.last:
             continue
         if attempt not in comparable:
             comparable[attempt] = not changed_values(what.run.attempt(attempt), what.at.attempt)
         if comparable[attempt]:
-            found.setdefault(step, {})[attempt] = {name: record.get(name) for name in VALUES}
+            found.setdefault(record.step, {})[attempt] = {name: record.number(name) for name in VALUES}
     return found
 
 

@@ -11,6 +11,7 @@ import math
 import torch
 
 from trainkit.config import read_effective
+from trainkit.contrib.replay import SAMPLES_FILE
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -21,8 +22,6 @@ from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import all_reduce_sum
 from trainkit.trainer.worker import end_position, join_and_build
-
-SAMPLES_FILE = "sample_losses.jsonl"
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:

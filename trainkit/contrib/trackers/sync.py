@@ -16,9 +16,7 @@ import select
 import sys
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
@@ -27,7 +25,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
 from trainkit.run.end import read_end
-from trainkit.run.events import read_metrics
+from trainkit.run.events import StepRecord, training_curve
 from trainkit.run.files import parse_time, read_json, refresh_listing, utc_now, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -91,17 +89,17 @@ def read_position(run: RunDir, name: str) -> Position:
 
 def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
     """The metrics of the steps above `after`, up to `up_to`, each step once and in order."""
-    return [_sample(record) for record in read_metrics(run) if after < record["step"] <= up_to]
+    return [_sample(record) for record in training_curve(run) if after < record.step <= up_to]
 
 
-def _sample(record: Mapping[str, Any]) -> Sample:
-    time = parse_time(record.get("time"))
+def _sample(record: StepRecord) -> Sample:
+    time = parse_time(record.time)
     values = {
         _NOT_ALLOWED.sub("_", name): float(value)
-        for name, value in record.items()
+        for name, value in record.values.items()
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return Sample(record["step"], 0 if time is None else round(time.timestamp() * 1000), values)
+    return Sample(record.step, 0 if time is None else round(time.timestamp() * 1000), values)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.checks import tokenizer_vocab_size
-from trainkit.errors import Problem
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import num_stages, stage_layers
 from trainkit.run.record import copied_file
@@ -45,7 +44,7 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
 
 def _unknown(name: str, reason: str) -> TaskError:
     hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
-    return _refusal("model.architecture", f"is {name}, but {reason}", hint)
+    return TaskError("model.architecture", f"is {name}, but {reason}", hint)
 
 
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
@@ -63,10 +62,10 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
             for index, layer in enumerate(whole.layers):
                 if not replaced & set(layer.modules()):
                     found = f"layer {index} of {name} has no module in `attentions` with `attend`"
-                    raise _refusal("parallel.cp", f"is {parallel.cp}, but {found}", hint)
+                    raise TaskError("parallel.cp", f"is {parallel.cp}, but {found}", hint)
             for item in set(whole.attentions) - replaced:
                 found = f"a {type(item).__name__} in `attentions` of {name} has no `attend`"
-                raise _refusal("parallel.cp", f"is {parallel.cp}, but {found}", hint)
+                raise TaskError("parallel.cp", f"is {parallel.cp}, but {found}", hint)
         if parallel.pp == 1:
             return
         stages = num_stages(parallel.pp, parallel.pp_schedule)
@@ -82,8 +81,4 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
         hint = (
             "create only the layers of `stage`, as trainkit/trainer/models/decoder.py; or use parallel.pp 1"
         )
-        raise _refusal("parallel.pp", f"is {parallel.pp}, but {found}", hint)
-
-
-def _refusal(key: str, message: str, hint: str) -> TaskError:
-    return TaskError(Problem(key, message, hint=hint))
+        raise TaskError("parallel.pp", f"is {parallel.pp}, but {found}", hint)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
 from trainkit.trainer.models.model import Role, local_tensor, shard_index
@@ -225,7 +225,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
     if size % tp:
         message = f"is {tp}, which does not divide {width} {size} of {path}"
         hint = f"it can be {divisors(size, most=tp)}; modules that tensor_plan() does not name stay whole"
-        raise TaskError(Problem("parallel.tp", message, hint=hint))
+        raise TaskError("parallel.tp", message, hint)
     if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel) and style.use_local_output:
         if module.padding_idx is not None or module.max_norm is not None:
             message = f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() cannot do"
