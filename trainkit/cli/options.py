@@ -139,16 +139,21 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class NodesType(click.IntRange):
-    """A number of nodes, or a range of them such as 2-8, which the config checks."""
+    """A number of nodes, or several such as 2-8 or 2,4,8, which the config checks."""
+
+    config_key = ("resources", "nodes")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        is_range = re.fullmatch(r"\d+-\d+", str(value)) is not None
-        return str(value) if is_range else super().convert(value, param, ctx)
+        is_several = re.fullmatch(r"\d+-\d+|[1-9]\d*(,[1-9]\d*)+", str(value)) is not None
+        return str(value) if is_several else super().convert(value, param, ctx)
 
 
 shape_options = combined(
     click.option(
-        "--nodes", type=NodesType(min=1), metavar="N", help="Number of nodes, or a range of them such as 2-8."
+        "--nodes",
+        type=NodesType(min=1),
+        metavar="N",
+        help="Number of nodes; of 2-8 or 2,4,8 as many as Slurm has.",
     ),
     click.option(
         "--gpus-per-node",
