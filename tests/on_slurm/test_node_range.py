@@ -35,9 +35,9 @@ def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str) -
     wrap = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--parsable"]
     other = login.run(["sbatch", *wrap, "--wrap=sleep 600"], check=True).stdout.strip()
     login.cluster.wait_for_job(other, "RUNNING")
-    per = "node" if backend == "submitit" else "gpu"
+    per, nodes = ("node", "1,2,4") if backend == "submitit" else ("gpu", "1-4")
     run = login.submit(
-        *("--nodes", "1-4", "--backend", backend, "--per", per),
+        *("--nodes", nodes, "--backend", backend, "--per", per),
         *settings("requeue.max_crashes=5"),
         config=config,
     )

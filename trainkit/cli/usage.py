@@ -188,7 +188,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     kind, value = param.type, _typed(param.opts, args)
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):
-        words = allowed_values(key)
+        words = ", or ".join((allowed_values(key), *getattr(kind, "others", ())))
     elif isinstance(kind, click.IntRange | click.FloatRange):
         bounds = {"exclusiveMinimum" if kind.min_open else "minimum": kind.min}
         bounds |= {"exclusiveMaximum" if kind.max_open else "maximum": kind.max}
