@@ -202,7 +202,7 @@ def test_the_speed_is_that_of_earlier_runs(
     for name, size, partition, step_s, override in (
         ("slow", 2, "h", 9.0, "seed=1"),
         ("other", 4, "h", 0.001, "model.dropout=0.1"),
-        ("newer", 2, "h", 2.0, "seed=1"),
+        ("newer", 2, "h", 2.0, "parallel.dp_shard=8"),
         ("elsewhere", 8, "a", 0.001, "seed=1"),
     ):
         run = RunDir(tmp_path / name)
@@ -256,8 +256,18 @@ def test_without_an_answer_the_request_stays(
     assert plan == plan_nodes(loaded, facts)
     assert loaded.config == config(*given).config
     assert list(choice_lines(choice, plan))[-1].startswith(
-        f"--nodes auto: {choice.reason}; the request stays"
+        f"--nodes auto: {choice.reason}; the request is unchanged"
     )
+
+
+def test_without_any_limit_nothing_tells_how_long_it_takes(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+    cluster = replace(WEST, partitions=(replace(WEST.partitions[0], max_time_s=None),))
+    facts = replace(FACTS, target=Target("sbatch", "", cluster))
+    choice = choose(monkeypatch, "device=cpu", "resources.time=null", facts=facts)[2]
+    assert (choice.taken, choice.reason.partition(":")[0]) == (None, "nothing tells how long the run takes")
 
 
 def test_what_slurm_has_not_answered_in_time_does_not_count(

@@ -41,12 +41,14 @@ from trainkit.slurm.client import query
 
 ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together; what it has not answered by then does not count."""
-MOST_SIZES = 12
-"""Numbers of nodes that Slurm is asked about."""
+MOST_ASKED = 24
+"""Requests that Slurm is asked about."""
 MOST_RUNS = 100
 """Earlier runs whose speed is looked up, the newest first."""
-SPEED_SECTIONS = ("task", "model", "precision", "parallel", "data")
+SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
 """What two configs must have in common so that a step of one takes as long as one of the other."""
+DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
+"""What is compared as the plans have derived it."""
 
 Place = tuple[int, str]
 """A number of nodes and their GPU type, which is empty if unknown."""
@@ -96,8 +98,8 @@ class Choice:
     offers: Sequence[Offer]
     taken: Offer | None
     """None where the request is unchanged."""
-    reason: str
-    """Why, in a sentence."""
+    reason: str = ""
+    """Why none is, in a sentence."""
     priority: str = ""
     """What Slurm says of this user's priority."""
 
@@ -116,10 +118,7 @@ def choose_nodes(
         return loaded, own, Choice((), None, "only Slurm knows when more or fewer nodes are free")
     given = loaded.config.resources
     request = cluster.resource_request(given).with_workers(
-        own.workers_per_node,
-        own.device,
-        own.threads_per_worker,
-        own.per,
+        own.workers_per_node, own.device, own.threads_per_worker, own.per
     )
     if not request.partitions:
         why = cluster.error or "the partitions of this cluster are unknown"
@@ -134,12 +133,11 @@ def choose_nodes(
     try:
         offers, priority = _gather(plan, wider.config, facts, request, given.most_nodes)
     except TrainkitError as error:
-        why = f"Slurm does not say when a job would start: {error.message.splitlines()[0]}"
-        return loaded, own, Choice((), None, why)
+        return loaded, own, Choice((), None, error.message.splitlines()[0])
     best = earliest(offers)
     if best is None:
         return loaded, own, Choice(offers, None, "none is known to finish", priority)
-    return wider, taken(plan, best), Choice(offers, best, "the earliest expected end", priority)
+    return wider, taken(plan, best), Choice(offers, best, priority=priority)
 
 
 # Decide.
@@ -210,16 +208,18 @@ def _gather(
     """The offers of all sizes, partitions and time limits of a plan, and what Slurm says of the priority."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
-    sizes = _thinned(sorted([plan.num_nodes, *map(int, plan.sizes)]))
-    plans = {size: plan.at(size) for size in sizes}
+    limits = {item.name: _limits(request, item) for item in request.partitions}
+    sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
+    most = max(2, MOST_ASKED // sum(map(len, limits.values())))
+    plans = {size: plan.at(size) for size in sizes[:: -(-len(sizes) // most)]}
     gpus = {item.name: item.gpu_type(resources.constraint) or "" for item in cluster.partitions}
     if plan.device != "cuda":
         gpus = dict.fromkeys(gpus, "")
     asked = [
         (size, item, limit_s)
-        for size in reversed(sizes)
+        for size in plans
         for item in request.partitions
-        for limit_s in _limits(request, item)
+        for limit_s in limits[item.name]
     ]
     misfits = [misfit(replace(request, nodes=size, time_s=s), cluster, item.name) for size, item, s in asked]
     fitting = [of for of, why_not in zip(asked, misfits, strict=True) if not why_not]
@@ -240,11 +240,6 @@ def _gather(
         return [with_end(offer, config, now) for offer in offers], priority.result()
 
 
-def _thinned(sizes: list[int]) -> list[int]:
-    """At most MOST_SIZES of some ascending sizes, the largest among them."""
-    return sizes[::-1][:: -(-len(sizes) // MOST_SIZES)][::-1]
-
-
 def _most_nodes(partition: Partition) -> int:
     """The most nodes of a job."""
     return min(partition.num_nodes, partition.max_nodes or partition.num_nodes)
@@ -259,7 +254,8 @@ def _limits(request: ResourceRequest, partition: Partition) -> list[float]:
 def _options(plan: LaunchPlan, size: int, partition: Partition, limit_s: float) -> Options:
     assert plan.slurm is not None
     time: Options = {} if math.isinf(limit_s) else {"time": time_text(int(limit_s)), "time-min": False}
-    return {**plan.slurm.sbatch, "comment": False, "nodes": size, "partition": partition.name, **time}
+    nodes = size + plan.spare_nodes
+    return {**plan.slurm.sbatch, "comment": False, "nodes": nodes, "partition": partition.name, **time}
 
 
 def _base(
@@ -287,7 +283,7 @@ def _base(
     total_s = time_limit_s(resources.time) if resources.time is not None else None
     total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
     if not total_s:
-        return {}
+        raise TrainkitError("nothing tells how long the run takes: resources.time and train.steps are null")
     source = f"assumed: resources.time is that of {plural(own, 'node')}"
     return {(size, name): Work(total_s * own / size, source) for size in plans for name in gpus}
 
@@ -297,7 +293,7 @@ def _measured(
 ) -> dict[Place, Work]:
     """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
     found: dict[Place, Work] = {}
-    steps, own = config.train.steps, config.model_dump(include={*SPEED_SECTIONS})
+    steps = config.train.steps
     if steps is None or plans[max(plans)].command is not None:
         return found
     for run in islice(_earlier_runs(), MOST_RUNS):
@@ -311,17 +307,19 @@ def _measured(
             started = next(read_events(run, "started", attempt=number), None)
             place = plan.num_nodes, gpus.get((started and started.text("partition")) or "", "")
             measured = numbers([record for record in records if record.attempt == number], "step_s")
-            if place in found or not measured or not _is_alike(run, own):
+            if place in found or not measured or not _is_alike(run, config):
                 continue
             found[place] = Work(steps * statistics.median(measured), f"measured in {run.name}")
     return found
 
 
-def _is_alike(run: RunDir, own: JsonObject) -> bool:
+def _is_alike(run: RunDir, config: RunConfig) -> bool:
     try:
-        return read_effective(run.config_file).model_dump(include={*own}) == own
+        before = read_effective(run.config_file)
     except (OSError, ConfigError):
         return False  # of another version
+    first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
+    return first == second
 
 
 def _earlier_runs() -> Iterator[RunDir]:
@@ -348,8 +346,9 @@ def taken(plan: LaunchPlan, offer: Offer) -> LaunchPlan:
     own = plan.at(offer.num_nodes)
     assert own.slurm is not None
     sizes = {size: change for size, change in own.sizes.items() if int(size) < offer.num_nodes}
-    sbatch: Options = {**own.slurm.sbatch, "nodes": offer.num_nodes, "partition": offer.partition}
-    if not sizes:
+    nodes = offer.num_nodes + own.spare_nodes
+    sbatch: Options = {**own.slurm.sbatch, "nodes": nodes, "partition": offer.partition}
+    if not (sizes or own.spare_nodes):
         sbatch.pop("no-kill", None)
     reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: the earliest expected end (--nodes auto)"}
     if "nodes" in own.reasons:

@@ -74,7 +74,7 @@ def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> li
     def ask(options: Options) -> Answer:
         if lost or time.monotonic() > give_up:
             return Answer(remark=TOO_BUSY)
-        timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, give_up - time.monotonic())
+        timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
         try:
             found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=option_argv(options))
         except SlurmRefused as error:
