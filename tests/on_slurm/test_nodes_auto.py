@@ -18,18 +18,6 @@ print(os.environ["WORLD_SIZE"], "ranks", flush=True)
 
 
 @contextmanager
-def others(login: Login, *options: str) -> Iterator[None]:
-    """The job of somebody else, for five hours unless its options say otherwise."""
-    sleeps = ["--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 600"]
-    job = login.run(["sbatch", "--time=300", *options, *sleeps], check=True).stdout.strip()
-    login.cluster.wait_for_job(job, "RUNNING")
-    try:
-        yield
-    finally:
-        login.run(["scancel", job], check=True)
-
-
-@contextmanager
 def maintenance(login: Login) -> Iterator[None]:
     """All hosts are reserved in half an hour, for an hour."""
     when = ("starttime=now+30minutes", "duration=60", "flags=maint", "users=root", "nodes=ALL")
@@ -63,11 +51,11 @@ def test_each_load_has_its_earliest_end(login: Login) -> None:
     assert chosen(*high) == (4, "high", {3600})
     with maintenance(login):
         assert chosen(*high, "--time-min", "20") == (4, "high", {1200})
-    with others(login, "--partition=high", "--nodes=3"):
+    with login.other_job("--partition=high", "--nodes=3"):
         assert chosen(*high) == (1, "high", {3600})
-    with others(login, "--partition=high", "--nodes=2", "--time=10"):  # for which it is worth to wait
+    with login.other_job("--partition=high", "--nodes=2", "--time=10"):  # for which it is worth to wait
         assert chosen(*high) == (4, "high", {3600})
-    with others(login, "--partition=low", "--nodes=4"):
+    with login.other_job("--partition=low", "--nodes=4"):
         assert chosen("--partition", "low,high", "--time", "60") == (4, "high", {3600})
 
 
@@ -75,7 +63,7 @@ def test_each_load_has_its_earliest_end(login: Login) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> None:
     login.script(SAYS_ITS_SIZE, "size.py")
-    with others(login, "--partition=high", "--nodes=2"):
+    with login.other_job("--partition=high", "--nodes=2"):
         given = (*AUTO, "--backend", backend, "--partition", "high", "--time", "60")
         run = login.submit(*given, "--", "python", "size.py")
         login.wait_for_log(run, "2 ranks")

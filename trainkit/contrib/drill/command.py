@@ -28,6 +28,7 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
+    SIZES_TOLERANCE,
     Point,
     Result,
     RunOutcome,
@@ -282,7 +283,7 @@ class Drill:
         # Longer than the run's own watchdog takes to end hanging ranks.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, self.config, patience_s)
-        plan = self.plan
+        plan = self.plan.at(self.plan.fewest_nodes)  # whatever the job gets has these ranks
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
@@ -296,7 +297,10 @@ class Drill:
         damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
         points, events = points_of(read_steps(run)), list(read_events(run))
         outcome = RunOutcome(watch.end(), points, events, damages, str(run.path))
-        result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
+        tolerance = SIZES_TOLERANCE if self.plan.sizes else 0.0
+        result = evaluate(
+            *(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
+        )
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
         return result

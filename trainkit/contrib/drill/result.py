@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,14 +40,19 @@ def num_recomputed(points: Sequence[Point]) -> int:
     return len(points) - len({point.step for point in points})
 
 
-def compare(reference: Sequence[Point], points: Sequence[Point]) -> str:
+SIZES_TOLERANCE = 1e-5
+"""How far losses on another number of ranks may be from each other, relative to them: sums are rounded."""
+
+
+def compare(reference: Sequence[Point], points: Sequence[Point], tolerance: float = 0.0) -> str:
     """The first difference of a computed step from the uninterrupted run; empty if all are equal."""
     expected = {point.step: point for point in reference}
     for point in points:
         known = expected.get(point.step)
         if known is None:
             return f"step {point.step} is not in the uninterrupted run"
-        if point.loss != known.loss:
+        losses = (json.loads(one.loss) or math.nan for one in (point, known))
+        if point.loss != known.loss and not math.isclose(*losses, rel_tol=tolerance):
             return f"loss {point.loss} at step {point.step} instead of {known.loss}"
         if point.samples_seen != known.samples_seen:
             seen = f"{plural(point.samples_seen, 'sample')} seen"
@@ -134,14 +140,16 @@ def evaluate(
     reference: Sequence[Point],
     interval: int | None,
     requeue_on: Sequence[str],
+    tolerance: float = 0.0,
 ) -> Result:
     """Check one interrupted run and return its result.
 
     `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
-    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`.
+    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`; `tolerance`
+    is that of `compare`.
     """
     has_curve, again = bool(reference), num_recomputed(outcome.points)
-    difference = compare(reference, outcome.points) if has_curve else ""
+    difference = compare(reference, outcome.points, tolerance) if has_curve else ""
     result = Result(
         scenario.name,
         "passed",
