@@ -187,11 +187,11 @@ class Login:
             holder.communicate()
 
     @contextmanager
-    def other_job(self, *options: str) -> Iterator[None]:
-        """The job of somebody else, for five hours unless its options say otherwise."""
+    def other_job(self, *options: str, waits: bool = False) -> Iterator[None]:
+        """The job of somebody else, for five hours unless its options say otherwise; `waits` if it may."""
         sleeps = ["--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 600"]
         job = self.run(["sbatch", "--time=300", *options, *sleeps], check=True).stdout.strip()
-        self.cluster.wait_for_job(job, "RUNNING")
+        self.cluster.wait_for_job(job, ("RUNNING", "PENDING") if waits else "RUNNING")
         try:
             yield
         finally:

@@ -6,34 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
-from tests.support.runs import train
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_metrics
 from trainkit.run.group import RunGroup
 
 
-def losses(folder: Path, config: Path) -> list[float]:
-    """The curve of the config on one process of this machine."""
-    sections = yaml.safe_load(config.read_text())
-    overrides = [
-        f"{section}.{key}={json.dumps(value)}"
-        for section in ("model", "data", "train", "checkpoint")
-        for key, value in sections[section].items()
-    ]
-    return [r["loss"] for r in read_metrics(train(folder / "run", overrides).run)]
-
-
 @pytest.mark.slow(seconds=60)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str) -> None:
-    login.script(survival.WAITS_IN_EACH_STEP, "sitecustomize.py")
-    config = survival.survivor_config(login.folder, batch_size=2)
-    config.write_text(config.read_text().replace("global_batch_size: 4", "global_batch_size: 8"))
+    config = survival.range_config(login.folder)
     per, nodes = ("node", "1,2,4") if backend == "submitit" else ("gpu", "1-4")
     with login.other_job("--partition=high", "--nodes=2"):
         run = login.submit(
@@ -54,10 +39,21 @@ def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str) -
     assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert (login.job_id(run), len(run.attempt_numbers())) == (job_id, 3)
     assert len(survival.hosts_of(run, 3)) == 2  # of three: the batch cannot be divided by three
-    expected = losses(tmp_path, config)
+    expected = survival.losses_on_one(tmp_path, config)
     assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
     before = survival.steps_of(run, 1)
     assert survival.steps_of(run, 2)[0] == before[-1] + 1  # asked: no step is lost
+
+
+@pytest.mark.slow(seconds=90)
+@pytest.mark.parametrize("seed", [14])
+def test_a_seeded_variant_has_the_curve_of_one_process(login: Login, tmp_path: Path, seed: int) -> None:
+    """`python -m benchmarks.survival --only sizes` tries twenty of them."""
+    config = survival.range_config(login.folder)
+    run = survival.Variant.of(seed).run(login, config, "variant")
+    expected = survival.losses_on_one(tmp_path, config)
+    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
+    assert not survival.computed_twice(run)
 
 
 @pytest.mark.slow(seconds=20)
