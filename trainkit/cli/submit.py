@@ -211,9 +211,7 @@ def command(
     else:
         spec, points = group.points(request, workload)
         submission = plan_submission(
-            points,
-            spec,
-            workload,
+            *(points, spec, workload),
             after=after,
             will_start=not dry_run,
             warn=warn,

@@ -65,7 +65,8 @@ class Answer:
 def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> list[Answer]:
     """When Slurm would start a job with each of these options of sbatch; asks a few at once.
 
-    No question begins after `enough_s`. Raises SlurmUnreachable when Slurm answers none.
+    All answers arrive within `enough_s`; without it, no question begins after ENOUGH_S. Raises
+    SlurmUnreachable when Slurm answers none.
     """
     answered: list[Options] = []
     lost: list[TrainkitError] = []
