@@ -204,6 +204,7 @@ def test_the_speed_is_that_of_earlier_runs(
         ("other", 4, "h", 0.001, "model.dropout=0.1"),
         ("newer", 2, "h", 2.0, "parallel.dp_shard=8"),
         ("elsewhere", 8, "a", 0.001, "seed=1"),
+        ("here", 4, None, 0.001, "seed=1"),
     ):
         run = RunDir(tmp_path / name)
         run.path.mkdir()
