@@ -6,13 +6,14 @@
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and disturbs runs of two
 hosts, with both backends, with one task per GPU and one task per node: five preemptions (with a grace time of
 10 s and of none, requeued and cancelled by Slurm), four time limits, scancel, a killed rank, a dead host, a
-bug at step 37, a loss that is not finite, a failing import. Prints one row per case; the exit code is 0 if
-all pass.
+bug at step 37, a loss that is not finite, a failing import; and twenty seeded runs that get 1 to 4 nodes of a
+range at each start. Prints one row per case; the exit code is 0 if all pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import statistics
@@ -27,6 +28,7 @@ from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
+from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
@@ -34,6 +36,7 @@ KINDS = [(backend, per) for backend in BACKENDS for per in ("gpu", "node")]
 NUM_STEPS = 300
 NUM_PREEMPTIONS = 5
 NUM_LIMITS = 4
+NUM_VARIANTS = 20
 END_S = 300.0
 MOST_COLD_STARTS = 1.2
 COLUMNS = ("what", "backend", "per", "came back", "steps twice", "curve", "seconds", "holds")
@@ -215,6 +218,31 @@ def bugs(table: Table) -> None:
     (table.login.folder / "sitecustomize.py").unlink()
 
 
+def sizes(table: Table) -> None:
+    """Runs that get another number of nodes at each start, asked for in one of many ways."""
+    folder = table.login.folder
+    config = survival.range_config(folder)
+    expected = survival.losses_on_one(Path(tempfile.mkdtemp(dir=folder)), config)
+    for seed in range(NUM_VARIANTS):
+        variant, begin_s = survival.Variant.of(seed), time.monotonic()
+        backend, per = variant.options[3], variant.options[5]
+        try:
+            run = variant.run(table.login, config, f"sizes{seed}-{backend}-{per}")
+        except AssertionError as error:
+            print(f"variant {seed}, {variant}: {error}", file=sys.stderr)
+            table.all_hold = False
+            continue
+        losses = [record["loss"] for record in read_metrics(run)]
+        pairs = zip(losses, expected, strict=False)
+        is_equal = len(losses) == len(expected) and all(math.isclose(*pair, rel_tol=1e-5) for pair in pairs)
+        curve = "within 1e-5" if is_equal else "OTHER"
+        got = "-".join(str(len(survival.hosts_of(run, number))) for number in run.attempt_numbers())
+        what = f"{got} of {'-'.join(map(str, variant.free))} hosts, {' '.join(variant.options[:2])}"
+        holds = not survival.computed_twice(run)
+        table.row(what, run, f"{time.monotonic() - begin_s:.0f}", holds, curve)
+    (folder / "sitecustomize.py").unlink()
+
+
 SCENARIOS: dict[str, Callable[[Table], None]] = {
     "preempted": preempted,
     "time-limit": time_limit,
@@ -222,6 +250,7 @@ SCENARIOS: dict[str, Callable[[Table], None]] = {
     "crash": crash,
     "host-death": host_death,
     "bugs": bugs,
+    "sizes": sizes,
 }
 
 

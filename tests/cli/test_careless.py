@@ -36,6 +36,7 @@ FILES = {
     "other.yaml": "learning_rate: 1e-3\n",
     "self.yaml": "extends: self.yaml\n",
     "minutes.yaml": "resources: {time: 24:00}\n",
+    "slices.yaml": "resources: {time: 24:00:00, slice: 04:00}\n",
     "warm.yaml": "schedule: {warmup_steps: 500}\n",
     "never.yaml": "checkpoint: {every_steps: null}\n",
     "config/a.yaml": "seed: 1\n",
@@ -116,6 +117,10 @@ def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
         (
             "minutes.yaml",
             "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; 24:00:00 is 24 hours",
+        ),
+        (
+            "slices.yaml",
+            "resources.slice is 04:00, which Slurm reads as 4 minutes and 0 s; 04:00:00 is 4 hours",
         ),
         (
             "warm.yaml",

@@ -90,7 +90,8 @@ def test_every_command_has_help_with_examples(name, capsys):
         (["wach"], "unknown command 'wach'", "did you mean `trainkit watch`?"),
         (
             ["submit", "--nodes", "two"],
-            "--nodes two: must be a whole number of at least 1",
+            "--nodes two: must be a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8,"
+            " or auto",
             "see `trainkit submit --help`",
         ),
         (["qqq"], "unknown command 'qqq'", "`trainkit --help` lists the commands"),

@@ -479,6 +479,31 @@ def test_a_save_that_the_end_cut_off(tmp_path: Path) -> None:
     assert not any("was not completed" in item for item in newest(run).advice)
 
 
+@pytest.mark.parametrize(
+    ("resources", "hint"),
+    [
+        ("time: '2:00:00'", "--time 04:00:00` continues with twice the limit; resources.time is 2:00:00"),
+        (
+            "{time: 3-0, slice: '4:00:00'}",
+            "--slice 08:00:00` continues with twice the limit;",
+        ),
+        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the limit; resources.time is"),
+        ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the limit;"),
+        ("{time: null}", None),
+    ],
+)
+def test_the_limit_that_ended_the_job_is_the_one_to_raise(tmp_path: Path, resources: str, hint: str) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    resources = resources.removeprefix("{").removesuffix("}")
+    run.attempt(1).config_file.write_text(f"name: x\nresources: {{{resources}}}\n")
+    write_json(run.attempt(1).plan_file, {"backend": "sbatch"})
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
+    found = [item for item in newest(run).advice if "twice" in item]
+    assert len(found) == (hint is not None)
+    assert hint is None or f"`trainkit resume {tmp_path} {hint}" in found[0]
+
+
 def test_a_slow_rank_is_named_with_the_time_limit(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()

@@ -186,6 +186,17 @@ class Login:
         finally:
             holder.communicate()
 
+    @contextmanager
+    def other_job(self, *options: str, waits: bool = False) -> Iterator[None]:
+        """The job of somebody else, for five hours unless its options say otherwise; `waits` if it may."""
+        sleeps = ["--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 600"]
+        job = self.run(["sbatch", "--time=300", *options, *sleeps], check=True).stdout.strip()
+        self.cluster.wait_for_job(job, ("RUNNING", "PENDING") if waits else "RUNNING")
+        try:
+            yield
+        finally:
+            self.run(["scancel", job], check=True)
+
     def submit(self, *args: str, config: Path | None = None, **more: Any) -> RunDir:
         """The run that `trainkit submit` made."""
         done = self.trainkit("submit", str(config or self.config), "--json", *args, **more)

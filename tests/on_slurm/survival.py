@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.on_slurm.login import Login, agents_of, wait_for
+import yaml
+
+from tests.on_slurm.login import BACKENDS, Login, agents_of, wait_for
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import read_metrics
@@ -196,3 +200,68 @@ def preempt(cluster: Cluster, timeout_s: float = 240.0) -> None:
     options = ["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--parsable"]
     done = cluster.run(["sbatch", *options, "--wrap=sleep 1"], timeout_s=30, check=True)
     cluster.wait_for_job(done.stdout.strip().partition(";")[0], "COMPLETED", timeout_s)
+
+
+def range_config(folder: Path) -> Path:
+    """The config of a training on 1, 2 or 4 nodes, with slow and cheap steps."""
+    (folder / "sitecustomize.py").write_text(WAITS_IN_EACH_STEP)
+    config = survivor_config(folder, batch_size=2)
+    config.write_text(config.read_text().replace("global_batch_size: 4", "global_batch_size: 8"))
+    return config
+
+
+def losses_on_one(folder: Path, config: Path) -> list[float]:
+    """The curve of the config on one process of this machine."""
+    from tests.support.runs import train  # imports torch
+
+    sections = yaml.safe_load(config.read_text())
+    overrides = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section in ("model", "data", "train", "checkpoint")
+        for key, value in sections[section].items()
+    ]
+    return [r["loss"] for r in read_metrics(train(folder / "run", overrides).run)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run asks for nodes, and how many of the four are free at each of its starts."""
+
+    options: tuple[str, ...]
+    free: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Variant:
+        rng = random.Random(seed)
+        options = [
+            *("--nodes", rng.choice(("1-4", "1,2,4"))),
+            *("--backend", rng.choice(BACKENDS)),
+            *("--per", rng.choice(("gpu", "node"))),
+            *(
+                "--partition",
+                rng.choice(("high", "debug,high")),
+            ),  # debug has one host, of which a job gets one
+            *rng.choice(((), ("--time-min", "3"))),
+        ]
+        return cls((*options, "--time", "5"), tuple(rng.randint(1, 4) for _ in range(3)))
+
+    def run(self, login: Login, config: Path, name: str) -> RunDir:
+        """The run, finished, which was requeued whenever the number of free nodes changed."""
+        run: RunDir | None = None
+        for attempt, free in enumerate(self.free, 1):
+            with ExitStack() as others:
+                if free < 4:
+                    # One that waits for nodes of the run gets them before the requeued run does.
+                    others.enter_context(
+                        login.other_job("--partition=high", f"--nodes={4 - free}", waits=run is not None)
+                    )
+                if run is None:
+                    run = login.submit(*self.options, "--name", name, config=config)
+                else:
+                    done = login.trainkit("requeue", str(run.path))
+                    assert done.returncode == 0, done.stderr
+                wait_for_steps(run, attempt, 5)
+                assert len(hosts_of(run, attempt)) in {1, 2, 4} & {*range(free + 1)}, (self, attempt)
+        assert run is not None
+        assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
+        return run

@@ -12,13 +12,13 @@ from tests.support.two_lines import two_lines
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 
-ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 TIMEOUT_S = 1200.0
 
 
-def drill(login: Login, *args: str) -> dict[str, Any]:
+def drill(login: Login, *args: str, nodes: str = "2") -> dict[str, Any]:
     """What a drill in which everything passes has found, by scenario."""
-    done = login.trainkit("drill", str(login.config), "--json", *ON_TWO_HOSTS, *args, timeout_s=TIMEOUT_S)
+    shape = ("--nodes", nodes, "--gpus-per-node", "1")
+    done = login.trainkit("drill", str(login.config), "--json", *shape, *args, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return {result["scenario"]: result for result in json.loads(done.stdout)["scenarios"]}
 
@@ -47,3 +47,15 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     # The ranks of the other node wait for those that are dead, and nothing but Slurm tells that they are.
     assert ends(tried["rank"]["run_dir"]) == ends(tried["node"]["run_dir"]) == [("restart", "crash")]
     assert not (login.folder / ".state").exists()  # the user's own list of runs
+
+
+@pytest.mark.slow(seconds=40)
+def test_a_drill_with_a_range_interrupts_the_ranks_that_there_are(login: Login) -> None:
+    command = ("--", "python", login.script(two_lines(steps=60), "train.py"))
+    only = ("--seed", "7", "--only", "rank", "--only", "node")  # of two, the second one
+    with login.other_job("--partition=high", "--nodes=3"):
+        found = drill(login, *only, "--partition", "high", *command, nodes="1-2")
+    assert {name: (result["state"], result["curve"]) for name, result in found.items()} == dict.fromkeys(
+        ("rank", "node"), ("passed", "equal")
+    )
+    assert [result["action"][-1] for result in found.values()] == ["0", "0"]

@@ -14,7 +14,7 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy
+from trainkit.plan.launch import Batch, DebugPlan, LaunchPlan, Layout, NotifyPolicy
 from trainkit.plan.make_plan import make_plan
 
 CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
@@ -219,7 +219,11 @@ def test_round_trip(command: tuple[str, ...] | None) -> None:
 
 def test_a_damaged_plan_and_one_with_more_keys() -> None:
     made = written_plan(None)
-    assert LaunchPlan.from_dict({**made.to_dict(), "new": 1}) == made
+    made = replace(made, debug=DebugPlan(0, "pdb"))
+    newer = {**made.to_dict(), "new": 1}
+    for name in ("requeue", "notify", "debug"):
+        newer[name] = {**newer[name], "new": 1}
+    assert LaunchPlan.from_dict(newer) == made
     for damaged in (
         {"version": 1},
         {**made.to_dict(), "layout": {"xp": 1}},

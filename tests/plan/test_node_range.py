@@ -66,12 +66,30 @@ def test_what_is_asked_of_slurm() -> None:
         cpus = request.sbatch["cpus-per-task"], request.srun.get("cpus-per-task")
         assert cpus == ((32, 8) if old else (8, None))
         assert request.srun["ntasks-per-node"] == 4
+    # A list, of which Slurm 22.05 is asked for the range.
+    for target, nodes in ((None, "2-8"), (newer, "2,8")):
+        made = plan("resources.nodes='8,2,2'", target=target)
+        assert made.slurm is not None
+        assert (made.slurm.sbatch["nodes"], made.num_nodes, [*made.sizes]) == (nodes, 8, ["2"])
+        assert [made.at(count).num_nodes for count in (9, 8, 7, 4, 1)] == [8, 8, 2, 2, 2]
+        assert made.reasons["nodes"] == "2,8: as many as Slurm has"
     # More than the partition allows, and a number that is possible alone.
     for asked, nodes in (("2-16", "2-8"), ("3-7", "4"), ("8-9", "8")):
         made = plan(f"resources.nodes={asked}", "train.global_batch_size=64")
         assert made.slurm is not None
         assert str(made.slurm.sbatch["nodes"]) == nodes
         assert made.may_lose_nodes == (nodes == "2-8")
+
+
+def test_bad_nodes_are_left_out_as_long_as_the_fewest_can_be_had() -> None:
+    bad = {"n3": "failed", "n4": "died"}
+    target = Target("sbatch", "a test", replace(WEST, bad_nodes=bad, slurm_version=(24, 11)))
+    for nodes, excluded in (("2-8", "n3,n4"), ("'4,8'", "n3,n4"), ("7-8", "n3"), ("8", None)):
+        made = plan(f"resources.nodes={nodes}", "train.global_batch_size=448", target=target)
+        assert made.slurm is not None
+        assert made.slurm.sbatch.get("exclude") == excluded
+        shown = made.at(1).reasons["exclude"]
+        assert [f"not {host}" in shown for host in bad] == [host not in (excluded or "") for host in bad]
 
 
 def test_a_command_has_no_batch() -> None:
@@ -129,7 +147,11 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
     [
         (["resources.nodes=4-2"], "resources.nodes: is 4-2, which is no range"),
         (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
-        (["resources.nodes=few"], 'a whole number of at least 1, or a range such as 2-8, not "few"'),
+        (["resources.nodes='3,3'"], "resources.nodes: is 3,3, which is no range"),
+        (
+            ["resources.nodes=2..4"],
+            'a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8, not "2..4"',
+        ),
         (["resources.nodes=9-12"], "is 9, but a job in partition gpu can have at most 8 nodes"),
         (["resources.nodes=1-2000"], "2,000 numbers of nodes, and at most 1,000 are planned"),
         (["resources.nodes=2-3", "train.global_batch_size=7"], "train.global_batch_size"),

@@ -100,6 +100,7 @@ def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
     ("overrides", "partitions"),
     [
         (["gpu_type=h100,a100-40gb", "time=01:00:00"], "h,a"),  # debug has one of them, and is too short
+        (["gpu_type='a100-40gb , h100'", "time=01:00:00"], "h,a"),
         (["gpu_type=h100,a100-40gb", "partition=a,mixed,cpu"], "a"),
         (["gpu_type=h100,b200", "nodes=1", "time=00:10:00", "gpus_per_node=1"], "h,debug"),
     ],
@@ -113,11 +114,22 @@ def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) 
     assert list(made.gpu_types) == partitions.split(",")
 
 
-def test_memory_is_checked_for_the_smallest_type() -> None:
-    config = load_config(
-        None, overrides=["resources.gpu_type=h100,a100-40gb"], environ={}, cwd=Path("/nowhere")
-    ).config
-    assert find_hardware(config, LOGIN, WEST, None, None).gpu.name == "A100 40GB"
+@pytest.mark.parametrize(
+    ("overrides", "gpu"),
+    [
+        (["gpu_type=h100,a100-40gb"], "A100 40GB"),
+        (["gpu_type='h100, a100-40gb'"], "A100 40GB"),
+        # Of the others no partition has any, or none alone, or none that can start the job.
+        (["gpu_type=h100,v100,t4"], "H100 80GB"),
+        (["gpu_type=h100,a100-40gb", "partition=h"], "H100 80GB"),
+        (["gpu_type=h100,a100-40gb", "time=13:00:00"], "A100 40GB"),
+        (["gpu_type=h100,a100-40gb", "constraint=fast"], "A100 40GB"),  # unknown: all of them
+    ],
+)
+def test_memory_is_checked_for_the_smallest_type_that_the_job_may_get(overrides: list[str], gpu: str) -> None:
+    given = [f"resources.{override}" for override in overrides]
+    config = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere")).config
+    assert find_hardware(config, LOGIN, WEST, None, None).gpu.name == gpu
 
 
 def test_types_that_no_partition_has_alone() -> None:

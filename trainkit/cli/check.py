@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.help import Command, examples, terminal_width, warn
-from trainkit.cli.options import ConfigRequest, config_options, gpu_type_option, json_option
+from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         "trainkit check quickstart --set train.steps=100 --json",
     ),
 )
-@config_options
+@choosing_config_options
 @gpu_type_option
 @click.option("--show-origin", is_flag=True, help="Print every value with its origin.")
 @click.option(
@@ -102,9 +102,15 @@ def command(
             click.echo(f"layout: {plan.reasons['layout']}")
             click.echo("\n".join(simulation_lines(found)))
         return EXIT_OK
-    loaded = request.load_to_plan()
-    facts = gather(loaded)
-    plan, cluster = plan_run(loaded, facts), facts.target.cluster
+    loaded, choice = request.load_to_plan(), None
+    if request.chooses_nodes:
+        from trainkit.launch.earliest_end import choice_lines, choose_nodes  # slow to import
+
+        loaded, plan, choice = choose_nodes(loaded)
+        cluster = None
+    else:
+        facts = gather(loaded)
+        plan, cluster = plan_run(loaded, facts), facts.target.cluster
     if smoke:
         problems = smoke_problems(loaded)
         if problems:
@@ -122,12 +128,16 @@ def command(
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]
         value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
+        if choice is not None:
+            value["offers"] = [item.to_dict() for item in choice.offers]
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
     if show_origin:
         click.echo("\n".join(origin_lines(loaded, terminal_width())) + "\n")
     for name, reason in plan.reasons.items():
         click.echo(f"{name}: {reason}")
+    if choice is not None:
+        click.echo("\n" + "\n".join(choice_lines(choice, plan, terminal_width())))
     if waits:
         click.echo("\n" + "\n".join(wait_lines(waits, fit=terminal_width())))
     for text in plan.warnings:

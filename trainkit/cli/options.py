@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class ConfigRequest:
     """Dotted key -> (the flag as typed, its value)."""
     argv: tuple[str, ...] = ()
     """The command after ``--``, which gives a run without another name its own."""
+    chooses_nodes: bool = False
+    """Whether ``--nodes auto`` was typed."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all layers; ConfigError lists all problems.
@@ -156,23 +159,29 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class NodesType(click.IntRange):
-    """A number of nodes, or a range of them such as 2-8, which the config checks."""
+    """A number of nodes, or several such as 2-8 or 2,4,8, which the config checks."""
+
+    config_key = ("resources", "nodes")
+
+    def __init__(self, *others: str) -> None:
+        super().__init__(min=1)
+        self.others = others
+        """Words that stand for a number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        is_range = re.fullmatch(r"\d+-\d+", str(value)) is not None
-        return str(value) if is_range else super().convert(value, param, ctx)
+        is_several = re.fullmatch(r"\d+-\d+|[1-9]\d*(,[1-9]\d*)+", str(value)) is not None
+        return str(value) if is_several or value in self.others else super().convert(value, param, ctx)
 
 
+NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
+gpus_per_node_option = click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs per node; worker processes per node on a machine without GPUs.",
+)
 shape_options = combined(
-    click.option(
-        "--nodes", type=NodesType(min=1), metavar="N", help="Number of nodes, or a range of them such as 2-8."
-    ),
-    click.option(
-        "--gpus-per-node",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="GPUs per node; worker processes per node on a machine without GPUs.",
-    ),
+    click.option("--nodes", type=NodesType(), metavar="N", help=f"{NODES_HELP}."), gpus_per_node_option
 )
 
 
@@ -185,6 +194,17 @@ CONFIG_HELP = (
 def config_options(function: Function) -> Function:
     """CONFIG and all options that change its values, given together as `request: ConfigRequest`."""
     return _request_options(function, shape_options, slurm_options, backend_option)
+
+
+def choosing_config_options(function: Function) -> Function:
+    """Like `config_options`, for a command that can choose the number of nodes."""
+    nodes = click.option(
+        "--nodes",
+        type=NodesType(AUTO),
+        metavar="N",
+        help=f"{NODES_HELP}; auto: as many as are expected to finish first.",
+    )
+    return _request_options(function, nodes, gpus_per_node_option, slurm_options, backend_option)
 
 
 def config_options_unless(option: str) -> Callable[[Function], Function]:
@@ -232,11 +252,16 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         overrides: tuple[str, ...],
         **others: Any,
     ) -> Any:
+        chooses = others["nodes"] == AUTO
+        if chooses:
+            others["nodes"] = None
         flags = config_flags(others)
         argv = click.get_current_context().meta.get(_KEY, ())
         if config is None and (unless is None or others[unless] is None):
             config = choose_config(argv)
-        request = None if config is None else ConfigRequest(config, profile, overrides, flags, argv)
+        request = None
+        if config is not None:
+            request = ConfigRequest(config, profile, overrides, flags, argv, chooses_nodes=chooses)
         return function(request=request, **others)
 
     wrapper.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{CONFIG_HELP}"

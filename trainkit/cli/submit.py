@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import examples, warn
+from trainkit.cli.help import examples, terminal_width, warn
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
     WithTrailingCommand,
     after_option,
-    config_options,
+    choosing_config_options,
     gpu_type_option,
     json_option,
     launcher_option,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainkit.control.repeat import RepeatedRun
     from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
     from trainkit.plan.workload import Workload
+    from trainkit.run.record import CodeCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +146,14 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
     epilog=examples(
         "trainkit submit",
         "trainkit submit --nodes 2 --follow",
+        "trainkit submit quickstart --nodes auto --dry-run",
         "trainkit submit quickstart --set train.steps=50 --name short --dry-run",
         "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
         "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
         "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
     ),
 )
-@config_options
+@choosing_config_options
 @gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
 @click.option(
@@ -214,15 +216,19 @@ def command(
         raise UsageError(
             "--now starts one run, not a group, whose runs share what is free", hint="remove --now"
         )
-    spec, points = group.points(request, workload)
-    submission = plan_submission(
-        points,
-        spec,
-        workload,
-        after=after,
-        warn=warn,
-        code_from=None if repeated is None else repeated.code,
-    )
+    code_from = None if repeated is None else repeated.code
+    spec: ArraySpec | None = None
+    if request.chooses_nodes:
+        if group or after:
+            raise UsageError(
+                "--nodes auto is for one run that may start now: when a group or a run with --after would "
+                "start is unknown",
+                hint="name a number, or several as in --nodes 2-8",
+            )
+        submission = _chosen(request, workload, code_from)
+    else:
+        spec, points = group.points(request, workload)
+        submission = plan_submission(points, spec, workload, after=after, warn=warn, code_from=code_from)
     if repeated is not None:
         described = [replace(point, plan=repeated.described(point.plan)) for point in submission.points]
         submission = replace(submission, points=described)
@@ -272,6 +278,18 @@ def command(
         hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
     click.echo(hint, err=True)
     return EXIT_OK
+
+
+def _chosen(request: ConfigRequest, workload: Workload, code_from: CodeCopy | None) -> Submission:
+    """The run with the number of nodes that is expected to finish first; prints what that rests on."""
+    from trainkit.launch.earliest_end import choice_lines, choose_nodes
+    from trainkit.launch.submission import PlannedPoint, Submission
+
+    code_dir = None if code_from is None else Path(code_from.workdir)
+    loaded, plan, choice = choose_nodes(request.load_to_plan(workload), workload, code_dir=code_dir)
+    for line in choice_lines(choice, plan, terminal_width()):
+        click.echo(line, err=True)
+    return Submission([PlannedPoint(0, {}, loaded.config, plan)], code_from=code_from)
 
 
 def _repeated(

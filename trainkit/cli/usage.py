@@ -182,17 +182,19 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
     """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
-    from trainkit.config.schema import schema_words
+    from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import first_accepted, readings
 
     kind, value = param.type, _typed(param.opts, args)
-    if isinstance(kind, click.IntRange | click.FloatRange):
+    choices: Sequence[str] = ()
+    if key := getattr(kind, "config_key", ()):
+        words = ", or ".join((allowed_values(key), *getattr(kind, "others", ())))
+    elif isinstance(kind, click.IntRange | click.FloatRange):
         bounds = {"exclusiveMinimum" if kind.min_open else "minimum": kind.min}
         bounds |= {"exclusiveMaximum" if kind.max_open else "maximum": kind.max}
         whole = isinstance(kind, click.IntRange)
         schema = {key: bound for key, bound in bounds.items() if bound is not None}
         words = schema_words({"type": "integer" if whole else "number", **schema})
-        choices: Sequence[str] = ()
     elif isinstance(kind, click.Choice):
         choices = [str(choice) for choice in kind.choices]
         words = schema_words({"enum": choices})

@@ -1,5 +1,6 @@
 """Config sections for where and how a run executes: layout, checkpoints, resources, launch, requeue."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,7 +14,8 @@ DataParallelDegree = Literal[-1] | AtLeastOne
 OneLine = Annotated[
     str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"allowed": "one line of text"})
 ]
-NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d*-[1-9]\d*$")]
+NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d{0,6}(-[1-9]\d{0,6}|(,[1-9]\d{0,6})+)$")]
+"""As Slurm writes it: a range, or a list."""
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
@@ -103,8 +105,11 @@ class ResourcesConfig(Section):
 
     nodes: AtLeastOne | NodeRange = Field(
         default=1,
-        description="Number of nodes; with a range such as 2-8, as many of them as Slurm has.",
-        json_schema_extra={"allowed": "a whole number of at least 1, or a range such as 2-8"},
+        description="Number of nodes; with a range such as 2-8 or a list such as 2,4,8, as many of them as"
+        " Slurm has.",
+        json_schema_extra={
+            "allowed": "a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8"
+        },
     )
     gpus_per_node: AtLeastOne | Literal["auto"] = Field(
         default="auto",
@@ -140,7 +145,7 @@ class ResourcesConfig(Section):
     reservation: OneLine | None = Field(default=None, description="Slurm reservation.")
     gpu_type: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$",
+        pattern=r"^[A-Za-z0-9_.-]+( *, *[A-Za-z0-9_.-]+)*$",
         description="GPU type, by its name in Slurm; of several such as h100,a100, whichever is free first.",
     )
     comment: OneLine | None = Field(default=None, description="Comment that Slurm stores with the job.")
@@ -158,7 +163,7 @@ class ResourcesConfig(Section):
     @property
     def gpu_types(self) -> tuple[str, ...]:
         """The GPU types of which the job may get any one."""
-        return () if self.gpu_type is None else tuple(self.gpu_type.split(","))
+        return () if self.gpu_type is None else tuple(map(str.strip, self.gpu_type.split(",")))
 
     @property
     def job_time(self) -> str | None:
@@ -166,14 +171,20 @@ class ResourcesConfig(Section):
         return self.slice or self.time
 
     @property
+    def node_counts(self) -> Sequence[int]:
+        """The numbers of nodes that the job may get, the fewest first; none of a range such as 4-2."""
+        first, dash, last = str(self.nodes).partition("-")
+        return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))
+
+    @property
     def fewest_nodes(self) -> int:
-        """The lower end of the range `nodes`."""
-        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition("-")[0])
+        """The fewest nodes that the job may get."""
+        return self.node_counts[0]
 
     @property
     def most_nodes(self) -> int:
-        """The upper end of the range `nodes`."""
-        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition("-")[2])
+        """The most nodes that the job may get."""
+        return self.node_counts[-1]
 
 
 class LaunchConfig(Section):

@@ -128,8 +128,9 @@ def _nodes(loaded: LoadedConfig) -> Iterator[Problem]:
     resources = loaded.config.resources
     if isinstance(resources.nodes, int):
         return
-    if resources.fewest_nodes >= resources.most_nodes:
-        message, hint = f"is {resources.nodes}, which is no range", "write the fewest nodes first, as in 2-8"
+    if len(resources.node_counts) < 2:
+        message = f"is {resources.nodes}, which is no range"
+        hint = "write the fewest nodes first, as in 2-8; 2,4,8 is a list"
         yield loaded.problem("resources.nodes", message, hint)
     elif resources.spare_nodes:
         message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
@@ -204,12 +205,15 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
 def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
     """What is allowed, but seldom meant; `trains` is false for a COMMAND, which has its own schedule."""
     config, steps = loaded.config, loaded.config.train.steps
-    time, warmup = config.resources.time or "", config.schedule.warmup_steps
-    if re.fullmatch(r"\d+:\d+", time):
+    warmup = config.schedule.warmup_steps
+    for key in ("time", "slice", "time_min"):
+        time = getattr(config.resources, key) or ""
+        if not re.fullmatch(r"\d+:\d+", time):
+            continue
         minutes, seconds = time.split(":")
         read = f"{plural(int(minutes), 'minute')} and {int(seconds)} s"
         yield (
-            f"resources.time is {time}, which Slurm reads as {read};"
+            f"resources.{key} is {time}, which Slurm reads as {read};"
             f" {time}:00 is {plural(int(minutes), 'hour')}"
         )
     if not trains:

@@ -85,10 +85,9 @@ def load_again(
 
 def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float | None:
     """Seconds for the steps up to `steps`, at the speed of the newest attempt; None if it ran otherwise."""
-    before = read_plan(run)
-    layout = (before.record("layout").values, before.record("batch").values, before.text("device"))
+    shape = read_plan(run).step_shape
     measured = numbers(RunHistory(run).newest_steps(), "step_s")
-    if steps is None or not measured or layout != (vars(plan.layout), vars(plan.batch), plan.device):
+    if steps is None or not measured or shape != (vars(plan.layout), vars(plan.batch), plan.device):
         return None
     saved = published(run.checkpoints_dir)
     return max(0, steps - (saved[-1].step if saved else 0)) * statistics.median(measured)

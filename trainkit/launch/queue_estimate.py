@@ -16,7 +16,7 @@ from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
 from trainkit.formats import duration, table
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import option_argv
+from trainkit.plan.slurm_request import Options, option_argv
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.submit import query_start
 
@@ -50,6 +50,51 @@ class Wait:
         return asdict(self) | {"start_time": None if self.start_time is None else self.start_time.isoformat()}
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Slurm's answer to one request."""
+
+    start_time: datetime | None = None
+    nodes: tuple[str, ...] = ()
+    remark: str = ""
+    """Why it names no time."""
+    refused: bool = False
+    """Whether Slurm would reject the job."""
+
+
+def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> list[Answer]:
+    """When Slurm would start a job with each of these options of sbatch; asks a few at once.
+
+    All answers arrive within `enough_s`; without it, no question begins after ENOUGH_S. Raises
+    SlurmUnreachable when Slurm answers none.
+    """
+    answered: list[Options] = []
+    lost: list[TrainkitError] = []
+    give_up = time.monotonic() + (ENOUGH_S if enough_s is None else enough_s)
+
+    def ask(options: Options) -> Answer:
+        if lost or time.monotonic() > give_up:
+            return Answer(remark=TOO_BUSY)
+        timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
+        try:
+            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=option_argv(options))
+        except SlurmRefused as error:
+            answered.append(options)
+            remark = error.sentence.splitlines()[-1] if error.sentence else error.message
+            return Answer(remark=remark, refused=not MAY_CHANGE.search(remark))
+        except TrainkitError as error:
+            lost.append(error)
+            return Answer(remark=TOO_BUSY)
+        answered.append(options)
+        return Answer(found.start_time, tuple(found.nodes))
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        answers = list(threads.map(ask, requests))
+    if lost and not answered:
+        raise lost[0]
+    return answers
+
+
 def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> list[Wait]:
     """The estimates for the requested partitions, then for all others.
 
@@ -61,38 +106,19 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
     )
     names = [item.name for item in request.partitions]
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
-    options = option_argv({**plan.slurm.sbatch, "comment": False, "partition": False})
-    answered: list[str] = []
-    lost: list[TrainkitError] = []
-    give_up = time.monotonic() + ENOUGH_S
-
-    def ask(name: str) -> Wait:
-        is_asked = name in names
-        if not is_asked and (why_not := _misfit(request, cluster, name)):
-            return Wait(name, is_asked, None, remark=why_not)
-        if lost or time.monotonic() > give_up:
-            return Wait(name, is_asked, None, remark=TOO_BUSY)
-        argv = [*options, f"--partition={name}"]
-        try:
-            found = query_start("#!/bin/sh\n", timeout_s=ASK_TIMEOUT_S, extra_argv=argv)
-        except SlurmRefused as error:
-            answered.append(name)
-            remark = error.sentence.splitlines()[-1] if error.sentence else error.message
-            return Wait(name, is_asked, None, remark=remark, refused=not MAY_CHANGE.search(remark))
-        except TrainkitError as error:
-            lost.append(error)
-            return Wait(name, is_asked, None, remark=TOO_BUSY)
-        answered.append(name)
-        return Wait(name, is_asked, found.start_time, tuple(found.nodes))
-
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        waits = list(threads.map(ask, [*names, *others]))
-    if lost and not answered:
-        raise lost[0]
-    return waits
+    options: Options = {**plan.slurm.sbatch, "comment": False}
+    misfits = {name: "" if name in names else misfit(request, cluster, name) for name in [*names, *others]}
+    fitting = [name for name, why_not in misfits.items() if not why_not]
+    answers = dict(
+        zip(fitting, ask_starts([{**options, "partition": name} for name in fitting]), strict=True)
+    )
+    return [
+        Wait(name, name in names, **vars(answers.get(name) or Answer(remark=why_not)))
+        for name, why_not in misfits.items()
+    ]
 
 
-def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
+def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
     """Why a job does not fit a partition, in one sentence; empty if it does."""
     partition = cluster.partition(name)
     if partition is None:
@@ -106,13 +132,14 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | No
     now = datetime.now(timezone.utc) if now is None else now
     rows = [("partition", "would start", "")]
     for wait in waits:
-        when = "no" if wait.start_time is None else _when(wait.start_time, now)
+        start = "no" if wait.start_time is None else when(wait.start_time, now)
         remark = wait.remark or f"on {_shortened(wait.nodes)}"
-        rows.append((f"{wait.partition}{' (requested)' if wait.is_asked else ''}", when, remark))
+        rows.append((f"{wait.partition}{' (requested)' if wait.is_asked else ''}", start, remark))
     yield from table(rows, fit=fit).splitlines()
 
 
-def _when(start: datetime, now: datetime) -> str:
+def when(start: datetime, now: datetime) -> str:
+    """How long it is until then, and the time."""
     seconds = (start - now).total_seconds()
     if seconds < SOON_S:
         return "now"

@@ -6,6 +6,7 @@ timed out; `suspect_rank` is the rank to look at.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.config import RunConfig
+from trainkit.config.running import ResourcesConfig
 from trainkit.formats import rank_list, relative_path, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
@@ -76,8 +78,7 @@ def _config_values(config: RunConfig, plan: PlanRecord) -> dict[str, str]:
             values["mem_unset"] = "not set"
         elif match := _MEM.fullmatch(resources.mem):
             values |= {"mem": resources.mem, "more_mem": f"{-(-int(match[1]) * 3 // 2)}{match[2]}"}
-        if resources.time is not None:
-            values |= {"time": resources.time, "more_time": _twice(resources.time)}
+        values |= _time_values(config.resources)
     if not plan.is_command:
         if config.data.num_workers:
             values["num_workers"] = str(config.data.num_workers)
@@ -92,13 +93,16 @@ def _config_values(config: RunConfig, plan: PlanRecord) -> dict[str, str]:
     return values
 
 
-def _twice(time: str) -> str:
-    """Twice a time limit in Slurm's format; empty for a form without a number."""
-    try:
-        limit_s = time_limit_s(time)
-    except ValueError:
-        return ""
-    return "" if limit_s is None else time_text(2 * limit_s)
+def _time_values(resources: ResourcesConfig) -> dict[str, str]:
+    """The shortest limit that a job may have had, of those that can be doubled, and twice that."""
+    limits = {key: getattr(resources, key) for key in ("time_min", "slice", "time")}
+    given = [(key, text, time_limit_s(text)) for key, text in limits.items() if text is not None]
+    for index, (key, text, limit_s) in enumerate(given):
+        longer = [most_s or math.inf for _, _, most_s in given[index + 1 :]]
+        if limit_s is not None and 2 * limit_s <= min(longer, default=math.inf):
+            option = key.replace("_", "-")
+            return {"time": text, "time_key": key, "time_option": option, "more_time": time_text(2 * limit_s)}
+    return {}
 
 
 def _disk_values(run: RunDir) -> dict[str, str]:

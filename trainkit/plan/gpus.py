@@ -169,8 +169,16 @@ class Hardware:
 
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
     """The names of the GPU types that a job may get; empty if unknown."""
-    if config.resources.gpu_type is not None:
-        return list(config.resources.gpu_types)
+    types = config.resources.gpu_types
+    if len(types) > 1 and target.cluster is not None:
+        from trainkit.cluster.limits import partition_refusals  # as in `_nodes`
+
+        request = target.cluster.resource_request(config.resources)
+        refused = partition_refusals(request, target.cluster)
+        able = {item.gpu_type(request.constraint) for item in request.partitions if item.name not in refused}
+        return [name for name in types if name in able] or list(types)
+    if types:
+        return list(types)
     if target.cluster is None:
         return list(dict.fromkeys(machine.gpu_names))
     return list(dict.fromkeys(kind for node in _nodes(config, target) for kind in node.gpus))

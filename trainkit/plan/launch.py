@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -324,17 +325,18 @@ class LaunchPlan:
                     f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
                 )
                 raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
-            return cls._from_values({name: value[name] for name in cls.__dataclass_fields__ if name in value})
+            return cls._from_values(_known(cls, value))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> LaunchPlan:
+        # Unknown degrees would change what runs; unknown policies of a newer version only miss here.
         values["layout"] = Layout(**values["layout"])
         values["batch"] = Batch(**values["batch"])
-        requeue = values.get("requeue", {})
+        requeue = _known(RequeuePolicy, values.get("requeue", {}))
         values["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        notify = values.get("notify", {})
+        notify = _known(NotifyPolicy, values.get("notify", {}))
         values["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
         for name in (
             "command",
@@ -349,12 +351,17 @@ class LaunchPlan:
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         if values.get("debug") is not None:
-            values["debug"] = DebugPlan(**values["debug"])
+            values["debug"] = DebugPlan(**_known(DebugPlan, values["debug"]))
         if values.get("slurm") is not None:
             from trainkit.plan.slurm_request import SlurmRequest
 
             values["slurm"] = SlurmRequest.from_dict(values["slurm"])
         return with_right_types(cls(**values), SlurmRequest=object)
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the fields that this version has."""
+    return {name: value for name, value in values.items() if name in kind.__dataclass_fields__}
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:

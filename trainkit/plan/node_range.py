@@ -51,15 +51,15 @@ def plan_nodes(
         plan = make_plan(_with(loaded, resources.most_nodes, values), facts, workload)
         note = f"{plan.num_nodes}: the most of {resources.nodes}, which this machine simulates"
         return replace(plan, lr=before.lr if before else plan.lr, reasons={"nodes": note, **plan.reasons})
-    sizes = range(resources.most_nodes, resources.fewest_nodes - 1, -1)
-    if len(sizes) > MOST_SIZES:
+    counts = resources.node_counts
+    if len(counts) > MOST_SIZES:
         message = (
-            f"is {resources.nodes}: {len(sizes):,} numbers of nodes, and at most {MOST_SIZES:,} are planned"
+            f"is {resources.nodes}: {len(counts):,} numbers of nodes, and at most {MOST_SIZES:,} are planned"
         )
         raise ConfigError([loaded.problem(KEY, message, "name a smaller range")])
     plans: list[LaunchPlan] = []
     refused: dict[int, ConfigError] = {}
-    for num_nodes in sizes:
+    for num_nodes in reversed(counts):
         try:
             plans.append(make_plan(_with(loaded, num_nodes, values), facts, workload))
         except ConfigError as error:
@@ -105,22 +105,29 @@ def _joined(
         return replace(first, reasons={"nodes": note, **first.reasons})
     from trainkit.run.group import difference  # as in `LaunchPlan.at`
 
-    own, *others = (_in_job(plan, nodes, first, note, is_old) for plan in plans)
+    least = plans[-1]
+    own, *others = (_in_job(plan, nodes, first, least, note, is_old) for plan in plans)
     base = own.to_dict()
     return replace(own, sizes={str(one.num_nodes): difference(base, one.to_dict()) for one in others})
 
 
-def _in_job(plan: LaunchPlan, nodes: str, first: LaunchPlan, note: str, is_old: bool) -> LaunchPlan:
-    """The plan as that of the job which requests all of `nodes`."""
+def _in_job(
+    plan: LaunchPlan, nodes: str, first: LaunchPlan, least: LaunchPlan, note: str, is_old: bool
+) -> LaunchPlan:
+    """The plan as that of the job which requests all of `nodes`; `first` has the most, `least` the fewest."""
     assert plan.slurm is not None
     assert first.slurm is not None
+    assert least.slurm is not None
     # The job survives the loss of a node, and the run continues on the others.
     sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
+    if "exclude" in least.slurm.sbatch:  # the job starts without the bad nodes that its fewest can spare
+        sbatch["exclude"] = least.slurm.sbatch["exclude"]
     srun = plan.slurm.srun
     if is_old:
         tasks, cpus = int(sbatch.pop("ntasks-per-node")), int(sbatch.get("cpus-per-task", 1))
         sbatch["cpus-per-task"], srun = tasks * cpus, {**srun, "cpus-per-task": cpus}
     reasons = {"nodes": note, **plan.reasons}
-    if "lr" in reasons:
-        reasons["lr"] = first.reasons["lr"]
+    for key, of in (("lr", first), ("exclude", least)):
+        if key in reasons:
+            reasons[key] = of.reasons[key]
     return replace(plan, slurm=replace(plan.slurm, sbatch=sbatch, srun=srun), lr=first.lr, reasons=reasons)

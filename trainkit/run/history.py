@@ -363,6 +363,11 @@ class PlanRecord(Record):
     def is_command(self) -> bool:
         return bool(self.command)
 
+    @property
+    def step_shape(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str | None]:
+        """Layout, batch and device, on which the time of a step depends."""
+        return self.record("layout").values, self.record("batch").values, self.text("device")
+
 
 def read_plan(folder: RunDir | AttemptDir) -> PlanRecord:
     """The plan of a run or an attempt; empty if it cannot be read."""

@@ -189,6 +189,20 @@ def test_the_first_difference_is_named():
     assert compare(CURVE, other) == "step 4 is not in the uninterrupted run"
 
 
+@pytest.mark.parametrize(
+    ("loss", "tolerance", "is_equal"),
+    [
+        ("3.25001", 0.0, False),
+        ("3.25001", 1e-5, True),
+        ("3.2501", 1e-5, False),
+        *((loss, 1e-5, False) for loss in ("NaN", "null", "0.0", "-3.25")),
+    ],
+)
+def test_on_another_number_of_nodes_sums_are_rounded(loss: str, tolerance: float, is_equal: bool):
+    points = [replace(point, loss=loss) if point.loss == "3.25" else point for point in CURVE]
+    assert (compare(CURVE, points, tolerance) == "") == is_equal
+
+
 def test_a_step_that_was_wrong_the_first_time_is_a_difference_although_it_was_computed_again():
     assert compare(CURVE, [point(1, "9.0", 16), *CURVE]) == "loss 9.0 at step 1 instead of 3.5"
 

@@ -27,6 +27,7 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
+    SIZES_TOLERANCE,
     Result,
     RunOutcome,
     all_passed,
@@ -251,7 +252,7 @@ class Drill:
         # Longer than the run's own watchdog takes to end hanging ranks.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, patience_s)
-        plan = self.plan
+        plan = self.plan.at(self.plan.fewest_nodes)  # whatever the job gets has these ranks
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
@@ -264,7 +265,10 @@ class Drill:
         found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
         damages = [f"{checkpoint.path.name}: {damage}" for checkpoint, damage in found if damage]
         outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
-        result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
+        tolerance = SIZES_TOLERANCE if self.plan.sizes else 0.0
+        result = evaluate(
+            *(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
+        )
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
         return result

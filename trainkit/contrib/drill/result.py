@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +19,11 @@ def num_recomputed(steps: Sequence[StepRecord]) -> int:
     return len(steps) - len({one.step for one in steps})
 
 
-def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> str:
+SIZES_TOLERANCE = 1e-5
+"""How far losses on another number of ranks may be from each other, relative to them: sums are rounded."""
+
+
+def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
     """The first difference of a computed step from the uninterrupted run; empty if all are equal."""
     expected = {one.step: one for one in reference}
     for one in steps:
@@ -26,7 +31,8 @@ def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> str
         if known is None:
             return f"step {one.step} is not in the uninterrupted run"
         loss, usual = (json.dumps(record.values["loss"]) for record in (one, known))  # with all digits
-        if loss != usual:
+        losses = (json.loads(text) or math.nan for text in (loss, usual))
+        if loss != usual and not math.isclose(*losses, rel_tol=tolerance):
             return f"loss {loss} at step {one.step} instead of {usual}"
         seen, usually_seen = one.count("samples_seen"), known.count("samples_seen")
         if seen != usually_seen:
@@ -108,14 +114,16 @@ def evaluate(
     reference: Sequence[StepRecord],
     interval: int | None,
     requeue_on: Sequence[str],
+    tolerance: float = 0.0,
 ) -> Result:
     """Check one interrupted run and return its result.
 
     `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
-    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`.
+    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`; `tolerance`
+    is that of `compare`.
     """
     has_curve, again = bool(reference), num_recomputed(outcome.steps)
-    difference = compare(reference, outcome.steps) if has_curve else ""
+    difference = compare(reference, outcome.steps, tolerance) if has_curve else ""
     remark = "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
     if record.no_restart:
         remark = f"resumed by the drill: {record.no_restart}"

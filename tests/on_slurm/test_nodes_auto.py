@@ -1,0 +1,80 @@
+"""`--nodes auto`: the request that Slurm is expected to finish first, under several kinds of load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, Login
+
+AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
+SAYS_ITS_SIZE = """
+import os
+print(os.environ["WORLD_SIZE"], "ranks", flush=True)
+"""
+
+
+@contextmanager
+def maintenance(login: Login) -> Iterator[None]:
+    """All hosts are reserved in half an hour, for an hour."""
+    when = ("starttime=now+30minutes", "duration=60", "flags=maint", "users=root", "nodes=ALL")
+    login.run(["scontrol", "create", "reservation", "reservationname=maintenance", *when], check=True)
+    try:
+        yield
+    finally:
+        login.run(["scontrol", "delete", "reservation=maintenance"], check=True)
+
+
+@pytest.mark.slow(seconds=40)
+def test_each_load_has_its_earliest_end(login: Login) -> None:
+    def chosen(*options: str) -> tuple[int, str, set[float]]:
+        """Nodes and partition of the plan, and the limits of those requests that end as early."""
+        done = login.trainkit("check", "small.yaml", *AUTO, *options, "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        ends = [offer for offer in found["offers"] if offer["end_time"] is not None]
+        first = min(offer["end_time"] for offer in ends)
+        sbatch = found["plan"]["slurm"]["sbatch"]
+        best = [
+            offer["limit_s"]
+            for offer in ends
+            if offer["end_time"] == first and offer["num_nodes"] == sbatch["nodes"]
+        ]
+        assert best
+        return sbatch["nodes"], sbatch["partition"], {*best}
+
+    (login.folder / "small.yaml").write_text("name: small\ntrain: {global_batch_size: 16}\n")
+    high = ("--partition", "high", "--time", "60")
+    assert chosen(*high) == (4, "high", {3600})
+    with maintenance(login):
+        assert chosen(*high, "--time-min", "20") == (4, "high", {1200})
+    with login.other_job("--partition=high", "--nodes=3"):
+        assert chosen(*high) == (1, "high", {3600})
+    with login.other_job("--partition=high", "--nodes=2", "--time=10"):  # for which it is worth to wait
+        assert chosen(*high) == (4, "high", {3600})
+    with login.other_job("--partition=low", "--nodes=4"):
+        assert chosen("--partition", "low,high", "--time", "60") == (4, "high", {3600})
+
+
+@pytest.mark.slow(seconds=30)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> None:
+    login.script(SAYS_ITS_SIZE, "size.py")
+    with login.other_job("--partition=high", "--nodes=2"):
+        given = (*AUTO, "--backend", backend, "--partition", "high", "--time", "60")
+        run = login.submit(*given, "--", "python", "size.py")
+        login.wait_for_log(run, "2 ranks")
+        assert login.wait_for_end(run)["state"] == "finished", login.logs_and_attempts(run)
+        job = login.cluster.job(login.job_id(run))
+        assert (job["NumNodes"], job["Partition"]) == ("2", "high")
+
+
+@pytest.mark.slow(seconds=20)
+def test_without_the_controller_the_request_stays(login: Login) -> None:
+    login.cluster.stop_slurmctld()
+    done = login.trainkit("submit", "quickstart", *AUTO, "--set", "resources.nodes=2", "--dry-run")
+    assert (done.returncode, "#SBATCH --nodes=2\n" in done.stdout) == (0, True), done.stderr
+    assert "the request is unchanged: 2 nodes" in done.stderr

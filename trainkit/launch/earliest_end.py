@@ -1,0 +1,387 @@
+"""``--nodes auto``: the number of nodes and the partition with which a run is expected to finish first.
+
+Gathers when Slurm would start each request and how long the work takes there, then decides; nothing is
+certain about either: other jobs come and end as they like.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta, timezone
+from itertools import islice
+from pathlib import Path
+
+from trainkit.cluster.model import Partition, ResourceRequest
+from trainkit.config import LoadedConfig, RunConfig, read_effective
+from trainkit.config.load import with_values
+from trainkit.config.training import DECODER
+from trainkit.errors import ConfigError, TrainkitError
+from trainkit.formats import JsonObject, duration, plural, relative_path, table, time_limit_s, time_text
+from trainkit.launch.plan_run import gather, plan_run
+from trainkit.launch.queue_estimate import Answer, ask_starts, misfit, when
+from trainkit.plan.facts import Facts
+from trainkit.plan.gpus import find_gpu
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts import cost_of
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.node_range import KEY
+from trainkit.plan.slurm_request import Options
+from trainkit.plan.step_work import work_of
+from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.events import read_events
+from trainkit.run.files import numbers
+from trainkit.run.history import RunHistory, read_plan
+from trainkit.run.registry import iter_known_runs
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.client import query
+
+ENOUGH_S = 5.0
+"""Seconds for all questions to Slurm together; what it has not answered by then does not count."""
+MOST_ASKED = 24
+"""Requests that Slurm is asked about."""
+MOST_RUNS = 100
+"""Earlier runs whose speed is looked up, the newest first."""
+SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
+"""What two configs must have in common so that a step of one takes as long as one of the other."""
+DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
+"""What is compared as the plans have derived it."""
+
+Place = tuple[int, str]
+"""A number of nodes and their GPU type, which is empty if unknown."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How long all steps of a run take somewhere."""
+
+    seconds: float
+    source: str
+    """How that is known."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A request that would be possible, and what is expected of it."""
+
+    num_nodes: int
+    partition: str
+    limit_s: float
+    """The time limit of a job."""
+    work: Work
+    answer: Answer
+    end_time: datetime | None = None
+    """None if it would not finish."""
+    remark: str = ""
+    """Why not."""
+
+    def to_dict(self) -> JsonObject:
+        """Plain data, times in ISO 8601."""
+        times = {"start_time": self.answer.start_time, "end_time": self.end_time}
+        return {
+            "num_nodes": self.num_nodes,
+            "partition": self.partition,
+            "limit_s": None if math.isinf(self.limit_s) else self.limit_s,
+            "work": asdict(self.work),
+            **{name: None if time is None else time.isoformat() for name, time in times.items()},
+            "remark": self.remark,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The offers, and which of them is taken."""
+
+    offers: Sequence[Offer]
+    taken: Offer | None
+    """None where the request is unchanged."""
+    reason: str = ""
+    """Why none is, in a sentence."""
+    priority: str = ""
+    """What Slurm says of this user's priority."""
+
+
+def choose_nodes(
+    loaded: LoadedConfig, workload: Workload = TRAINER, *, code_dir: Path | None = None
+) -> tuple[LoadedConfig, LaunchPlan, Choice]:
+    """The config with every number of nodes, the plan for the one that is expected to end first, and why.
+
+    Raises the errors of `plan_run`. Without an answer of Slurm, the plan is that of the config.
+    """
+    facts = gather(loaded, workload, code_dir=code_dir)
+    cluster = facts.target.cluster
+    own = plan_run(loaded, facts, workload, code_dir=code_dir)
+    if cluster is None or own.slurm is None:
+        return loaded, own, Choice((), None, "only Slurm knows when more or fewer nodes are free")
+    given = loaded.config.resources
+    request = cluster.resource_request(given).with_workers(
+        own.workers_per_node, own.device, own.threads_per_worker, own.per
+    )
+    if not request.partitions:
+        why = cluster.error or "the partitions of this cluster are unknown"
+        return loaded, own, Choice((), None, why)
+    wider, plan = loaded, own
+    if isinstance(given.nodes, int):
+        sizes = sizes_around(given.nodes, max(map(_most_nodes, request.partitions)))
+        if len(sizes) > 1:
+            nodes = ",".join(map(str, sizes))
+            wider = with_values(loaded, {KEY: nodes}, f"--nodes auto: {nodes}")
+            plan = plan_run(wider, facts, workload, code_dir=code_dir, before=own)
+    try:
+        offers, priority = _gather(plan, wider.config, facts, request, given.most_nodes)
+    except TrainkitError as error:
+        return loaded, own, Choice((), None, error.message.splitlines()[0])
+    best = earliest(offers)
+    if best is None:
+        return loaded, own, Choice(offers, None, "none is known to finish", priority)
+    return wider, taken(plan, best), Choice(offers, best, priority=priority)
+
+
+# Decide.
+
+
+def sizes_around(own: int, most: int) -> list[int]:
+    """A number of nodes, its halves and its doubles up to `most`, ascending."""
+    sizes = [own]
+    while sizes[0] % 2 == 0:
+        sizes.insert(0, sizes[0] // 2)
+    while 2 * sizes[-1] <= most:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def expected_work(base: Mapping[Place, Work], measured: Mapping[Place, Work]) -> dict[Place, Work]:
+    """The work in each place of `base`: measured there, else in proportion to the nearest measurement."""
+    found = dict(base)
+    for place, work in base.items():
+        if place in measured:
+            found[place] = measured[place]
+            continue
+        near = min(
+            (other for other in measured if other in base),
+            key=lambda other: (other[1] != place[1], abs(math.log(other[0] / place[0]))),
+            default=None,
+        )
+        if near is not None:
+            seconds = work.seconds * measured[near].seconds / base[near].seconds
+            found[place] = Work(seconds, f"{measured[near].source}, scaled")
+    return found
+
+
+def with_end(offer: Offer, config: RunConfig, now: datetime) -> Offer:
+    """The offer with its expected end, or the reason why it would not finish.
+
+    A run that returns to the queue after each job is assumed to wait there as long as now.
+    """
+    start, resources = offer.answer.start_time, config.resources
+    if start is None:
+        return replace(offer, remark=offer.answer.remark or "Slurm gives no time")
+    jobs = math.ceil(offer.work.seconds / offer.limit_s)
+    needs = f"takes {duration(offer.work.seconds)}"
+    if jobs > 1 and "timeout" not in config.requeue.on:
+        return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
+    total_s = None if resources.slice is None else time_limit_s(str(resources.time))
+    if total_s is not None and offer.work.seconds > total_s:
+        return replace(offer, remark=f"{needs}, and resources.time is {resources.time}")
+    wait = max(start - now, timedelta(0))
+    end = now + wait * max(1, jobs) + timedelta(seconds=offer.work.seconds)
+    return replace(offer, end_time=end)
+
+
+def earliest(offers: Sequence[Offer]) -> Offer | None:
+    """The offer that ends first, of equal ones that with the fewest nodes; None if none is known to end."""
+    ending = [
+        (offer.end_time, offer.num_nodes, index) for index, offer in enumerate(offers) if offer.end_time
+    ]
+    return offers[min(ending)[2]] if ending else None
+
+
+# Gather.
+
+
+def _gather(
+    plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, own: int
+) -> tuple[list[Offer], str]:
+    """The offers of all sizes, partitions and time limits of a plan, and what Slurm says of the priority."""
+    cluster, resources = facts.target.cluster, config.resources
+    assert cluster is not None
+    limits = {item.name: _limits(request, item) for item in request.partitions}
+    sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
+    most = max(2, MOST_ASKED // sum(map(len, limits.values())))
+    plans = {size: plan.at(size) for size in sizes[:: -(-len(sizes) // most)]}
+    gpus = {item.name: item.gpu_type(resources.constraint) or "" for item in cluster.partitions}
+    if plan.device != "cuda":
+        gpus = dict.fromkeys(gpus, "")
+    asked = [
+        (size, item, limit_s)
+        for size in plans
+        for item in request.partitions
+        for limit_s in limits[item.name]
+    ]
+    misfits = [misfit(replace(request, nodes=size, time_s=s), cluster, item.name) for size, item, s in asked]
+    fitting = [of for of, why_not in zip(asked, misfits, strict=True) if not why_not]
+    with ThreadPoolExecutor(2) as threads:
+        priority = threads.submit(_priority)
+        measured = threads.submit(_measured, plans, config, gpus)
+        found = ask_starts([_options(plans[size], size, item, s) for size, item, s in fitting], ENOUGH_S)
+        base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, own, request)
+        work = expected_work(base, measured.result())
+        now, answers = datetime.now(timezone.utc), iter(found)
+        offers = [
+            Offer(
+                *(size, item.name, limit_s, work[size, gpus[item.name]]),
+                Answer(remark=why_not) if why_not else next(answers),
+            )
+            for (size, item, limit_s), why_not in zip(asked, misfits, strict=True)
+        ]
+        return [with_end(offer, config, now) for offer in offers], priority.result()
+
+
+def _most_nodes(partition: Partition) -> int:
+    """The most nodes of a job."""
+    return min(partition.num_nodes, partition.max_nodes or partition.num_nodes)
+
+
+def _limits(request: ResourceRequest, partition: Partition) -> list[float]:
+    """The time limits that a job may get."""
+    longest = request.time_s or partition.job_time_s or math.inf
+    return [longest] if request.time_min_s in (None, longest) else [longest, request.time_min_s]
+
+
+def _options(plan: LaunchPlan, size: int, partition: Partition, limit_s: float) -> Options:
+    assert plan.slurm is not None
+    time: Options = {} if math.isinf(limit_s) else {"time": time_text(int(limit_s)), "time-min": False}
+    nodes = size + plan.spare_nodes
+    return {**plan.slurm.sbatch, "comment": False, "nodes": nodes, "partition": partition.name, **time}
+
+
+def _base(
+    plans: Mapping[int, LaunchPlan],
+    config: RunConfig,
+    facts: Facts,
+    gpus: set[str],
+    own: int,
+    request: ResourceRequest,
+) -> dict[Place, Work]:
+    """The work in each place as `trainkit plan` estimates it, else as the time limit says of `own` nodes."""
+    steps, data = config.train.steps, facts.data
+    known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
+    if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
+        shape = resolve_model_shape(config.model, data.vocab_size)
+        works = {
+            size: work_of(config, shape, plan.layout, plan.batch, plan.device) for size, plan in plans.items()
+        }
+        return {
+            (size, name): Work(steps * cost_of(work, gpu, plans[size].workers_per_node).step_s, "planned")
+            for size, work in works.items()
+            for name, gpu in known.items()
+        }
+    resources = config.resources
+    total_s = time_limit_s(resources.time) if resources.time is not None else None
+    total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
+    if not total_s:
+        raise TrainkitError("nothing tells how long the run takes: resources.time and train.steps are null")
+    source = f"assumed: resources.time is that of {plural(own, 'node')}"
+    return {(size, name): Work(total_s * own / size, source) for size in plans for name in gpus}
+
+
+def _measured(
+    plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
+) -> dict[Place, Work]:
+    """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
+    found: dict[Place, Work] = {}
+    steps = config.train.steps
+    if steps is None or plans[max(plans)].command is not None:
+        return found
+    for run in islice(_earlier_runs(), MOST_RUNS):
+        records = RunHistory(run).newest_steps()
+        for number in {record.attempt for record in records if record.attempt is not None}:
+            attempt = run.attempt(number)
+            before = read_plan(attempt)
+            plan = plans.get(before.count("num_nodes") or 0)
+            if plan is None or before.step_shape != (vars(plan.layout), vars(plan.batch), plan.device):
+                continue
+            started = next(read_events(run, "started", attempt=number), None)
+            gpu = gpus.get(started.text("partition") or "") if started is not None else None
+            measured = numbers([record for record in records if record.attempt == number], "step_s")
+            if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
+                continue  # without a partition of this cluster, it was on other nodes
+            source = f"measured in {relative_path(str(run.path), Path.cwd())}"
+            found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
+    return found
+
+
+def _is_alike(run: RunDir, config: RunConfig) -> bool:
+    try:
+        before = read_effective(run.config_file)
+    except (OSError, ConfigError):
+        return False  # of another version
+    first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
+    return first == second
+
+
+def _earlier_runs() -> Iterator[RunDir]:
+    for known in iter_known_runs():
+        yield from map(known.group.run, known.group.points) if known.is_group else (known.run,)
+
+
+def _priority() -> str:
+    """The user's shares and the weights of the priority; empty where the cluster has no such priorities."""
+    parts = []
+    for argv in (["sprio", "--weights"], ["sshare", "-U"]):
+        try:
+            parts.append(query(argv, timeout_s=ENOUGH_S / 2, patience_s=0.0).rstrip())
+        except TrainkitError:
+            return ""
+    return "\n".join(parts)
+
+
+# Act.
+
+
+def taken(plan: LaunchPlan, offer: Offer) -> LaunchPlan:
+    """The plan of a job that requests what the offer does; a lost node leaves it the smaller sizes."""
+    own = plan.at(offer.num_nodes)
+    assert own.slurm is not None
+    sizes = {size: change for size, change in own.sizes.items() if int(size) < offer.num_nodes}
+    nodes = offer.num_nodes + own.spare_nodes
+    sbatch: Options = {**own.slurm.sbatch, "nodes": nodes, "partition": offer.partition}
+    if not (sizes or own.spare_nodes):
+        sbatch.pop("no-kill", None)
+    reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: the earliest expected end (--nodes auto)"}
+    if "nodes" in own.reasons:
+        reasons["nodes"] += f", instead of {own.reasons['nodes']}"
+    if "partition" in reasons:
+        reasons["partition"] = (
+            f"{offer.partition}: the earliest expected end of {own.slurm.sbatch['partition']}"
+        )
+    return replace(own, sizes=sizes, slurm=replace(own.slurm, sbatch=sbatch), reasons=reasons)
+
+
+def choice_lines(choice: Choice, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
+    """A table of the offers, with a star at the one that is taken, and what it rests on."""
+    now, workers = datetime.now(timezone.utc), plan.workers_per_node
+    if choice.offers:
+        unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
+        rows = [("nodes", "partition", "limit", "would start", "would end", unit, "work from")]
+        for offer in choice.offers:
+            start, end = (
+                "no" if time is None else when(time, now)
+                for time in (offer.answer.start_time, offer.end_time)
+            )
+            hours = offer.num_nodes * workers * offer.work.seconds / 3600
+            limit = "none" if math.isinf(offer.limit_s) else time_text(int(offer.limit_s))
+            star = "*" if offer is choice.taken else ""
+            source = offer.remark or offer.work.source
+            rows.append(
+                (f"{offer.num_nodes}{star}", offer.partition, limit, start, end, f"{hours:.2f}", source)
+            )
+        yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
+        yield "Starts are what `sbatch --test-only` says now; jobs that come or end earlier change them."
+    if choice.priority:
+        yield f"your priority (sprio --weights, sshare):\n{choice.priority}"
+    if choice.taken is None:
+        yield f"--nodes auto: {choice.reason}; the request is unchanged: {plan.shown_nodes}"
