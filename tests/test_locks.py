@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit import locks
 from trainkit.locks import (
     LockBusy,
@@ -168,7 +169,7 @@ def test_a_fork_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path) 
             release_lock(descriptor)
             os._exit(0)
         assert os.waitpid(fork, 0)[1] == 0
-        held = subprocess.run([sys.executable, "-c", TRY, str(lock)], capture_output=True, text=True)
+        held = run_program(sys.executable, "-c", TRY, str(lock))
     finally:
         release_lock(descriptor)
     assert held.stdout == "busy\n", held.stderr
@@ -227,6 +228,6 @@ def test_the_lock_of_a_colleague(tmp_path: Path) -> None:
     imports, then = HOLD.replace("time.sleep(60)", "pass").splitlines()
     script = f"{imports}; import os; os.setuid(65534)\n{then}"
     argv = [sys.executable, "-c", script, "lock"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(*argv, cwd=tmp_path)
     assert done.stdout == "held\n", done.stderr
     assert (tmp_path / "lock").read_text() == before

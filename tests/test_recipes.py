@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import need
+from tests.support.programs import run_program
 from tests.test_docs import ROOT, commands, environ_of
 from trainkit.contrib.drill.inject import find_processes, kill_all
 from trainkit.run.events import read_metrics
@@ -62,14 +63,7 @@ NAMES = ("loss", "grad_norm", "lr", "val_loss", "samples_seen")
 
 
 def typed(command: str, folder: Path, **environ: str) -> str:
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=environ_of(folder, **environ),
-        text=True,
-        capture_output=True,
-        timeout=900,
-    )
+    done = run_program(*shlex.split(command), cwd=folder, env=environ_of(folder, **environ), timeout=900)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
+from tests.support.programs import run_program
 from tests.support.runs import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +32,7 @@ def test_starts_as_its_docstring_says(file: Path) -> None:
     assert found is not None
     argv = shlex.split(found[1])
     assert file.stem in argv[-1]
-    done = subprocess.run(
-        [sys.executable, *argv, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(sys.executable, *argv, "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
@@ -51,14 +50,7 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *args],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_program(sys.executable, "-m", "benchmarks.gpu", *args, cwd=ROOT, env=environ, timeout=600)
 
 
 def test_without_a_gpu() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
+from tests.support.programs import run_program
 from trainkit.backends import backend_of
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
@@ -92,15 +93,7 @@ class Desk:
 
     def trainkit(self, *args: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """Run `trainkit` to its end, `within` another command."""
-        return subprocess.run(
-            [*within, *self.argv(*args)],
-            cwd=self.folder,
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        return run_program(*within, *self.argv(*args), cwd=self.folder, env=self.environ, timeout=LIMIT_S)
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """`trainkit` that runs while the test does."""

@@ -15,6 +15,7 @@ import pytest
 from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
+from tests.support.programs import run_program
 from trainkit.backends import slurm as slurm_backend
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
@@ -240,12 +241,10 @@ def test_two_processes_on_two_layouts(tmp_path: Path) -> None:
     home = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     layouts = [word for name in ("tp=2", "pp=2") for word in ("--layout", name)]
     argv = ["bench", "layouts", "small.yaml", "--backend", "local", *TWO, "--steps", "10", "--warmup", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", *argv, *layouts, "--out", "out", "--json"],
+    done = run_program(
+        *(sys.executable, "-m", "trainkit", *argv, *layouts, "--out", "out", "--json"),
         cwd=tmp_path,
         env={**os.environ, **home, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=900,
     )
     assert done.returncode == 0, done.stderr

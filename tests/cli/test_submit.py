@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from steering import is_running, wait_for
 
+from tests.support.programs import run_program
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.rundir import RunDir
 
@@ -147,9 +148,7 @@ def test_torch_is_never_imported(desk, args):
     )
     desk.config.rename(desk.folder / "x.yaml")
     argv = [sys.executable, "-c", script, *args]
-    done = subprocess.run(
-        argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(*argv, cwd=desk.folder, env=desk.environ)
     assert done.returncode == 0, done.stderr
 
 

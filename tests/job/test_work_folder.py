@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import content
+from tests.support.programs import run_program
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Command
@@ -133,9 +134,7 @@ def test_a_local_command_writes_into_its_run(project: Path, tmp_path: Path) -> N
         *("--set", "device=cpu", "--", "python", "train.py"),
     ]
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(
-        [sys.executable, "-m", *argv], cwd=project, env=environ, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(sys.executable, "-m", *argv, cwd=project, env=environ)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "run")
     assert (run.work_dir / "out" / "w").read_text() == str(run.work_dir)

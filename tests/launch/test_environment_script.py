@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.config.running import LaunchConfig
 from trainkit.launch.script import make_job_environment, render
 from trainkit.plan.facts import Interpreter
@@ -282,13 +283,6 @@ class TestSetup:
 
     def test_a_shell_that_somebody_sits_at_stays_open(self, tmp_path: Path) -> None:
         (tmp_path / "rc").write_text(script(tmp_path, setup=["false"]))
-        done = subprocess.run(
-            ["bash", "--rcfile", "rc", "-i", "-c", "false; echo alive"],
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        done = run_program("bash", "--rcfile", "rc", "-i", "-c", "false; echo alive", cwd=tmp_path)
         assert done.stdout == "alive\n"
         assert "trainkit: launch.setup failed with exit code 1 at: false" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import make_group, planned
+from tests.support.programs import run_program
 from trainkit.backends import slurm as slurm_backend
 from trainkit.cli.options import ConfigRequest
 from trainkit.cli.submit import GroupRequest
@@ -107,10 +108,10 @@ def test_the_script_finds_the_run_of_its_task(tmp_path: Path) -> None:
     (assignment,) = [line for line in lines if line.startswith("run=")]
     bash = f'{assignment}\nprintf %s "$run"'
     environ = {"SLURM_ARRAY_TASK_ID": "2"}
-    done = subprocess.run(["bash", "-c", bash], env=environ, capture_output=True, text=True, check=True)
+    done = run_program("bash", "-c", bash, env=environ, check=True)
     assert done.stdout == str(group.run(2).path)
     assert subprocess.run(["bash", "-c", bash], env={}, capture_output=True, check=False).returncode != 0
-    whole = subprocess.run(["bash", "-n", group.script_file], capture_output=True, text=True, check=False)
+    whole = run_program("bash", "-n", group.script_file)
     assert (whole.returncode, whole.stderr) == (0, "")
 
 

@@ -1,12 +1,20 @@
-"""Programs that tests drive and that `make test` installs where it can."""
+"""Programs that tests run, and those that `make test` installs where it can."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from typing import NoReturn
+import subprocess
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+
+
+def run_program(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, without input; `options` are those of `subprocess.run`."""
+    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300, **options}
+    return subprocess.run(argv, **given)
 
 
 def program(name: str) -> str:

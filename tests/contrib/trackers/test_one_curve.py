@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import run_program
 from tests.support.runs import free_port, site
 from trainkit.config.running import MlflowConfig
 from trainkit.contrib.trackers.sync import RunTracker
@@ -49,14 +50,8 @@ TIMEOUT_S = 400
 
 
 def command(*argv: str, cwd: Path, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", *argv],
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+    done = run_program(
+        sys.executable, "-m", "trainkit", *argv, cwd=cwd, env={**os.environ, **env}, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
