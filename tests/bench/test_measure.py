@@ -137,10 +137,7 @@ def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench
 def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
-    rows = [
-        point_of(bench, item),
-        point_of(bench, bench.runs[1], "failed", "no\nmemory"),
-    ]
+    rows = [point_of(bench, item), point_of(bench, bench.runs[1], "failed", "no\nmemory")]
     heading, first, second, why = summary_table(["layout"], rows).splitlines()
     assert heading.split()[:4] == ["LAYOUT", "BATCH", "SAMPLES/S", "TOKENS/S"]
     assert first.split()[:4] == ["dp_shard=2", "4", "32.0", "2,048"]

@@ -91,8 +91,7 @@ def test_one_step_has_to_be_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ranks"),
-    [(1, (0,)), (4, (0, 1, 2, 3)), (8, (0, 2, 4, 7)), (64, (0, 21, 42, 63))],
+    ("world_size", "ranks"), [(1, (0,)), (4, (0, 1, 2, 3)), (8, (0, 2, 4, 7)), (64, (0, 21, 42, 63))]
 )
 def test_the_ranks_that_are_profiled(world_size: int, ranks: tuple[int, ...]) -> None:
     assert profiled_ranks(world_size) == ranks

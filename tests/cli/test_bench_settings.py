@@ -290,10 +290,7 @@ def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "") -> list
 
 
 def test_if_slurm_refuses_one_array_none_runs(
-    tmp_path: Path,
-    sbatch: Sbatch,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cancelled = cancelled_groups(monkeypatch)
     sbatch.refused = 1
@@ -314,10 +311,7 @@ def test_if_slurm_refuses_one_array_none_runs(
 
 
 def test_an_array_that_may_have_been_submitted_is_cancelled_too(
-    tmp_path: Path,
-    sbatch: Sbatch,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Cancelling the first one alone would start it."""
     cancelled = cancelled_groups(monkeypatch)
@@ -333,10 +327,7 @@ def test_an_array_that_may_have_been_submitted_is_cancelled_too(
 
 
 def test_a_bench_is_cancelled_from_its_last_array_on(
-    tmp_path: Path,
-    sbatch: Sbatch,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(*SIZES, "--sweep", "resources.nodes=1,2") == 0
     cancelled = cancelled_groups(monkeypatch)
@@ -355,10 +346,7 @@ def test_a_bench_is_cancelled_from_its_last_array_on(
 
 
 def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
-    tmp_path: Path,
-    sbatch: Sbatch,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit("--sweep", "seed=1,2") == 0
     (tmp_path / "out/sweep.json").unlink()

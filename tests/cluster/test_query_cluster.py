@@ -121,8 +121,4 @@ def test_an_empty_answer() -> None:
 def test_qos() -> None:
     assert parse_qos(
         "normal||\nlong|7-00:00:00|DenyOnLimit,PartitionTimeLimit\nwide||PartitionMaxNodes\n"
-    ) == (
-        Qos("normal"),
-        Qos("long", 604800, ("time",)),
-        Qos("wide", None, ("nodes",)),
-    )
+    ) == (Qos("normal"), Qos("long", 604800, ("time",)), Qos("wide", None, ("nodes",)))

@@ -27,10 +27,7 @@ ANSWERS = {
     "QOS=long(1) MaxWallPJ=\n",
 }
 GPU = Partition(
-    *("gpu", True),
-    max_time_s=3600,
-    max_nodes=1,
-    nodes=(NodeKind(2, 32, 128_000, {"h100": 4}, ("ib",)),),
+    *("gpu", True), max_time_s=3600, max_nodes=1, nodes=(NodeKind(2, 32, 128_000, {"h100": 4}, ("ib",)),)
 )
 
 

@@ -61,9 +61,7 @@ WIDE = (f"model.dim={4 * SIZE}", "model.num_layers=1", f"model.ffn_dim={4 * SIZE
 
 
 @pytest.mark.parametrize(
-    "own",
-    [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")],
-    ids=["alone", "wide", "mesh", "8bit"],
+    "own", [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "wide", "mesh", "8bit"]
 )
 def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
     """Wide norms as on another node, where nothing is compiled yet; the others would take a minute each."""

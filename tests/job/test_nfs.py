@@ -79,8 +79,7 @@ def test_the_port_of_the_first_task(hosts: tuple[Path, Path]) -> None:
     first.path.mkdir()
     attempt = create(first, 1)
     port, waited_s = waiting(
-        lambda: await_port(other.attempt(1), TASK),
-        lambda: publish_port(attempt, TASK, "host0"),
+        lambda: await_port(other.attempt(1), TASK), lambda: publish_port(attempt, TASK, "host0")
     )
     assert port
     assert waited_s < FAST_S

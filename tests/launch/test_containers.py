@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.launch.environment import (
-    absolute_image,
-    container_problems,
-    container_program,
-)
+from trainkit.launch.environment import absolute_image, container_problems, container_program
 from trainkit.launch.script import make_job_environment
 from trainkit.plan.facts import Interpreter
 

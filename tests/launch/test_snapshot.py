@@ -153,7 +153,7 @@ def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
     for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env"):
         (project / name).touch()
     assert take(project, run).notes == [
-        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
+        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)"
     ]
 
 

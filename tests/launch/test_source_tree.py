@@ -12,12 +12,7 @@ import pytest
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.secrets import looks_secret
-from trainkit.launch.source_tree import (
-    SourceTree,
-    looks_like_source,
-    pattern_tree,
-    repository_tree,
-)
+from trainkit.launch.source_tree import SourceTree, looks_like_source, pattern_tree, repository_tree
 
 
 def git(folder: Path, *args: str) -> None:
@@ -181,10 +176,7 @@ class TestPatterns:
             listener.bind(str(tmp_path / "socket.py"))
             tree = pattern_tree(str(tmp_path), "/nowhere")
         assert tree.files == {}
-        assert tree.left_out == [
-            ("pipe.py", "is not a regular file"),
-            ("socket.py", "is not a regular file"),
-        ]
+        assert tree.left_out == [("pipe.py", "is not a regular file"), ("socket.py", "is not a regular file")]
 
     def test_no_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source_tree, "MAX_SEARCHED", 10)

@@ -23,13 +23,7 @@ from trainkit.errors import ConfigError, UsageError
 from trainkit.launch import submission
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.start import create_submission, start_group
-from trainkit.launch.submission import (
-    ArraySpec,
-    LoadedPoint,
-    PlannedPoint,
-    Submission,
-    plan_submission,
-)
+from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, plan_submission
 from trainkit.plan.workload import TRAINER
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, difference

@@ -120,8 +120,7 @@ def test_a_template_reaches_no_internals_of_python(project: Path, expression: st
 
 
 @pytest.mark.parametrize(
-    "expression",
-    ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"],
+    "expression", ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"]
 )
 def test_a_template_cannot_change_what_is_run(project: Path, expression: str) -> None:
     """The plan that it describes is the one that the job reads."""

@@ -15,12 +15,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError
 from trainkit.folders import shipped_config_names
 from trainkit.plan import batch as batch_module
-from trainkit.plan.batch import (
-    BatchRequest,
-    LrScale,
-    batch_reason,
-    scaled_lr,
-)
+from trainkit.plan.batch import BatchRequest, LrScale, batch_reason, scaled_lr
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
 

@@ -14,13 +14,7 @@ from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import discover_cluster, has_slurm
 from trainkit.cluster.model import Account, NodeKind
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, run_slurm
-from trainkit.slurm.control import (
-    cancel,
-    cancel_waiting,
-    requeue,
-    send_signal,
-    show_config,
-)
+from trainkit.slurm.control import cancel, cancel_waiting, requeue, send_signal, show_config
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState

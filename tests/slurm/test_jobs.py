@@ -32,11 +32,7 @@ def queue_line(
 
 
 def accounting_line(
-    job_id: str,
-    state: str = "COMPLETED",
-    exit_code: str = "0:0",
-    name: str = "quick",
-    start: int = NOON + 60,
+    job_id: str, state: str = "COMPLETED", exit_code: str = "0:0", name: str = "quick", start: int = NOON + 60
 ) -> str:
     """One record of sacct."""
     times = (str(start), str(start + 60))

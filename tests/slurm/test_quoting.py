@@ -91,8 +91,7 @@ def test_comments_stay_on_their_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "written"),
-    [("/a/50%/j", "/a/50%%/j"), ("/a\\b/%j", "/a\\\\b/%j"), ("/plain", "/plain")],
+    ("path", "written"), [("/a/50%/j", "/a/50%%/j"), ("/a\\b/%j", "/a\\\\b/%j"), ("/plain", "/plain")]
 )
 def test_log_path(path: str, written: str) -> None:
     assert log_path(path) == written

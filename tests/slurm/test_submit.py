@@ -11,12 +11,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.submit import (
-    find_by_token,
-    parse_start_estimate,
-    query_start,
-    submit_script,
-)
+from trainkit.slurm.submit import find_by_token, parse_start_estimate, query_start, submit_script
 
 MARK = "trainkit:5eed"
 LOST = (

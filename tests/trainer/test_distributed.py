@@ -127,20 +127,8 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "message", "hint"),
     [
-        (
-            "Tesla V100-SXM2-16GB",
-            (7, 0),
-            "fp16",
-            "has no kernels for the GPU Tesla V100",
-            "/cu126`",
-        ),
-        (
-            "Tesla T4",
-            (7, 5),
-            "bf16",
-            "dtype is bf16, in which the tensor cores of Tesla T4",
-            "fp16",
-        ),
+        ("Tesla V100-SXM2-16GB", (7, 0), "fp16", "has no kernels for the GPU Tesla V100", "/cu126`"),
+        ("Tesla T4", (7, 5), "bf16", "dtype is bf16, in which the tensor cores of Tesla T4", "fp16"),
         ("Tesla T4", (7, 5), "fp16", "", ""),
         ("NVIDIA A100", (8, 0), "bf16", "", ""),
     ],
@@ -325,9 +313,7 @@ def test_two_tasks_that_see_the_same_gpu(cuda: FakeCuda, monkeypatch: pytest.Mon
 def test_tasks_with_a_gpu_each(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     uuids = iter(["aaaa", "bbbb"])
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(name=cuda.name, uuid=next(uuids)),
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=cuda.name, uuid=next(uuids))
     )
     device = torch.device("cuda", 0)
     assert join(monkeypatch, [device, device]) == [0, 1]

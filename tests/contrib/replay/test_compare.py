@@ -182,7 +182,7 @@ def test_each_attempt_that_recorded_a_step_is_compared(folders: tuple[RunDir, Ru
     record_rank(run.attempt(1), 3, 4, local_gradient=1.5)
     found = replayed(folders)
     assert [(step.step, step.attempt, step.is_equal) for step in found.steps] == [
-        *((1, 1, True), (2, 1, True), (3, 1, True), (3, 2, True), (4, 1, False), (4, 2, True)),
+        *((1, 1, True), (2, 1, True), (3, 1, True), (3, 2, True), (4, 1, False), (4, 2, True))
     ]
     assert found.culprit is not None
     assert (found.culprit.ranks, found.culprit.hosts) == ((3,), ("n1",))

@@ -70,11 +70,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "log").open("wb") as log:
         proc = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *argv],
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            process_group=0,
+            [sys.executable, "-m", "mlflow", *argv], cwd=folder, stdout=log, stderr=log, process_group=0
         )
     try:
         deadline_s = time.monotonic() + TIMEOUT_S

@@ -12,14 +12,7 @@ from tests.support.runs import make_attempt
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.contrib.trackers import sync
 from trainkit.contrib.trackers.clients import Facts, Sample, read_facts
-from trainkit.contrib.trackers.sync import (
-    RunTracker,
-    Sent,
-    read_position,
-    state_of,
-    sync_run,
-    trackers_of,
-)
+from trainkit.contrib.trackers.sync import RunTracker, Sent, read_position, state_of, sync_run, trackers_of
 from trainkit.errors import UsageError
 from trainkit.locks import LockBusy
 from trainkit.run.files import append_jsonl, write_json

@@ -54,12 +54,7 @@ def test_a_command_is_a_rank_as_it_stands() -> None:
         (
             "deepspeed",
             "deepspeed.launcher.launch",
-            [
-                f"--world_info={WORLD_INFO}",
-                "--node_rank=1",
-                "--master_addr=host0",
-                "--master_port=12345",
-            ],
+            [f"--world_info={WORLD_INFO}", "--node_rank=1", "--master_addr=host0", "--master_port=12345"],
         ),
     ],
 )

@@ -29,11 +29,7 @@ def losses(text: str, **options) -> dict[int, float]:
 
 RECORDED = {
     # name: (what counts, names, total steps, steps of an epoch), some steps and losses, validations
-    "accelerate": (
-        ("progress bar", ("loss", "lr"), None, None),
-        {1: 9.97, 29: 4.8, 30: 7.81},
-        [],
-    ),
+    "accelerate": (("progress bar", ("loss", "lr"), None, None), {1: 9.97, 29: 4.8, 30: 7.81}, []),
     "deepspeed": (("step", ("loss",), None, None), {0: 2.69806, 39: 12.54815}, []),
     "hf-trainer": (
         ("progress bar", ("loss", "grad_norm", "lr", "val_loss"), 60, None),
