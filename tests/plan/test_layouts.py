@@ -62,26 +62,19 @@ def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
     assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
 
 
-def test_a_model_that_fits_is_copied() -> None:
+def test_a_model_is_split_only_where_it_does_not_fit_and_within_nodes_first() -> None:
     best, *_ = choose(step_work("125m"), hardware(8), 64)
     assert best.work.layout == Layout(dp_replicate=8)
     assert "replicas are simplest" in headline(best)
     assert reason(best) == "8 replicas, one per process"
-
-
-def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
     best, *_ = choose(step_work("7b"), hardware(16), 256)
     assert best.fit == "fits"
     assert best.work.layout.dp_shard * best.work.layout.tp > 1
     assert best.cost.crossing(8) in ((), ("dp",))
     assert "they must be sharded" in headline(best)
-
-
-def test_shards_alone_do_for_large_models() -> None:
-    """Sixteen samples a GPU, one after another: only shards of their gradients wait."""
+    # Sixteen samples a GPU, one after another: only shards of their gradients wait.
     best, *_ = choose(step_work("70b"), hardware(64), 1024)
-    assert best.fit == "fits"
-    assert best.work.layout == Layout(dp_shard=64)
+    assert (best.fit, best.work.layout) == ("fits", Layout(dp_shard=64))
     assert best.work.accumulation_steps == 16
 
 

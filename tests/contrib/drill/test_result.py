@@ -71,39 +71,32 @@ def test_a_kill_costs_at_most_the_interval_between_two_saves(name: str, resumed:
     assert result_of(name, Record("SIGKILL", 14), ended).state == state
 
 
-def test_steps_during_a_save_that_was_cut_off_are_lost_on_top():
-    ended = run_of(12, 5)
-    assert result_of("mid-save", Record(), ended).message == "7 steps were recomputed; the maximum is 5"
-    begun = Event({"event": "checkpoint_begin", "attempt": 1, "step": 10})
-    assert result_of("mid-save", Record(), replace(ended, events=[begun, *ended.events])).state == "passed"
+BEGUN = Event({"event": "checkpoint_begin", "attempt": 1, "step": 10})
+KILLED = AttemptEnd("cancelled", reason="killed by cancel --now")
+ANOTHER = [*run_of(12, 12).points[:-1], Point(30, "0.5", 120, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "outcome", "message"),
+    [
+        ("mid-save", Record(), run_of(12, 5), "7 steps were recomputed; the maximum is 5"),
+        # Steps during a save that was cut off are lost on top.
+        ("mid-save", Record(), run_of(12, 5, events=[BEGUN, *run_of(12, 5).events]), ""),
+        ("signal", Record(), run_of(12, 12, points=ANOTHER), f"loss 0.5 at step 30 instead of {1 / 30}"),
+        ("signal", Record(), run_of(12, 12, end=AttemptEnd("failed", reason="x")), "the run failed: x"),
+        ("signal", Record(), run_of(12, 12, end=AttemptEnd()), "the run died: it recorded no reason"),
+        # A stuck run has that as its only problem.
+        ("rank", Record(stuck="no progress for 9 s"), run_of(12, 12, end=KILLED), "no progress for 9 s"),
+    ],
+)
+def test_what_is_wrong_with_a_run(name: str, record: Record, outcome: RunOutcome, message: str):
+    result = result_of(name, record, outcome)
+    assert (result.message, result.state) == (message, "failed" if message else "passed")
+    assert (result.curve == "differs") == message.startswith("loss")
 
 
 def test_an_unknown_interval_is_not_checked():
     assert result_of("rank", Record(), run_of(25, 0), interval=None).state == "passed"
-
-
-def test_another_curve():
-    ended = run_of(12, 12)
-    ended = replace(ended, points=[*ended.points[:-1], Point(30, "0.5", 120, 2)])
-    result = result_of("signal", Record(), ended)
-    assert (result.state, result.curve) == ("failed", "differs")
-    assert result.message == f"loss 0.5 at step 30 instead of {1 / 30}"
-
-
-def test_a_run_that_does_not_finish():
-    ended = run_of(12, 12, end=AttemptEnd("failed", reason="a worker ended with exit code 3"))
-    assert result_of("signal", Record(), ended).message == "the run failed: a worker ended with exit code 3"
-    assert (
-        result_of("signal", Record(), replace(ended, end=AttemptEnd())).message
-        == "the run died: it recorded no reason"
-    )
-
-
-def test_a_stuck_run_has_that_as_its_only_problem():
-    ended = run_of(12, 12, end=AttemptEnd("cancelled", reason="killed by cancel --now"))
-    assert result_of("rank", Record(stuck="it made no progress for 9 s"), ended).message == (
-        "it made no progress for 9 s"
-    )
 
 
 def test_a_missing_restart_fails_only_where_the_config_asks_for_one():
@@ -178,24 +171,25 @@ def test_points_are_read_as_they_were_written_and_other_records_are_passed_over(
     assert points_of(steps_of(records)) == [Point(1, "0.1", 16, 1), Point(1, "0.10000000000000002")]
 
 
-def test_equal_curves_are_equal_however_often_a_step_was_computed():
-    again = [*CURVE[:2], CURVE[1], *CURVE]
-    assert (compare(CURVE, CURVE), num_recomputed(CURVE)) == ("", 0)
-    assert (compare(CURVE, again), num_recomputed(again)) == ("", 3)
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (CURVE, ""),
+        ([*CURVE[:2], CURVE[1], *CURVE], ""),  # however often a step was computed
+        ([CURVE[0], Point(2, "3.2500000000000004", 32)], "loss 3.2500000000000004 at step 2 instead of 3.25"),
+        ([*CURVE[:2], Point(3, "3.125", 64)], "64 samples seen at step 3 instead of 48"),
+        (CURVE[::2], "step 2 is missing"),
+        ([*CURVE, Point(4, "3.0", 64)], "step 4 is not in the uninterrupted run"),
+        # Wrong the first time, although it was computed again.
+        ([Point(1, "9.0", 16), *CURVE], "loss 9.0 at step 1 instead of 3.5"),
+    ],
+)
+def test_the_first_difference_is_named(other: list[Point], difference: str):
+    assert compare(CURVE, other) == difference
 
 
-def test_the_first_difference_is_named():
-    other = [CURVE[0], Point(2, "3.2500000000000004", 32), CURVE[2]]
-    assert compare(CURVE, other) == "loss 3.2500000000000004 at step 2 instead of 3.25"
-    other = [*CURVE[:2], Point(3, "3.125", 64)]
-    assert compare(CURVE, other) == "64 samples seen at step 3 instead of 48"
-    assert compare(CURVE, CURVE[::2]) == "step 2 is missing"
-    other = [*CURVE, Point(4, "3.0", 64)]
-    assert compare(CURVE, other) == "step 4 is not in the uninterrupted run"
-
-
-def test_a_step_that_was_wrong_the_first_time_is_a_difference_although_it_was_computed_again():
-    assert compare(CURVE, [Point(1, "9.0", 16), *CURVE]) == "loss 9.0 at step 1 instead of 3.5"
+def test_steps_that_were_computed_again_are_counted():
+    assert [num_recomputed(found) for found in (CURVE, [*CURVE[:2], CURVE[1], *CURVE])] == [0, 3]
 
 
 def attempt(number: int, *steps: int) -> list[Point]:
