@@ -42,12 +42,12 @@ class Recipe:
 RECIPES = [
     Recipe(
         "gpt_3d",
-        3.0,
+        3.3,
         is_text=True,
         environ={
-            "TRAINKIT_TRAIN__STEPS": "48",
-            "TRAINKIT_TRAIN__EVAL_EVERY": "16",
-            "TRAINKIT_CHECKPOINT__EVERY_STEPS": "16",
+            "TRAINKIT_TRAIN__STEPS": "24",
+            "TRAINKIT_TRAIN__EVAL_EVERY": "8",
+            "TRAINKIT_CHECKPOINT__EVERY_STEPS": "8",
         },
     ),
     Recipe("dual_gpu_gpt", 3.0, is_text=True),
