@@ -43,7 +43,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         yield child
         child.kill()
@@ -104,7 +103,6 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
     with file_lock(tmp_path / "lock"):
         argv = [sys.executable, "-c", WAIT, str(tmp_path / "lock")]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdout is not None
             child.stdout.readline()
             child.send_signal(signal.SIGINT)
             _, errors = child.communicate(timeout=30)
@@ -151,7 +149,6 @@ def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) 
     with subprocess.Popen(
         [sys.executable, "-c", FORK, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None
         fork = int(child.stdout.readline())
         try:
             assert child.wait() == -signal.SIGKILL

@@ -29,7 +29,6 @@ FILES = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "def mai
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_starts_as_its_docstring_says(file: Path) -> None:
     found = COMMAND.search(file.read_text())
-    assert found is not None
     argv = shlex.split(found[1])
     assert file.stem in argv[-1]
     done = run_program(sys.executable, *argv, "--help", cwd=ROOT)
@@ -42,7 +41,6 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
     flight = (ROOT / "benchmarks" / "flight.py").read_text()
     decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
     reasons = re.search(r"^BRAKES = \((.*)\)$", flight, re.MULTILINE)
-    assert reasons is not None
     found = re.findall(r'"([^"]+)"', reasons[1])
     assert found
     assert [reason for reason in found if reason not in decision] == []
@@ -114,7 +112,6 @@ def test_the_large_model_is_the_largest_that_fits(
     tmp_path: Path, gib: float, preset: str, recompute: str
 ) -> None:
     choice = choose("large", Bench("cuda", tmp_path, round(0.92 * gib * 2**30)))
-    assert choice is not None
     assert (choice.case.preset, choice.recompute) == (preset, recompute)
 
 

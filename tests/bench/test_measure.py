@@ -157,7 +157,6 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -
     assert (second["step_s"], second["repeats"], second["steps"]) == (0.5, 3, 15)
     assert second["run"] == "dp_shard=2.repeat-1 dp_shard=2.repeat-2 dp_shard=2.repeat-3"
     fastest = find_fastest(bench, by_speed(points))
-    assert fastest is not None
     assert fastest.is_clear is False
     assert str(fastest) == (
         "tp=2: 2,560 tokens/s, 25.0% more than dp_shard=2, which is within the spread of the repeats"

@@ -49,7 +49,6 @@ class Place:
 
     def taken(self, *overrides: str) -> str:
         found = self.find(*overrides)
-        assert found is not None
         return found.path.stem
 
     def refused(self, *overrides: str) -> str:
@@ -72,7 +71,6 @@ def test_the_one_of_the_cluster(place: Place) -> None:
     place.profile("east", "name: east\n")
     place.profile("home", "name: WEST\n")
     found = place.find()
-    assert found is not None
     assert found.path.stem == "home"
     assert found.reason == f"WEST: {found.path}, because ClusterName is west in slurm.conf"
 
@@ -94,7 +92,6 @@ def test_the_projects_own_goes_before_the_users(place: Place) -> None:
     place.profile("west", "name: west\n")
     own = place.profile("ours", "name: west\n", of_user=False)
     found = place.find()
-    assert found is not None
     assert (found.path, found.shown) == (own, "clusters/ours.yaml")
 
 
@@ -113,7 +110,6 @@ def test_two_of_one_cluster(place: Place) -> None:
 def test_the_named_one(place: Place) -> None:
     place.profile("east", "name: east\n")
     found = place.find("launch.cluster=east")
-    assert found is not None
     assert found.reason.endswith("east.yaml, because launch.cluster is east")
     assert place.taken("launch.cluster=example") == "example"
 
@@ -143,7 +139,6 @@ def test_a_profile_that_changes_is_read_again(place: Place) -> None:
     assert place.taken() == "west"
     file.write_text("name: west\ngpu_option: gres\n")
     found = place.find()
-    assert found is not None
     assert found.profile.gpu_option == "gres"
 
 
@@ -193,7 +188,6 @@ def test_target(place: Place) -> None:
     file = place.profile("west", f"name: west\n{PARTITIONS}")
     target = make_target(place.load())
     assert target.backend == "sbatch"
-    assert target.cluster is not None
     assert [item.name for item in target.cluster.partitions] == ["gpu"]
     assert target.cluster.reason == f"west: {file}, because ClusterName is west in slurm.conf"
     assert target.cluster.out_of_date_hint == (

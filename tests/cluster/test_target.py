@@ -143,7 +143,6 @@ def test_gpu_option(select: str, option: str) -> None:
 
 def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
     found = discover_cluster()
-    assert found is not None
     assert found.expedited_requeue is None
     assert "expedited" not in profile_text(found, date(2026, 1, 2))
     (slurm.folder / "config").write_text(
@@ -151,7 +150,6 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm
         "SlurmctldParameters = enable_expedited_requeue\n"
     )
     found = discover_cluster()
-    assert found is not None
     assert found.expedited_requeue is False
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
 

@@ -160,7 +160,6 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
     assert status.alive
     assert status.job == replace(WAITS, job_id="9")
     entry = live_entry(run, "resume")
-    assert entry is not None
     assert (entry.job_id, entry.attempt) == ("9", 1)
 
 

@@ -37,7 +37,6 @@ def plan(*overrides: str) -> LaunchPlan:
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:
-    assert made.slurm is not None
     return [
         *before,
         "srun",

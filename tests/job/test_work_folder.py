@@ -80,7 +80,6 @@ def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -
         point.code_dir.symlink_to("../code")
         point.job_file.write_bytes(group.job_file.read_bytes())
         work = prepare_work_folder(point)
-        assert work is not None
         assert work.is_relative_to(point.path)
         assert not (work / "ckpt.pt").exists()
         (work / "ckpt.pt").write_text(str(index))

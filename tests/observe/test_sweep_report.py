@@ -39,7 +39,6 @@ def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
     report = report_of(made_up_sweep(tmp_path / "mine", AXES, failed=8))
     assert [point.index for point in report.points][:2] == [8, 4]
     assert report.states == {"failed": 1, "finished": 8}
-    assert report.best is not None
     assert (report.best.index, report.best.result) == (4, 2.0)
     assert report.objective.name == "val_loss"
     failed = report.points[0]
@@ -122,14 +121,12 @@ def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) ->
 
 def test_numbers_have_a_numeric_axis_and_other_values_are_categories() -> None:
     chart = dot_chart("by lr", "lr", [1e-4, 1e-3, 1e-2], [3.0, 2.0, 4.0], best=1)
-    assert chart is not None
     assert [text for _, text in chart.x_labels] == ["0.0001", "0.001", "0.01"]
     assert [round(place) for place, _ in chart.x_labels] == [2, 50, 98]  # logarithmic
     assert [color for color, _ in chart.paths] == ["thin", "c0 dot", "c0 dot", "c1 dot"]
     (place, text), *_ = dot_chart("by lr", "lr", [0.1 + 0.2], [3.0]).x_labels
     assert (place, text) == (50, "0.3")
     chart = dot_chart("by name", "name", ["sgd", True, "sgd"], [3.0, 2.0, 4.0], best=0)
-    assert chart is not None
     assert chart.x_labels == [(2.0, "sgd"), (98.0, "true")]
     assert [color for color, _ in chart.paths] == ["c0 dot", "c0 dot", "c1 dot"]
     assert dot_chart("nothing", "lr", [], []) is None

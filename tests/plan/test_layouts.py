@@ -96,7 +96,6 @@ def test_recomputation_is_as_light_as_memory_allows() -> None:
 
 def test_a_pipeline_cuts_the_share_of_a_process() -> None:
     choice = best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
-    assert choice is not None
     work = choice.work
     assert (work.samples_per_pass, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
@@ -108,7 +107,6 @@ def test_a_pipeline_cuts_the_share_of_a_process() -> None:
 def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:
     base = step_work("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
     choice = best_on_layout(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
-    assert choice is not None
     assert choice.work.parallel.activation_checkpointing == "full"
 
 
@@ -129,7 +127,6 @@ def test_the_settings_of_a_choice_give_that_choice(preset: str, tmp_path: Path) 
         changes = [flag.removeprefix("--set ") for flag in set_flags(settings_of(choice, loaded.config))]
         again = load_config(None, overrides=[*typed, *changes], environ={}, cwd=tmp_path)
         same, _ = configured_layout(again, choice.work.shape, where)
-        assert same is not None
         assert same.work.layout == choice.work.layout
         assert same.memory.peak == choice.memory.peak
         assert settings_of(choice, again.config) == {}
@@ -157,7 +154,6 @@ def test_advice_where_there_are_too_few_gpus() -> None:
     assert (more.what, offload.what) == ("16 GPUs", "parallel.offload")
     assert more.choice.hardware == hardware(16)
     fewest = fewest_gpus(asked, 128)
-    assert fewest is not None
     assert fewest.hardware.num_gpus == 16
     assert choose(asked.work, hardware(8), 128)[0].fit == "no"
 

@@ -112,9 +112,6 @@ def test_tasks_of_an_array() -> None:
     expected = {"9_0": "running", "9_1": "failed", "9_3": "pending", "9_4": "pending", "9_6": "pending"}
     assert states(parse_queue(text)) == expected
     assert parse_queue(text)["9_6"].job_id == "9_6"
-
-
-def test_tasks_of_an_array_in_accounting() -> None:
     text = accounting_line("9_0") + accounting_line("9_[1-2%4]", "CANCELLED by 0")
     assert states(parse_accounting(text)) == {"9_0": "completed", "9_1": "cancelled", "9_2": "cancelled"}
 

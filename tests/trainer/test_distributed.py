@@ -396,7 +396,6 @@ def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: P
         socket.create_connection(("127.0.0.1", port))
     store = startup_barrier(rank(1 - number, port), StopRequest(), minute, file=file)
     thread.join(60)
-    assert store is not None
     store.set("key", "value")
     assert got[0].get("key") == b"value"
 
@@ -423,7 +422,6 @@ def test_a_rank_of_another_job_at_the_same_address(port: int, nonce: str) -> Non
     assert thread.is_alive()
     store = startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60))
     thread.join()
-    assert store is not None
     store.set("key", "value")
     assert got[0].get("key") == b"value"
 

@@ -177,8 +177,6 @@ def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> Non
         assert f'train.py", line {line}' in text
     assert attempt.rank_error(0).exists()
     end = read_end(attempt)
-    assert end is not None
-    assert end.verdict is not None
     assert (end.verdict.rank, end.verdict.type, end.reason) == (1, "KeyError", "rank 1 failed")
 
 

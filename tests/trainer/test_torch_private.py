@@ -157,7 +157,6 @@ class Style(ParallelStyle):
         + source[source.index("class Style") :]
     )
     spec = importlib.util.spec_from_file_location("styles", file)
-    assert spec is not None
     assert spec.loader is not None
     module = sys.modules["styles"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -49,7 +49,6 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "--logdir" in shown.stdout
     assert "stranger" not in shown.stdout
     with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as page:
-        assert page.stderr is not None
         assert page.stderr.readline().startswith("TensorBoard ")  # and nothing before its address
         page.kill()
     url, ssh = capfd.readouterr().out.splitlines()

@@ -72,7 +72,6 @@ def test_the_curve_in_the_log_of_a_framework(name):
     of_curve, some, validations = RECORDED[name]
     curve = read((LOGS / f"{name}.log").read_bytes())
     found = curve.found
-    assert found is not None
     assert (found.kind, found.names, found.total_steps, found.length) == of_curve
     assert {step: curve.records[step]["loss"] for step in some} == some
     assert (min(curve.records), max(curve.records)) in ((min(some), max(some)), (0, max(some)))

@@ -65,13 +65,6 @@ def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return fake
 
 
-@pytest.fixture
-def attempt(tmp_path: Path) -> AttemptDir:
-    found = RunDir(tmp_path).attempt(1)
-    found.create()
-    return found
-
-
 def test_all_workers_of_a_local_node() -> None:
     found = local_rendezvous(plan(per="node"), 1, 12345)
     assert (found.node_rank, found.local_ranks, found.master_addr) == (1, (0, 1), LOCAL_ADDR)
