@@ -1,7 +1,5 @@
 """Each extra of setup.cfg in an environment that has nothing else, used by trainkit."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -3,8 +3,6 @@
 `python -m tests.golden` writes golden/expected/ again; what that changes in it is what a user will see.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

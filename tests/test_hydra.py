@@ -1,7 +1,5 @@
 """Multiruns of Hydra and a study of Optuna, as runs of trainkit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

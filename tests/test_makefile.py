@@ -1,7 +1,5 @@
 """`make` and the environment that it makes, with small scripts in the place of Python and apt-get."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Each recipe, as docs/recipes.md types it, learns, survives a SIGKILL, and exports a model."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The wheel, built from the source distribution and installed where there is no checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

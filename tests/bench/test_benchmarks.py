@@ -1,7 +1,5 @@
 """The commands in benchmarks/: each starts as its own first lines say; `make gpu` runs without a GPU."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows of a summary, from run folders and traces that are made up, and their plots."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

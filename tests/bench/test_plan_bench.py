@@ -1,7 +1,5 @@
 """What a bench changes in a config, how long its runs are, and which layouts it plans."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

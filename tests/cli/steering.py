@@ -1,7 +1,5 @@
 """A place in which `trainkit` is typed, with small scripts as workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`trainkit bench layouts` as it is typed, with small scripts as workers and once with the real trainer."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """`trainkit bench settings` as it is typed, with small scripts as workers and once on a made-up Slurm."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

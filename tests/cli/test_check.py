@@ -1,7 +1,5 @@
 """`trainkit check`: stdout is data, stderr is for people, exit 2 with every problem."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """`trainkit plan`: a table on stdout, words on stderr, exit code 1 when nothing fits."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

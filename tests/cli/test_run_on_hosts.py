@@ -1,7 +1,5 @@
 """`trainkit run` by hand on several hosts without Slurm; every host is a process on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`trainkit watch`: in a real terminal, printed once, and how often it reads files and asks Slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Discovery of a cluster, and the parsers of what Slurm's commands print."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm

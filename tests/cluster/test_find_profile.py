@@ -1,7 +1,5 @@
 """Which profile is taken, and that its defaults lie below everything that somebody typed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The first run config: it loads, it fits the cluster, and it names what there is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

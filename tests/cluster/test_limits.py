@@ -1,7 +1,5 @@
 """Requests checked against a cluster: every message, and that every suggestion is accepted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Cluster profiles as files: what they mean, and every problem with its line."""
 
-from __future__ import annotations
-
 from datetime import date
 from pathlib import Path
 

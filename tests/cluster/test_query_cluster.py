@@ -1,7 +1,5 @@
 """The query before a submission: a handful of commands in parallel."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

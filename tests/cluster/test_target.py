@@ -1,7 +1,5 @@
 """What is known about the cluster of a run, and when Slurm is queried for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import date
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values that are right alone and cannot hold together; and epochs over the default of steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that extend files, and profiles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

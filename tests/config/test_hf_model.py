@@ -1,7 +1,5 @@
 """What the config.json of a Hugging Face model sets, and what contradicts it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which layer wins, and that every value knows where it came from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a person reads when a value is wrong: all problems at once, with value, place and what is allowed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

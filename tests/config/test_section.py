@@ -1,7 +1,5 @@
 """What all sections of a config have in common."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

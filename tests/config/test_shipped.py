@@ -1,7 +1,5 @@
 """The schema as interfaces promise it, and the shipped configs, which all load as they are."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

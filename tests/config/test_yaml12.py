@@ -1,7 +1,5 @@
 """Scalars of YAML 1.2, the traps of YAML 1.1, and values on the way to YAML and back."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

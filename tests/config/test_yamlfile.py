@@ -1,7 +1,5 @@
 """Files that are no config: each says what it is, and where."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`trainkit generate`: tokens are chosen and shown one by one, with the model of any run."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """The task multimodal_lm: questions about images and curves, and rows that cannot be trained on."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

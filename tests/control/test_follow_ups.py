@@ -1,7 +1,5 @@
 """Jobs that wait to carry a run on: how they are submitted, known and taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

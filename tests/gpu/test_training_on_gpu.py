@@ -3,8 +3,6 @@
 `make gpu` runs these tests with TEST_DEVICE=cuda. All other runs take a CPU, so that the tests stay true.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs with small scripts as workers."""
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Real process trees with small scripts as workers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

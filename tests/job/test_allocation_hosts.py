@@ -1,7 +1,5 @@
 """Which hosts of a job a step runs on, and which are lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The work after an attempt does not grow with what the run has recorded, and finds the same as before."""
 
-from __future__ import annotations
-
 import json
 import random
 from datetime import datetime, timezone

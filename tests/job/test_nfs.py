@@ -1,7 +1,5 @@
 """What one host waits for and another makes, in a folder that both see as NFS clients do."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a run reports to a webhook, how often, and what an endpoint that does not answer costs."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What an agent finds wrong with its node before it starts ranks there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

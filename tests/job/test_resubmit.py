@@ -1,7 +1,5 @@
 """A run that continues as a new job: the same bytes, one attempt further."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace

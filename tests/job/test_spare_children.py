@@ -3,8 +3,6 @@
 The test plays Slurm: it starts an agent, which starts a rank, and signals every process below.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What the supervisor of a Slurm job makes of the end of a step."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The working folder of a command."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

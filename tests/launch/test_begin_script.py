@@ -1,7 +1,5 @@
 """The first lines of a batch script, run by bash with a fake Slurm: what they record, when they requeue."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``--after`` waits for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The part of a batch script before the ranks start, run by bash: values arrive, nothing else happens."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where Python looks for modules in a job that has a copy of the code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

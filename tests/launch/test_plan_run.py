@@ -1,7 +1,5 @@
 """Commands that cannot start, as far as can be known before."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When a job would start: which partitions are asked about, and what is said of the answers."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone

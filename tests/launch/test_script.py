@@ -1,7 +1,5 @@
 """The batch script: a function of plan, config and place."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ctrl-C while a run is being started."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The copy of the code: complete, independent, or not there at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

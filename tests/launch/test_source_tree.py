@@ -1,7 +1,5 @@
 """Which files are the code: with a real git, and without."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Points are checked before anything is written, and one script serves all of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter

@@ -1,7 +1,5 @@
 """Templates: which one is taken, what a rendered script looks like, and errors that lead to their line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a group is doing, from its files and from what Slurm knows."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

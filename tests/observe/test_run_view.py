@@ -1,7 +1,5 @@
 """What `watch` shows of a run: numbers, nodes and warnings, and their text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

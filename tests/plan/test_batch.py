@@ -1,7 +1,5 @@
 """Batch arithmetic, and the sizes that its message proposes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

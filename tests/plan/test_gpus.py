@@ -1,7 +1,5 @@
 """GPU types by their names, those of a run, and their peaks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Degrees multiply to the number of processes, and fit a model and a batch; or a message says what would."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which layouts are offered, in which order, and what is said about them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory by hand, by published formulas, and as torch's memory tracker saw it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

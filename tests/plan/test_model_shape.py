@@ -1,7 +1,5 @@
 """Presets against published sizes, and shapes that cannot be built."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """The profiles and model configs are made for GPUs that they name, and suit those."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The layers of a rank, bubbles and microbatches in flight, against papers and torch's own tables."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a Slurm job: what is asked of the cluster and what is derived from its nodes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

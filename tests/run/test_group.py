@@ -1,7 +1,5 @@
 """The run folder of a point: made late, made once, and as complete as any."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The growing files of a run, read incrementally."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Manifests: each kind of damage in words, and what is done with checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One command of Slurm: what goes in, what comes out, and what its failures become."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

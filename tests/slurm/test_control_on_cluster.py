@@ -1,7 +1,5 @@
 """Requeue, cancel and signals on a real cluster, and what it says of itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

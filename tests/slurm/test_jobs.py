@@ -1,7 +1,5 @@
 """What jobs are doing, from what squeue and sacct print."""
 
-from __future__ import annotations
-
 import gc
 import time
 from datetime import datetime, timezone

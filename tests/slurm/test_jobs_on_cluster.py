@@ -1,7 +1,5 @@
 """What jobs are doing, asked of a real Slurm: with accounting, without, and when it has forgotten them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

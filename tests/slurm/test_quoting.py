@@ -1,7 +1,5 @@
 """A value is the same on both sides: for bash and sbatch themselves, not for what we believe of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

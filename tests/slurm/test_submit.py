@@ -1,7 +1,5 @@
 """A script is submitted once: fake commands that lose answers, refuse and answer again."""
 
-from __future__ import annotations
-
 import time
 from datetime import datetime, timezone
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A script is submitted once, whatever happens to Slurm's controller meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

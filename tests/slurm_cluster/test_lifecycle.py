@@ -1,7 +1,5 @@
 """Clusters come up next to each other and leave nothing behind, however they end."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

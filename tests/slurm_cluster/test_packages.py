@@ -1,7 +1,5 @@
 """What is installed, what is said when nothing can be, and what is skipped then."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

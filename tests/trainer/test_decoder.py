@@ -1,7 +1,5 @@
 """The decoder against a second one that is written as simply as the papers put it."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

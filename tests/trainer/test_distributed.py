@@ -1,7 +1,5 @@
 """The GPU of a rank, and how ranks find each other before there is a process group."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

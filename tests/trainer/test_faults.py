@@ -1,7 +1,5 @@
 """Damage between two attempts and full disks during one: noticed, said, survived."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of Hugging Face: training with transformers and with trainkit's decoder, adapters and export."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

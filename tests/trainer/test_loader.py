@@ -1,7 +1,5 @@
 """Choosing a checkpoint: the newest that is intact, and never the beginning by mistake."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A loop of the user's own: what it saves, loads and says when something does not fit."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

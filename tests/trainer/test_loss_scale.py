@@ -1,7 +1,5 @@
 """The loss scale of fp16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

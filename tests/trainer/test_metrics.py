@@ -1,7 +1,5 @@
 """The records of a run, of its ranks and for TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

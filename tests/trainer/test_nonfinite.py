@@ -1,7 +1,5 @@
 """Losses and gradients that are not finite: skipped, said, and after too many in a row the end."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The optimizer against torch's AdamW and clip_grad_norm_."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from typing import Any

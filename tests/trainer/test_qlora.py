@@ -1,7 +1,5 @@
 """`model.quantize`: adapters on frozen weights of 4 bits, on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a resumed training computes is what an uninterrupted one would have."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving: what is written is the state at the call, and what was published stays."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

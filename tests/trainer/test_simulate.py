@@ -1,7 +1,5 @@
 """A rank that is alone with itself does what it would do among others, and holds what it would hold."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training data without a length: dealt out by position, and resumed where the checkpoint was saved."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Mistakes in a task of the user's own are found with a few samples on a CPU, and named with their line."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

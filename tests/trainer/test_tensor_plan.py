@@ -1,7 +1,5 @@
 """A task that says how its model is split trains with tensor parallelism as on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Private APIs of torch stand in one file, so that a new release of torch is checked in one place."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The measurement of the bandwidth, and what is said of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What `trainkit doctor` says of Slurm's settings."""
 
-from __future__ import annotations
-
 from trainkit.contrib.doctor.nodes import settings_checks
 
 CONFIG = {"SLURM_VERSION": "23.11.4", "ClusterName": "big", "JobRequeue": "1", "KillWait": "30 sec"}

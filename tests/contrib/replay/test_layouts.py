@@ -1,7 +1,5 @@
 """`trainkit replay` with other layouts, in a job of its own, and when it is interrupted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

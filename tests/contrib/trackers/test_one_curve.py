@@ -1,7 +1,5 @@
 """A run of two attempts in MLflow, Weights & Biases and TensorBoard, read with what belongs to each."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

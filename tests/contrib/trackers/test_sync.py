@@ -1,7 +1,5 @@
 """Which steps a tracker gets, and when, with a tracker that only remembers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

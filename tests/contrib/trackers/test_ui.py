@@ -1,7 +1,5 @@
 """The page of a tracker: bound to this host, with the ssh line for another."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The samples of a node's health."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

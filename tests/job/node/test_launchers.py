@@ -1,7 +1,5 @@
 """The argv that an agent starts."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

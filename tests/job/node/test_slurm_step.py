@@ -1,7 +1,5 @@
 """Where a process stands in a Slurm step, from variables as Slurm 22.05, 24.11 and 26.05 set them."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The rendezvous of agents, on one machine and in a step: ports, and which attempt it makes the newest."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
