@@ -61,21 +61,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path, monkeypatch)
 
 
-def test_none(place: Place) -> None:
-    assert place.find() is None
-
-
 def test_the_one_of_the_cluster(place: Place) -> None:
+    assert place.find() is None
     place.profile("east", "name: east\n")
+    assert place.find() is None, "it is that of another cluster, if the only one"
     place.profile("home", "name: WEST\n")
     found = place.find()
     assert found.path.stem == "home"
     assert found.reason == f"WEST: {found.path}, because ClusterName is west in slurm.conf"
-
-
-def test_no_other_clusters_profile_even_if_it_is_the_only_one(place: Place) -> None:
-    place.profile("east", "name: east\n")
-    assert place.find() is None
+    # The project's own goes before the user's.
+    own = place.profile("ours", "name: west\n", of_user=False)
+    found = place.find()
+    assert (found.path, found.shown) == (own, "clusters/ours.yaml")
 
 
 def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
@@ -84,13 +81,6 @@ def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
     assert place.taken() == "east"
     place.profile("north", "name: north\n")
     assert place.find() is None
-
-
-def test_the_projects_own_goes_before_the_users(place: Place) -> None:
-    place.profile("west", "name: west\n")
-    own = place.profile("ours", "name: west\n", of_user=False)
-    found = place.find()
-    assert (found.path, found.shown) == (own, "clusters/ours.yaml")
 
 
 def test_two_of_one_cluster(place: Place) -> None:
@@ -105,11 +95,13 @@ def test_two_of_one_cluster(place: Place) -> None:
     assert place.taken() == "west"
 
 
-def test_the_named_one(place: Place) -> None:
-    place.profile("east", "name: east\n")
+def test_the_named_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.profile("east", "name: east\ndefaults: {seed: 9}\n")
     found = place.find("launch.cluster=east")
     assert found.reason.endswith("east.yaml, because launch.cluster is east")
     assert place.taken("launch.cluster=example") == "example"
+    monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
+    assert place.load().config.seed == 9
 
 
 def test_a_named_one_that_is_not_there(place: Place) -> None:
@@ -174,12 +166,6 @@ def test_problems_of_defaults_have_their_place(place: Place) -> None:
         f"{file}:3: sead: unknown key\n  hint: did you mean seed?",
         f'{file}:5: launch.network: must be text, not 3\n  hint: put it in quotes: "3"',
     ]
-
-
-def test_the_environment_can_name_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.profile("east", "name: east\ndefaults: {seed: 9}\n")
-    monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
-    assert place.load().config.seed == 9
 
 
 def test_target(place: Place) -> None:
