@@ -1,5 +1,6 @@
 """A place in which `trainkit` is typed, with small scripts as workers."""
 
+import io
 import json
 import os
 import signal
@@ -8,13 +9,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import trainkit
 from tests.support.programs import run_program
 from trainkit.backends import backend_of
+from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
@@ -92,6 +96,19 @@ class Desk:
     def trainkit(self, *args: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """Run `trainkit` to its end, `within` another command."""
         return run_program(*within, *self.argv(*args), cwd=self.folder, env=self.environ, timeout=LIMIT_S)
+
+    def refused(self, *args: str) -> dict[str, Any]:
+        """The error of a command that is refused, in this process: it starts nothing."""
+        out = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
+            patch.chdir(self.folder)
+            for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+                patch.setenv(name, self.environ[name])
+            code = main([*args, "--json"])
+        value: dict[str, Any] = json.loads(out.getvalue())
+        assert (code, value["exit_code"]) == (2, 2)
+        assert not (self.folder / "runs").exists()
+        return value
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """`trainkit` that runs while the test does."""
