@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 import trainkit
-from tests.support.programs import run_program
+from tests.support.programs import run_program, wait_for
 from trainkit.backends import backend_of
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
@@ -47,27 +46,6 @@ while not asked:
 print("asked by", asked[0], flush=True)
 sys.exit(75)
 """
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """The first true value of a condition."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        is_last = (
-            time.monotonic() >= deadline_s
-        )  # before it is asked: a test that stood still itself asks once more
-        value = condition()
-        if value:
-            return value
-        assert not is_last, "waited too long"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 class Desk:

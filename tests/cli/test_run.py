@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from steering import is_running, wait_for
+from steering import wait_for
 
-from tests.support.programs import run_program
+from tests.support.programs import is_running, run_program
 from trainkit.job.processes import descendants
 from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.files import read_json

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from steering import LIMIT_S, Desk, is_running, wait_for
+from steering import LIMIT_S, Desk, wait_for
 
-from tests.support.programs import run_program
+from tests.support.programs import is_running, run_program
 from trainkit.job.node.rendezvous import HostPlace, choose_port
 from trainkit.job.step_run import announce
 from trainkit.run.events import read_metrics

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from steering import is_running, wait_for
+from steering import wait_for
 
-from tests.support.programs import run_program
+from tests.support.programs import is_running, run_program
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.rundir import RunDir
 

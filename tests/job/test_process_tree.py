@@ -6,9 +6,9 @@ import signal
 import sys
 
 import pytest
-from job_tree import is_running, wait_for
+from job_tree import wait_for
 
-from tests.support.programs import run_program
+from tests.support.programs import is_running, run_program
 from tests.support.runs import start_local
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json, read_jsonl
