@@ -37,18 +37,14 @@ class Recipe:
     """Makes it shorter without a change of the commands."""
 
 
+SHORT = {
+    "TRAINKIT_TRAIN__STEPS": "24",
+    "TRAINKIT_TRAIN__EVAL_EVERY": "8",
+    "TRAINKIT_CHECKPOINT__EVERY_STEPS": "8",
+}
 RECIPES = [
-    Recipe(
-        "gpt_3d",
-        3.3,
-        is_text=True,
-        environ={
-            "TRAINKIT_TRAIN__STEPS": "24",
-            "TRAINKIT_TRAIN__EVAL_EVERY": "8",
-            "TRAINKIT_CHECKPOINT__EVERY_STEPS": "8",
-        },
-    ),
-    Recipe("dual_gpu_gpt", 3.0, is_text=True),
+    Recipe("gpt_3d", 3.3, is_text=True, environ=SHORT),
+    Recipe("dual_gpu_gpt", 3.3, is_text=True, environ=SHORT),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),
