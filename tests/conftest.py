@@ -1,7 +1,5 @@
 """Makes all tests independent of the machine and of the environment they are started in."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

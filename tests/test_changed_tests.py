@@ -1,7 +1,5 @@
 """Which tests `make test-changed` selects."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A block marked ```console is cheap and runs in `make test`. ```console slow star
 ```console slurm needs a cluster: these run in `make test-all`. A ```text block is not run.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Each extra of setup.cfg in an environment that has nothing else, used by trainkit."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re
@@ -13,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
@@ -138,15 +138,7 @@ def execute(python: Path, code: str, folder: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     (folder / "uses.py").write_text(code)
-    done = subprocess.run(
-        [python, "uses.py"],
-        cwd=folder,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = run_program(python, "uses.py", cwd=folder, env=environ, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,7 +1,5 @@
 """Folders that another host makes at the same moment, on a file system that shows that late."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import stat

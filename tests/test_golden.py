@@ -3,17 +3,15 @@
 `python -m tests.golden` writes golden/expected/ again; what that changes in it is what a user will see.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.golden.__main__ import HERE, unpack_run, write_text_file
+from tests.support.programs import run_program
 
 EXPECTED = HERE / "expected"
 ROOT = HERE.parents[1]
@@ -33,13 +31,7 @@ pytestmark = pytest.mark.xdist_group("golden")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the texts as they are now."""
     folder = tmp_path_factory.mktemp("golden")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.golden", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = run_program(sys.executable, "-m", "tests.golden", str(folder), cwd=ROOT, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -57,12 +49,10 @@ def test_every_text_is_compared(texts: Path) -> None:
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     write_text_file(tmp_path)
     run = unpack_run(HERE / "folders" / "cancelled", tmp_path, os.uname().nodename)
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", "resume", str(run), "--follow"],
+    done = run_program(
+        *(sys.executable, "-m", "trainkit", "resume", str(run), "--follow"),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

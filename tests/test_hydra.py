@@ -1,7 +1,5 @@
 """Multiruns of Hydra and a study of Optuna, as runs of trainkit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.run.group import RunGroup
 from trainkit.run.history import read_plan
 from trainkit.run.rundir import RunDir
@@ -53,7 +52,7 @@ def environ(folder: Path) -> dict[str, str]:
 def multirun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "app.py").write_text(APP)
     argv = [sys.executable, "app.py", "-m", "hydra/launcher=trainkit", *words]
-    return subprocess.run(argv, cwd=folder, env=environ(folder), capture_output=True, text=True, timeout=240)
+    return run_program(*argv, cwd=folder, env=environ(folder))
 
 
 @pytest.mark.slow(seconds=15)
@@ -89,9 +88,7 @@ def test_a_study_that_is_killed_continues_with_its_runs(tmp_path: Path) -> None:
         time.sleep(0.05)
     os.killpg(study.pid, signal.SIGKILL)
     study.wait()
-    done = subprocess.run(
-        argv, cwd=tmp_path, env=environ(tmp_path), capture_output=True, text=True, timeout=240
-    )
+    done = run_program(*argv, cwd=tmp_path, env=environ(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "best of 6: " in done.stdout
     storage = f"sqlite:///{tmp_path / 'study.db'}"

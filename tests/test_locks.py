@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit import locks
 from trainkit.data.prepare import exclusive
 from trainkit.errors import UsageError
@@ -45,7 +46,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         yield child
         child.kill()
@@ -106,7 +106,6 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
     with file_lock(tmp_path / "lock"):
         argv = [sys.executable, "-c", WAIT, str(tmp_path / "lock")]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdout is not None
             child.stdout.readline()
             child.send_signal(signal.SIGINT)
             _, errors = child.communicate(timeout=30)
@@ -153,7 +152,6 @@ def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) 
     with subprocess.Popen(
         [sys.executable, "-c", FORK, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None
         fork = int(child.stdout.readline())
         try:
             assert child.wait() == -signal.SIGKILL
@@ -171,7 +169,7 @@ def test_a_fork_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path) 
             release_lock(descriptor)
             os._exit(0)
         assert os.waitpid(fork, 0)[1] == 0
-        held = subprocess.run([sys.executable, "-c", TRY, str(lock)], capture_output=True, text=True)
+        held = run_program(sys.executable, "-c", TRY, str(lock))
     finally:
         release_lock(descriptor)
     assert held.stdout == "busy\n", held.stderr
@@ -238,6 +236,6 @@ def test_the_lock_of_a_colleague(tmp_path: Path) -> None:
     imports, then = HOLD.replace("time.sleep(60)", "pass").splitlines()
     script = f"{imports}; import os; os.setuid(65534)\n{then}"
     argv = [sys.executable, "-c", script, "lock"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(*argv, cwd=tmp_path)
     assert done.stdout == "held\n", done.stderr
     assert (tmp_path / "lock").read_text() == before

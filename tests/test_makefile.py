@@ -1,7 +1,5 @@
 """`make` and the environment that it makes, with small scripts in the place of Python and apt-get."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -10,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 # Stands for the Python of the machine and, copied by its own `-m venv`, for that of .venv.
@@ -58,14 +58,7 @@ class Checkout:
     def make_venv(self, *extra: str, **env: str) -> subprocess.CompletedProcess[str]:
         self.set(log="")
         environ = {"PATH": f"{self.fake}:/usr/bin:/bin", "FAKE": str(self.fake), **env}
-        return subprocess.run(
-            [str(self.folder / ".ci/make-venv"), *extra],
-            cwd="/",
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        return run_program(str(self.folder / ".ci/make-venv"), *extra, cwd="/", env=environ)
 
     def installs(self) -> list[str]:
         lines = (self.fake / "log").read_text().splitlines()
@@ -234,7 +227,7 @@ def test_a_folder_of_something_else_is_kept(checkout: Checkout) -> None:
 
 def make(*args: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(["make", *args], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = run_program("make", *args, cwd=ROOT, env=env, check=True)
     return done.stdout
 
 
@@ -265,12 +258,11 @@ def test_the_ends_of_torch_are_tested_in_folders_of_their_own(release: str) -> N
 def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
     home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE", "CONFIG")}
     small = {"TRAINKIT_MODEL__PRESET": "nano", "TRAINKIT_DATA__SEQ_LEN": "64"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/demo.py")],
+    done = run_program(
+        sys.executable,
+        str(ROOT / "tools/demo.py"),
         cwd=tmp_path,
         env={**os.environ, **home, **small},
-        capture_output=True,
-        text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -306,5 +298,5 @@ def test_ci_runs_all_tests_and_fails_as_they_do(tmp_path: Path, code: int) -> No
     (tmp_path / "make").write_text(f'#!/bin/sh\necho "make $* in $PWD"\nexit {code}\n')
     (tmp_path / "make").chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([tmp_path / ".ci/run"], env=environ, cwd="/", capture_output=True, text=True)
+    done = run_program(tmp_path / ".ci/run", env=environ, cwd="/")
     assert (done.stdout, done.returncode) == (f"make test-all in {tmp_path}\n", code)

@@ -1,7 +1,5 @@
 """What another user of the machine can do to a run: nothing, up to torch's own connections."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

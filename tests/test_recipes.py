@@ -1,7 +1,5 @@
 """Each recipe, as docs/recipes.md types it, learns, survives a SIGKILL, and exports a model."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import need
+from tests.support.programs import run_program
 from tests.test_docs import ROOT, commands, environ_of
 from trainkit.contrib.drill.inject import find_processes, kill_all
 from trainkit.run.events import read_metrics
@@ -38,18 +37,14 @@ class Recipe:
     """Makes it shorter without a change of the commands."""
 
 
+SHORT = {
+    "TRAINKIT_TRAIN__STEPS": "24",
+    "TRAINKIT_TRAIN__EVAL_EVERY": "8",
+    "TRAINKIT_CHECKPOINT__EVERY_STEPS": "8",
+}
 RECIPES = [
-    Recipe(
-        "gpt_3d",
-        3.0,
-        is_text=True,
-        environ={
-            "TRAINKIT_TRAIN__STEPS": "48",
-            "TRAINKIT_TRAIN__EVAL_EVERY": "16",
-            "TRAINKIT_CHECKPOINT__EVERY_STEPS": "16",
-        },
-    ),
-    Recipe("dual_gpu_gpt", 3.0, is_text=True),
+    Recipe("gpt_3d", 3.3, is_text=True, environ=SHORT),
+    Recipe("dual_gpu_gpt", 3.3, is_text=True, environ=SHORT),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),
@@ -62,14 +57,7 @@ NAMES = ("loss", "grad_norm", "lr", "val_loss", "samples_seen")
 
 
 def typed(command: str, folder: Path, **environ: str) -> str:
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=environ_of(folder, **environ),
-        text=True,
-        capture_output=True,
-        timeout=900,
-    )
+    done = run_program(*shlex.split(command), cwd=folder, env=environ_of(folder, **environ), timeout=900)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -1,7 +1,5 @@
 """Reading parts of safetensors files, and writing such files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

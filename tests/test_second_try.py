@@ -1,7 +1,5 @@
 """Slow tests that fail get a second try, and flaky ones are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,8 @@
 """The wheel, built from the source distribution and installed where there is no checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -13,6 +10,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
@@ -33,15 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 def command(*argv: object, cwd: Path, **env: str) -> str:
     """What a command prints; it has to succeed."""
-    done = subprocess.run(
-        [str(arg) for arg in argv],
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_program(*[str(arg) for arg in argv], cwd=cwd, env={**os.environ, **env}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -5,8 +5,6 @@ whole text of the package, its tests, README, docs, templates, configs and Makef
 contain (the reason "comeback" in job.json) is left alone.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The commands in benchmarks/: each starts as its own first lines say; `make gpu` runs without a GPU."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
+from tests.support.programs import run_program
 from tests.support.runs import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +27,9 @@ FILES = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "def mai
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_starts_as_its_docstring_says(file: Path) -> None:
     found = COMMAND.search(file.read_text())
-    assert found is not None
     argv = shlex.split(found[1])
     assert file.stem in argv[-1]
-    done = subprocess.run(
-        [sys.executable, *argv, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(sys.executable, *argv, "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
@@ -43,7 +39,6 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
     flight = (ROOT / "benchmarks" / "flight.py").read_text()
     decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
     reasons = re.search(r"^BRAKES = \((.*)\)$", flight, re.MULTILINE)
-    assert reasons is not None
     found = re.findall(r'"([^"]+)"', reasons[1])
     assert found
     assert [reason for reason in found if reason not in decision] == []
@@ -51,14 +46,7 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *args],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_program(sys.executable, "-m", "benchmarks.gpu", *args, cwd=ROOT, env=environ, timeout=600)
 
 
 def test_without_a_gpu() -> None:
@@ -122,7 +110,6 @@ def test_the_large_model_is_the_largest_that_fits(
     tmp_path: Path, gib: float, preset: str, recompute: str
 ) -> None:
     choice = choose("large", Bench("cuda", tmp_path, round(0.92 * gib * 2**30)))
-    assert choice is not None
     assert (choice.case.preset, choice.recompute) == (preset, recompute)
 
 

@@ -1,7 +1,5 @@
 """Rows of a summary, from run folders and traces that are made up, and their plots."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -137,10 +135,7 @@ def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench
 def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
-    rows = [
-        point_of(bench, item),
-        point_of(bench, bench.runs[1], "failed", "no\nmemory"),
-    ]
+    rows = [point_of(bench, item), point_of(bench, bench.runs[1], "failed", "no\nmemory")]
     heading, first, second, why = summary_table(["layout"], rows).splitlines()
     assert heading.split()[:4] == ["LAYOUT", "BATCH", "SAMPLES/S", "TOKENS/S"]
     assert first.split()[:4] == ["dp_shard=2", "4", "32.0", "2,048"]
@@ -160,7 +155,6 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -
     assert (second["step_s"], second["repeats"], second["steps"]) == (0.5, 3, 15)
     assert second["run"] == "dp_shard=2.repeat-1 dp_shard=2.repeat-2 dp_shard=2.repeat-3"
     fastest = find_fastest(bench, by_speed(points))
-    assert fastest is not None
     assert fastest.is_clear is False
     assert str(fastest) == (
         "tp=2: 2,560 tokens/s, 25.0% more than dp_shard=2, which is within the spread of the repeats"

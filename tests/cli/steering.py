@@ -1,21 +1,23 @@
 """A place in which `trainkit` is typed, with small scripts as workers."""
 
-from __future__ import annotations
-
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import trainkit
+from tests.support.programs import run_program, wait_for
 from trainkit.backends import backend_of
+from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
@@ -46,27 +48,6 @@ sys.exit(75)
 """
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """The first true value of a condition."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        is_last = (
-            time.monotonic() >= deadline_s
-        )  # before it is asked: a test that stood still itself asks once more
-        value = condition()
-        if value:
-            return value
-        assert not is_last, "waited too long"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 class Desk:
     """A folder with a config, an own state folder, and `trainkit`."""
 
@@ -92,15 +73,20 @@ class Desk:
 
     def trainkit(self, *args: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """Run `trainkit` to its end, `within` another command."""
-        return subprocess.run(
-            [*within, *self.argv(*args)],
-            cwd=self.folder,
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        return run_program(*within, *self.argv(*args), cwd=self.folder, env=self.environ, timeout=LIMIT_S)
+
+    def refused(self, *args: str) -> dict[str, Any]:
+        """The error of a command that is refused, in this process: it starts nothing."""
+        out = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
+            patch.chdir(self.folder)
+            for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+                patch.setenv(name, self.environ[name])
+            code = main([*args, "--json"])
+        value: dict[str, Any] = json.loads(out.getvalue())
+        assert (code, value["exit_code"]) == (2, 2)
+        assert not (self.folder / "runs").exists()
+        return value
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """`trainkit` that runs while the test does."""

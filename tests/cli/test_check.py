@@ -1,7 +1,5 @@
 """`trainkit check`: stdout is data, stderr is for people, exit 2 with every problem."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -32,15 +30,8 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
     assert lines["device"] == "device: cpu was requested"
     assert lines["batch"] == "32 samples per step = 4 per process x 2 data-parallel x 4 accumulation"
     assert lines["backend"].startswith("local: ")
-    assert set(lines) == {
-        "backend",
-        "device",
-        "workers_per_node",
-        "layout",
-        "batch",
-        "lr",
-        "threads_per_worker",
-    }
+    names = ("backend", "device", "workers_per_node", "layout", "batch", "lr", "threads_per_worker")
+    assert set(lines) == {*names}
     assert err == "a;b 'c.yaml: no problems\n"
 
 
@@ -72,10 +63,10 @@ def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config, "--json"]) == 0
+    assert main(["check", config, "--profile", "smoke", "--json"]) == 0
     out, err = capsys.readouterr()
     value = json.loads(out)
-    assert value["plan"]["world_size"] == 2
+    assert (value["plan"]["world_size"], value["config"]["train"]["steps"]) == (2, 20)
     assert value["config"]["checkpoint"]["async"] is True
     assert value["origins"]["device"] == "a;b 'c.yaml:2"
     assert err == ""
@@ -162,20 +153,21 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
     ]
 
 
-def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "a;b 'd.yaml"]) == 2
-    shown = "error: a;b 'd.yaml: no such file or shipped config\n\nhint: did you mean a;b 'c.yaml?\n"
+MISSING = "error: a;b 'd.yaml: no such file or shipped config\n\nhint: did you mean a;b 'c.yaml?\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["a;b 'd.yaml"], MISSING),
+        (["a;b 'c.yaml", "--estimate"], "error: --estimate requires Slurm, but this run starts here\n"),
+    ],
+)
+def test_what_cannot_be_checked(
+    config: str, capsys: pytest.CaptureFixture[str], args: list[str], shown: str
+) -> None:
+    assert main(["check", *args]) == 2
     assert capsys.readouterr().err.startswith(shown)
-
-
-def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config, "--profile", "smoke", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["config"]["train"]["steps"] == 20
-
-
-def test_what_only_slurm_knows_is_not_asked_here(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config, "--estimate"]) == 2
-    assert capsys.readouterr().err.startswith("error: --estimate requires Slurm, but this run starts here\n")
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,17 +240,8 @@ def test_an_invalid_value_causes_no_further_problem(
 
 def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A run on this machine: what a cluster would say is no problem of it."""
-    values = [
-        "--set",
-        "resources.nodes=1",
-        "--set",
-        "train.stps=1",
-        "--set",
-        "resources.partition=debgu",
-        "--set",
-        "data.source=none.txt",
-    ]
-    assert main(["run", config, *values]) == 2
+    typed = ("resources.nodes=1", "train.stps=1", "resources.partition=debgu", "data.source=none.txt")
+    assert main(["run", config, *(f"--set={value}" for value in typed)]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
     assert not Path("runs").exists()
 

@@ -1,7 +1,5 @@
 """`trainkit ckpt` on run folders with small checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """`trainkit compare` as it is typed, on folders that are made up."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

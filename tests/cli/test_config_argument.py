@@ -1,7 +1,5 @@
 """Commands without CONFIG, and the examples of every help in an empty folder."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

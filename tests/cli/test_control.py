@@ -6,8 +6,9 @@ import sys
 import time
 
 import pytest
-from steering import is_running, wait_for
+from steering import wait_for
 
+from tests.support.programs import is_running
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json, write_json
 

@@ -1,7 +1,5 @@
 """Commands on a cluster whose controller does not answer: they end with exit code 3, and soon."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

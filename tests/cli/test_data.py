@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
+from tests.support.programs import run_program
 from tests.support.runs import train
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
@@ -107,9 +108,7 @@ def test_help_needs_nothing_heavy():
         "import sys; from trainkit.cli.main import main; main(['data', 'prepare', '--help']); "
         "print({'numpy', 'tokenizers', 'torch', 'rich'} & set(sys.modules), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True
-    )
+    done = run_program(sys.executable, "-c", code, env=environ(), check=True)
     assert done.stderr.strip() == "set()"
 
 
@@ -211,9 +210,7 @@ def test_full_disk_exits_1(tmp_path):
     """A limit on the size of files stands for the disk: the kernel refuses to write on."""
     write_rows(tmp_path / "a.jsonl", 3000)
     shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
-    done = subprocess.run(
-        ["bash", "-c", shell], cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=60
-    )
+    done = run_program("bash", "-c", shell, cwd=tmp_path, env=environ())
     assert done.returncode == EXIT_FAILED
     assert f"error: cannot write to {tmp_path}/out: File too large" in done.stderr
     assert "resumes where it stopped" in done.stderr

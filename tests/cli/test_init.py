@@ -1,7 +1,5 @@
 """`trainkit init` where there is no Slurm; on a cluster it is tested in tests/on_slurm."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

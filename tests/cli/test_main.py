@@ -12,6 +12,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import trainkit
+from tests.support.programs import run_program
 from trainkit.cli import main as main_module
 from trainkit.cli.help import Command
 from trainkit.cli.main import COMMANDS, cli, load_command, main
@@ -35,9 +36,7 @@ def test_help_imports_nothing_but_click():
         "heavy = {'torch', 'pydantic', 'yaml', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\nsys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(sys.executable, "-c", script, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
 
@@ -51,9 +50,7 @@ def test_a_run_is_looked_up_without_configs(command, tmp_path):
         "assert not heavy, heavy\nsys.exit(code)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(sys.executable, "-c", script, cwd=tmp_path, env=environ)
     assert (done.returncode, "unknown run" in done.stderr) == (2, True), done.stderr
 
 
@@ -81,55 +78,6 @@ def test_every_command_has_help_with_examples(name, capsys):
         typed = re.split(r" -- | \| | > |\)", line.partition("trainkit ")[2])[0].split()
         assert typed[0] == name
         assert main([*typed, "--help"]) == 0, line  # every option is read before the help is printed
-
-
-@pytest.mark.parametrize(
-    ("args", "message", "hint"),
-    [
-        (["sumbit"], "unknown command 'sumbit'", "did you mean `trainkit submit`?"),
-        (["wach"], "unknown command 'wach'", "did you mean `trainkit watch`?"),
-        (
-            ["submit", "--nodes", "two"],
-            "--nodes two: must be a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8,"
-            " or auto",
-            "see `trainkit submit --help`",
-        ),
-        (["qqq"], "unknown command 'qqq'", "`trainkit --help` lists the commands"),
-        (["status", "--jsn"], "unknown option --jsn", "did you mean --json?"),
-        (["submit", "-N", "2"], "unknown option -N", "did you mean --nodes?"),
-        (
-            ["submit", "--nproc", "2", "--", "python", "x.py"],
-            "unknown option --nproc",
-            "did you mean --gpus-per-node?",
-        ),
-        (
-            ["submit", "python", "x.py", "--lr", "1"],
-            "unknown option --lr",
-            "a program of your own comes after --: `trainkit submit -- python x.py --lr 1`",
-        ),
-        (
-            ["run", "x.py", "-v"],
-            "unknown option -v",
-            "a program of your own comes after --: `trainkit run -- python x.py -v`",
-        ),
-        (
-            ["submit", "--nodes", "2", "--launcher", "torchrun", "x.py", "a b"],
-            "got unexpected extra argument (a b)",
-            "a program of your own comes after --: "
-            "`trainkit submit --nodes 2 --launcher torchrun -- x.py 'a b'`",
-        ),
-        (["logs", "-n", "2"], "unknown option -n", "did you mean --lines?"),
-        (
-            ["submit", "tiny", "--launcher", "torchrun", "--", "python3", "x.py", "--lr", "1"],
-            "--launcher torchrun starts Python itself, but the COMMAND begins with python3",
-            "leave it out: -- x.py --lr 1",
-        ),
-        (["logs"], "RUN is missing", "for example `trainkit logs last`"),
-    ],
-)
-def test_wrong_usage(args, message, hint, capsys):
-    assert main(args) == 2
-    assert capsys.readouterr().err == f"error: {message}\n\nhint: {hint}\n"
 
 
 def commands():
@@ -229,13 +177,13 @@ def test_unexpected_error_is_one_line_and_debug_shows_where(monkeypatch, capsys)
 def test_closed_pipe_is_quiet():
     script = f"{sys.executable} -m trainkit completion bash | true; echo ${{PIPESTATUS[0]}}"
     argv = ["bash", "-c", script]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program(*argv, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_output_that_nobody_takes():
     argv = ["bash", "-c", f"{sys.executable} -m trainkit --version >&-"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_program(*argv, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -253,7 +201,7 @@ def test_completion_lists_commands_without_loading_them():
         "COMP_CWORD": "1",
     }
     argv = [sys.executable, "-m", "trainkit"]
-    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = run_program(*argv, cwd=ROOT, env=environ)
     assert done.stdout == "plain,replay\nplain,report\nplain,requeue\nplain,resume\n"
 
 

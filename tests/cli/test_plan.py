@@ -1,15 +1,13 @@
 """`trainkit plan`: a table on stdout, words on stderr, exit code 1 when nothing fits."""
 
-from __future__ import annotations
-
 import json
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.cli.main import main
 from trainkit.plan.layout_advice import HEADER
 
@@ -157,7 +155,7 @@ def test_fast_and_without_torch(preset: str, gpus: int, config: str) -> None:
     typed = ["plan", config, "--gpus", str(gpus), "--gpu-type", "h100", "--set", f"model.preset={preset}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     argv = [sys.executable, "-c", code, *typed]
-    result = subprocess.run(argv, capture_output=True, text=True, check=True)
+    result = run_program(*argv, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.stderr.splitlines()[-1] == "[]"
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2

@@ -1,7 +1,5 @@
 """`trainkit report` as it is typed, on folders that are made up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

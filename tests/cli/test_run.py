@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from steering import is_running, wait_for
+from steering import wait_for
 
+from tests.support.programs import is_running, run_program
 from trainkit.job.processes import descendants
 from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.files import read_json
@@ -149,7 +150,7 @@ def test_ctrl_c_while_it_loads_is_one_word(desk, module):
     )
     environ = {**desk.environ, "PYTHONPATH": f"{desk.folder}:{desk.environ['PYTHONPATH']}"}
     argv = [sys.executable, "-m", "trainkit", "run", str(desk.config)]
-    done = subprocess.run(argv, cwd=desk.folder, env=environ, capture_output=True, text=True, timeout=60)
+    done = run_program(*argv, cwd=desk.folder, env=environ)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
@@ -270,7 +271,7 @@ for step in range(1, 21):
 def types(desk, *args):
     """`trainkit` as it is, without the desk's worker in place of COMMANDs."""
     argv = [sys.executable, "-m", "trainkit", *args]
-    return subprocess.run(argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=60)
+    return run_program(*argv, cwd=desk.folder, env=desk.environ)
 
 
 def test_a_script_in_the_foreground_has_its_name_and_a_curve(desk):

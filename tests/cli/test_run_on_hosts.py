@@ -1,7 +1,5 @@
 """`trainkit run` by hand on several hosts without Slurm; every host is a process on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from steering import LIMIT_S, Desk, is_running, wait_for
+from steering import LIMIT_S, Desk, wait_for
 
+from tests.support.programs import is_running, run_program
 from trainkit.job.node.rendezvous import HostPlace, choose_port
 from trainkit.job.step_run import announce
 from trainkit.run.events import read_metrics
@@ -462,7 +461,7 @@ def test_the_trainer_computes_the_same_on_hosts_and_saves_on_all(hosts: Hosts) -
         for part in ("--set", setting)
     ]
     argv = [sys.executable, "-m", "trainkit", "submit", "small.yaml", "--nodes", "2", "--follow", *typed]
-    done = subprocess.run(argv, cwd=hosts.desk.folder, env=hosts.desk.environ, capture_output=True, text=True)
+    done = run_program(*argv, cwd=hosts.desk.folder, env=hosts.desk.environ)
     assert done.returncode == 0, done.stderr
     curves = [
         [(record["step"], record["loss"]) for record in read_metrics(run)]

@@ -1,7 +1,5 @@
 """Every command that prints a table fits it to the terminal, and leaves it alone elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

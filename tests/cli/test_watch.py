@@ -1,7 +1,5 @@
 """`trainkit watch`: in a real terminal, printed once, and how often it reads files and asks Slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import watched_runs
+from tests.support.programs import run_program
 from tests.support.tmux import Tmux, needs_tmux, normalized
 from trainkit.backends import jobs as jobs_of_runs
 from trainkit.backends.jobs import SlurmPoller
@@ -40,7 +39,7 @@ while not os.path.exists(os.path.join(run, "end")):
 
 def watch(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     argv = [*TRAINKIT, "watch", *args]
-    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return run_program(*argv, cwd=cwd)
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     options += [word for setting in settings for word in ("--set", setting)]
     command = ["--", "python", "trains.py", str(tmp_path)]
     argv = [*TRAINKIT, "submit", *options, "--gpus-per-node", "1", "--json", *command]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = run_program(*argv, cwd=tmp_path, check=True)
     yield RunDir(json.loads(done.stdout)["run_dir"])
     (tmp_path / "end").touch()
 
@@ -72,7 +71,7 @@ def test_json_has_the_fields_of_status_and_more(tmp_path: Path) -> None:
     watched_runs.failed(tmp_path / "runs" / "failed")
     value = json.loads(watch("failed", "--json", cwd=tmp_path).stdout)
     argv = [*TRAINKIT, "status", "failed", "--json"]
-    status = json.loads(subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True).stdout)
+    status = json.loads(run_program(*argv, cwd=tmp_path).stdout)
     assert value.keys() > status.keys()
     assert (value["state"], value["steps_at_risk"], value["checkpoint_step"]) == ("failed", 80, 200)
     assert [node["host"] for node in value["nodes"]] == ["node001", "node002"]
@@ -88,7 +87,7 @@ def test_an_encoding_without_blocks_is_no_error(tmp_path: Path) -> None:
     watched_runs.failed(tmp_path / "runs" / "failed")
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     argv = [*TRAINKIT, "watch", "failed", "--once"]
-    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = run_program(*argv, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     assert "?" * 8 in done.stdout
 
@@ -269,7 +268,6 @@ def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
     poller = SlurmPoller(0.01, slurm.query)
     assert poller.jobs(["1"]) is None
     first = poller.problem
-    assert first is not None
     assert first.startswith("Slurm cannot be reached since ")
     assert first.endswith("squeue cannot reach Slurm")
     count = len(slurm.asked)

@@ -1,7 +1,5 @@
 """Sweeps, arrays and the queue of one machine, whose two GPUs are pretended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

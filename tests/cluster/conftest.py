@@ -1,7 +1,5 @@
 """Fake commands of Slurm, for what the real ones do only on a bad day."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.fake_slurm import fake

@@ -1,7 +1,5 @@
 """Where a run starts on a machine that has Slurm's commands but no slurm.conf in the usual places."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm

@@ -1,7 +1,5 @@
 """Discovery of a cluster, and the parsers of what Slurm's commands print."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
@@ -125,11 +123,8 @@ def test_nodes_that_are_alike_are_counted_together() -> None:
     )
     # Not part of the comparison.
     assert [kind.hosts for kind in (*kinds["cpu"], *kinds["gpu"])] == ["c[1-2]", "g1,g3", "g2"]
-
-
-def test_a_node_of_unknown_size() -> None:
-    text = node_line("cpu", "1", "0", "0", "c1", "(null)", "(null)")
-    assert parse_nodes(text)["cpu"] == (NodeKind(1),)
+    unknown = node_line("cpu", "1", "0", "0", "c1", "(null)", "(null)")
+    assert parse_nodes(unknown)["cpu"] == (NodeKind(1),)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Which profile is taken, and that its defaults lie below everything that somebody typed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -49,7 +47,6 @@ class Place:
 
     def taken(self, *overrides: str) -> str:
         found = self.find(*overrides)
-        assert found is not None
         return found.path.stem
 
     def refused(self, *overrides: str) -> str:
@@ -64,22 +61,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path, monkeypatch)
 
 
-def test_none(place: Place) -> None:
-    assert place.find() is None
-
-
 def test_the_one_of_the_cluster(place: Place) -> None:
+    assert place.find() is None
     place.profile("east", "name: east\n")
+    assert place.find() is None, "it is that of another cluster, if the only one"
     place.profile("home", "name: WEST\n")
     found = place.find()
-    assert found is not None
     assert found.path.stem == "home"
     assert found.reason == f"WEST: {found.path}, because ClusterName is west in slurm.conf"
-
-
-def test_no_other_clusters_profile_even_if_it_is_the_only_one(place: Place) -> None:
-    place.profile("east", "name: east\n")
-    assert place.find() is None
+    # The project's own goes before the user's.
+    own = place.profile("ours", "name: west\n", of_user=False)
+    found = place.find()
+    assert (found.path, found.shown) == (own, "clusters/ours.yaml")
 
 
 def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
@@ -88,14 +81,6 @@ def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
     assert place.taken() == "east"
     place.profile("north", "name: north\n")
     assert place.find() is None
-
-
-def test_the_projects_own_goes_before_the_users(place: Place) -> None:
-    place.profile("west", "name: west\n")
-    own = place.profile("ours", "name: west\n", of_user=False)
-    found = place.find()
-    assert found is not None
-    assert (found.path, found.shown) == (own, "clusters/ours.yaml")
 
 
 def test_two_of_one_cluster(place: Place) -> None:
@@ -110,12 +95,13 @@ def test_two_of_one_cluster(place: Place) -> None:
     assert place.taken() == "west"
 
 
-def test_the_named_one(place: Place) -> None:
-    place.profile("east", "name: east\n")
+def test_the_named_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.profile("east", "name: east\ndefaults: {seed: 9}\n")
     found = place.find("launch.cluster=east")
-    assert found is not None
     assert found.reason.endswith("east.yaml, because launch.cluster is east")
     assert place.taken("launch.cluster=example") == "example"
+    monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
+    assert place.load().config.seed == 9
 
 
 def test_a_named_one_that_is_not_there(place: Place) -> None:
@@ -143,7 +129,6 @@ def test_a_profile_that_changes_is_read_again(place: Place) -> None:
     assert place.taken() == "west"
     file.write_text("name: west\ngpu_option: gres\n")
     found = place.find()
-    assert found is not None
     assert found.profile.gpu_option == "gres"
 
 
@@ -183,17 +168,10 @@ def test_problems_of_defaults_have_their_place(place: Place) -> None:
     ]
 
 
-def test_the_environment_can_name_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.profile("east", "name: east\ndefaults: {seed: 9}\n")
-    monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
-    assert place.load().config.seed == 9
-
-
 def test_target(place: Place) -> None:
     file = place.profile("west", f"name: west\n{PARTITIONS}")
     target = make_target(place.load())
     assert target.backend == "sbatch"
-    assert target.cluster is not None
     assert [item.name for item in target.cluster.partitions] == ["gpu"]
     assert target.cluster.reason == f"west: {file}, because ClusterName is west in slurm.conf"
     assert target.cluster.out_of_date_hint == (

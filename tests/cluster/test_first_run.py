@@ -1,7 +1,5 @@
 """The first run config: it loads, it fits the cluster, and it names what there is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,13 +72,11 @@ def test_a_cluster_without_gpus(tmp_path: Path) -> None:
 
 def test_the_time_is_what_the_partition_allows(tmp_path: Path) -> None:
     made = planned(replace(WEST, partitions=(replace(GPU, max_time_s=600),)), tmp_path)
-    assert made.slurm is not None
     assert made.slurm.sbatch["time"] == "00:10:00"
 
 
 def test_no_default_account(tmp_path: Path) -> None:
     made = planned(replace(WEST, accounts=(Account("chem"), Account("physics"))), tmp_path)
-    assert made.slurm is not None
     assert made.slurm.sbatch["account"] == "chem"
 
 

@@ -1,15 +1,15 @@
 """Requests checked against a cluster: every message, and that every suggestion is accepted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tables import messages
 from trainkit.cluster.limits import limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, ResourceRequest, features_of
 from trainkit.config.running import ResourcesConfig
@@ -52,146 +52,65 @@ def test_what_fits() -> None:
     assert found(account="teaching", qos="normal") == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            {"partition": "gqu"},
-            (
-                *("resources.partition", "is gqu, but west has no such partition"),
-                "did you mean gpu? west has gpu, cpu and debug",
-            ),
-        ),
-        (
-            {"time": "2-00:00:01"},
-            (
-                *("resources.time", "is 2-00:00:01, but partition gpu allows at most 2-00:00:00"),
-                "--time 2-00:00:00 fits",
-            ),
-        ),
-        (
-            {"time": "0"},
-            (
-                *("resources.time", "sets no limit, but partition gpu allows at most 2-00:00:00"),
-                "--time 2-00:00:00 fits",
-            ),
-        ),
-        (
-            {"partition": "debug"},
-            (
-                *("resources.time", "is 01:00:00, but partition debug allows at most 00:30:00"),
-                "--time 00:30:00 fits",
-            ),
-        ),
-        (
-            {"partition": "debug", "time": "10", "nodes": 3},
-            (
-                *("resources.nodes", "is 3, but a job in partition debug can have at most 2 nodes"),
-                "",
-            ),
-        ),
-        (
-            {"nodes": 5, "workers_per_node": 8, "gpus_per_node": 8, "cpus_per_node": 64},
-            (
-                *("resources.nodes", "is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs"),
-                "",
-            ),
-        ),
-        (
-            {"gpus_per_node": 16, "workers_per_node": 16},
-            (
-                *("resources.gpus_per_node", "is 16, but the nodes of partition gpu have at most 8 GPUs"),
-                "request at most --gpus-per-node 8; more --nodes give as many GPUs",
-            ),
-        ),
-        (
-            {"partition": "cpu"},
-            (
-                *("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPUs"),
-                "",
-            ),
-        ),
-        (
-            {"cpus_per_node": 80},
-            (
-                "resources.cpus_per_gpu",
-                "is 20: 4 x 20 = 80 CPUs per node, but the nodes of partition gpu have 64",
-                "",
-            ),
-        ),
-        (
-            {"gpus_per_node": None, "workers_per_node": 80, "cpus_per_node": 80},
-            (
-                "resources.gpus_per_node",
-                "is 80, but the nodes of partition gpu have 64 CPUs and every process needs one",
-                "",
-            ),
-        ),
-        (
-            {"mem": "501G"},
-            (
-                *("resources.mem", "is 501G, but the nodes of partition gpu have 500G"),
-                "",
-            ),
-        ),
-        (
-            {"gpu_type": "h10"},
-            (
-                *("resources.gpu_type", "is h10, but no node of partition gpu has such a GPU"),
-                "did you mean h100? they have h100 and a100",
-            ),
-        ),
-        (
-            {"constraint": "ibb"},
-            (
-                *("resources.constraint", "names ibb, but no node of partition gpu has that feature"),
-                "did you mean ib? they have ib, h100 and a100",
-            ),
-        ),
-        (
-            {"gpu_type": "h100", "nodes": 5},
-            (
-                "resources.nodes",
-                "is 5, but partition gpu has 4 nodes with 4 GPUs of type h100 and 32 CPUs",
-                "",
-            ),
-        ),
-        (
-            {"constraint": "ib&a100", "nodes": 9},
-            (
-                "resources.nodes",
-                "is 9, but partition gpu has 8 nodes with 4 GPUs, 32 CPUs, feature ib and feature a100",
-                "",
-            ),
-        ),
-        (
-            {"account": "phisics"},
-            (
-                *("resources.account", "is phisics, but you have no such account on west"),
-                "did you mean physics? your accounts: physics and teaching",
-            ),
-        ),
-        (
-            {"qos": "lang"},
-            (
-                "resources.qos",
-                "is lang, but west has no such QOS",
-                "did you mean long? west has normal, long and brief",
-            ),
-        ),
-        (
-            {"qos": "long", "account": "teaching"},
-            ("resources.qos", "is long, which account teaching may not use", "it may use normal"),
-        ),
-        (
-            {"qos": "brief", "time": "11", "account": "other"},
-            ("resources.time", "is 00:11:00, but QOS brief allows at most 00:10:00", "--time 00:10:00 fits"),
-        ),
-    ],
-)
-def test_one_problem(changes: dict[str, object], problem: tuple[str, str, str]) -> None:
-    cluster = replace(WEST, accounts=None) if changes.get("account") == "other" else WEST
-    assert found(cluster, **changes) == [problem]
+PROBLEMS = """
+partition: gqu
+    resources.partition is gqu, but west has no such partition
+    hint: did you mean gpu? west has gpu, cpu and debug
+time: 2-00:00:01
+    resources.time is 2-00:00:01, but partition gpu allows at most 2-00:00:00
+    hint: --time 2-00:00:00 fits
+time: '0'
+    resources.time sets no limit, but partition gpu allows at most 2-00:00:00
+    hint: --time 2-00:00:00 fits
+partition: debug
+    resources.time is 01:00:00, but partition debug allows at most 00:30:00
+    hint: --time 00:30:00 fits
+partition: debug, time: '10', nodes: 3
+    resources.nodes is 3, but a job in partition debug can have at most 2 nodes
+nodes: 5, workers_per_node: 8, gpus_per_node: 8, cpus_per_node: 64
+    resources.nodes is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs
+gpus_per_node: 16, workers_per_node: 16
+    resources.gpus_per_node is 16, but the nodes of partition gpu have at most 8 GPUs
+    hint: request at most --gpus-per-node 8; more --nodes give as many GPUs
+partition: cpu
+    resources.gpus_per_node is 4, but the nodes of partition cpu have no GPUs
+cpus_per_node: 80
+    resources.cpus_per_gpu is 20: 4 x 20 = 80 CPUs per node, but the nodes of partition gpu have 64
+gpus_per_node: null, workers_per_node: 80, cpus_per_node: 80
+    resources.gpus_per_node is 80, but the nodes of partition gpu have 64 CPUs and every process needs one
+mem: 501G
+    resources.mem is 501G, but the nodes of partition gpu have 500G
+gpu_type: h10
+    resources.gpu_type is h10, but no node of partition gpu has such a GPU
+    hint: did you mean h100? they have h100 and a100
+constraint: ibb
+    resources.constraint names ibb, but no node of partition gpu has that feature
+    hint: did you mean ib? they have ib, h100 and a100
+gpu_type: h100, nodes: 5
+    resources.nodes is 5, but partition gpu has 4 nodes with 4 GPUs of type h100 and 32 CPUs
+constraint: ib&a100, nodes: 9
+    resources.nodes is 9, but partition gpu has 8 nodes with 4 GPUs, 32 CPUs, feature ib and feature a100
+account: phisics
+    resources.account is phisics, but you have no such account on west
+    hint: did you mean physics? your accounts: physics and teaching
+qos: lang
+    resources.qos is lang, but west has no such QOS
+    hint: did you mean long? west has normal, long and brief
+qos: long, account: teaching
+    resources.qos is long, which account teaching may not use
+    hint: it may use normal
+qos: brief, time: '11', account: other
+    resources.time is 00:11:00, but QOS brief allows at most 00:10:00
+    hint: --time 00:10:00 fits
+"""
+
+
+@pytest.mark.parametrize(("changes", "problem"), messages(PROBLEMS))
+def test_one_problem(changes: str, problem: str) -> None:
+    values = yaml.safe_load(f"{{{changes}}}")
+    cluster = replace(WEST, accounts=None) if values.get("account") == "other" else WEST
+    [(key, message, hint)] = found(cluster, **values)
+    assert f"{key} {message}" + (f"\n  hint: {hint}" if hint else "") == problem
 
 
 def test_all_problems_at_once() -> None:

@@ -1,7 +1,5 @@
 """Cores and GPUs of this machine, as far as they can be known without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

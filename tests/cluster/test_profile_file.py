@@ -1,7 +1,5 @@
 """Cluster profiles as files: what they mean, and every problem with its line."""
 
-from __future__ import annotations
-
 from datetime import date
 from pathlib import Path
 
@@ -80,7 +78,6 @@ def test_what_a_profile_means(tmp_path: Path) -> None:
         reason="somebody said so",
         out_of_date_hint="look again",
     )
-    assert defaults is not None
     assert defaults.plain() == {"launch": {"network": "ib"}}
     assert defaults.value["launch"].origin == "west.yaml:13"
 

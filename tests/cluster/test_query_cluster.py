@@ -1,7 +1,5 @@
 """The query before a submission: a handful of commands in parallel."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -75,20 +73,13 @@ def test_with_accounts(fake: FakeSlurm) -> None:
     assert len(fake.calls) == 5
 
 
-def test_accounts_that_are_not_enforced(fake: FakeSlurm) -> None:
+def test_accounts_that_are_not_known(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm(fake, enforce="none")
     cluster = query_cluster(with_accounts=True)
-    assert cluster.accounts is None
-    assert cluster.qos is not None
-
-
-def test_accounts_without_an_answer(fake: FakeSlurm) -> None:
+    assert (cluster.accounts, cluster.qos is None) == (None, False)
     slurm(fake).add("scontrol", '[ "$1" = show ] || exit 1; /bin/cat "$here/$2"')
     cluster = query_cluster(with_accounts=True)
     assert (cluster.name, cluster.accounts, cluster.qos) == ("west", None, None)
-
-
-def test_a_user_without_associations(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "you")
     slurm(fake)
     assert query_cluster(with_accounts=True).accounts is None
@@ -121,8 +112,4 @@ def test_an_empty_answer() -> None:
 def test_qos() -> None:
     assert parse_qos(
         "normal||\nlong|7-00:00:00|DenyOnLimit,PartitionTimeLimit\nwide||PartitionMaxNodes\n"
-    ) == (
-        Qos("normal"),
-        Qos("long", 604800, ("time",)),
-        Qos("wide", None, ("nodes",)),
-    )
+    ) == (Qos("normal"), Qos("long", 604800, ("time",)), Qos("wide", None, ("nodes",)))

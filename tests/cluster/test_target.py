@@ -1,7 +1,5 @@
 """What is known about the cluster of a run, and when Slurm is queried for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -27,10 +25,7 @@ ANSWERS = {
     "QOS=long(1) MaxWallPJ=\n",
 }
 GPU = Partition(
-    *("gpu", True),
-    max_time_s=3600,
-    max_nodes=1,
-    nodes=(NodeKind(2, 32, 128_000, {"h100": 4}, ("ib",)),),
+    *("gpu", True), max_time_s=3600, max_nodes=1, nodes=(NodeKind(2, 32, 128_000, {"h100": 4}, ("ib",)),)
 )
 
 
@@ -146,7 +141,6 @@ def test_gpu_option(select: str, option: str) -> None:
 
 def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
     found = discover_cluster()
-    assert found is not None
     assert found.expedited_requeue is None
     assert "expedited" not in profile_text(found, date(2026, 1, 2))
     (slurm.folder / "config").write_text(
@@ -154,7 +148,6 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm
         "SlurmctldParameters = enable_expedited_requeue\n"
     )
     found = discover_cluster()
-    assert found is not None
     assert found.expedited_requeue is False
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
 

@@ -1,7 +1,5 @@
 """Whatever is typed either loads or is refused with problems; nothing else is raised."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that a command replaces in a config that was loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which file CONFIG stands for: a file, a shipped config by its name, or the default of the folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

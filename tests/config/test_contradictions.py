@@ -1,12 +1,11 @@
 """Values that are right alone and cannot hold together; and epochs over the default of steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.tables import messages
 from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.errors import ConfigError
 
@@ -21,12 +20,6 @@ def problem(tmp_path: Path, *overrides: str) -> str:
     return error.value.message
 
 
-def test_epochs_win_over_the_default_of_steps(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "train.epochs=2")
-    assert (loaded.config.train.epochs, loaded.config.train.steps) == (2, None)
-    assert loaded.origins["train.steps"] == "default"
-
-
 def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
     first = load(tmp_path, "train.epochs=2").config
     (tmp_path / "config.yaml").write_text(dump_effective(first))
@@ -37,26 +30,11 @@ def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "flag", "length", "note"),
     [
-        ("epochs: 2", "train.steps=20", (20, None), "20 steps: --set train.steps=20 replaces train.epochs"),
-        (
-            "steps: 9",
-            "train.epochs=0.5",
-            (None, 0.5),
-            "0.5 epochs: --set train.epochs=0.5 replaces train.steps",
-        ),
-        (
-            "{epochs: 2, steps: null}",
-            "train.steps=20",
-            (20, None),
-            "20 steps: --set train.steps=20 replaces train.epochs",
-        ),
+        ("epochs: 2", "train.steps=20", (20, None), "20 steps: {} replaces train.epochs"),
+        ("steps: 9", "train.epochs=0.5", (None, 0.5), "0.5 epochs: {} replaces train.steps"),
+        ("{epochs: 2, steps: null}", "train.steps=20", (20, None), "20 steps: {} replaces train.epochs"),
         ("epochs: 2", "seed=1", (None, 2), ""),
-        (
-            "epochs: 2",
-            "train.steps=2000000",
-            (2000000, None),
-            "2000000 steps: --set train.steps=2000000 replaces train.epochs",
-        ),
+        ("epochs: 2", "train.steps=2000000", (2000000, None), "2000000 steps: {} replaces train.epochs"),
         ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
     ],
 )
@@ -65,61 +43,53 @@ def test_a_later_length_replaces_an_earlier_one(
 ) -> None:
     (tmp_path / "run.yaml").write_text(f"train:\n  {file}\n")
     loaded = load_config("run.yaml", overrides=[flag], environ={}, cwd=tmp_path)
-    assert ((loaded.config.train.steps, loaded.config.train.epochs), loaded.length_note) == (length, note)
+    assert (loaded.config.train.steps, loaded.config.train.epochs) == length
+    assert loaded.length_note == note.format(f"--set {flag}")
 
 
-def test_steps_null_leaves_epochs(tmp_path: Path) -> None:
-    assert load(tmp_path, "train.epochs=0.5", "train.steps=null").config.train.epochs == 0.5
+@pytest.mark.parametrize("also", [(), ("train.steps=null",)])
+def test_epochs_win_over_the_default_of_steps(tmp_path: Path, also: tuple[str, ...]) -> None:
+    loaded = load(tmp_path, "train.epochs=0.5", *also)
+    assert (loaded.config.train.epochs, loaded.config.train.steps) == (0.5, None)
+    assert loaded.origins["train.steps"] == ("--set train.steps=null" if also else "default")
 
 
 EIGHT_BIT = "optimizer.name=adamw_8bit"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "message"),
-    [
-        (["train.steps=null"], "train.steps", "is null, and so is train.epochs\n  hint: set one of them"),
-        (
-            ["train.epochs=2", "train.steps=10"],
-            "train.epochs",
-            "is 2 and train.steps is 10: only one of them can be set\n"
-            "  hint: set one of them to null; train.steps comes from --set train.steps=10",
-        ),
-        (
-            ["schedule.decay_steps=5"],
-            "schedule.decay_steps",
-            "is 5, but schedule.name is cosine\n  hint: only wsd uses schedule.decay_steps",
-        ),
-        (
-            ["schedule.decay_steps=181", "schedule.name=wsd"],
-            "schedule.decay_steps",
-            "is 181: with schedule.warmup_steps 20 that exceeds train.steps 200\n"
-            "  hint: null uses a fifth of the run",
-        ),
-        (
-            ["precision.tf32=true"],
-            "precision.tf32",
-            "is true, but precision.dtype is bf16\n  hint: remove it: TF32 is for fp32, and slower",
-        ),
-        (
-            ["optimizer.state_dtype=bf16", EIGHT_BIT],
-            "optimizer.state_dtype",
-            "is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8 bits\n"
-            "  hint: remove it, or set optimizer.name to adamw",
-        ),
-        *(
-            (
-                [EIGHT_BIT, f"parallel.tp={tp}"],
-                "optimizer.name",
-                f"is adamw_8bit, which does not support parallel.tp {tp}\n"
-                "  hint: parallel.tp can be 1, 2, 4 or 8",
-            )
-            for tp in (3, 16)
-        ),
-    ],
-)
-def test_contradictions(tmp_path: Path, overrides: list[str], key: str, message: str) -> None:
-    assert problem(tmp_path, *overrides) == f"--set {overrides[0]}: {key}: {message}"
+CONTRADICTIONS = """
+train.steps=null
+    train.steps: is null, and so is train.epochs
+    hint: set one of them
+train.epochs=2 train.steps=10
+    train.epochs: is 2 and train.steps is 10: only one of them can be set
+    hint: set one of them to null; train.steps comes from --set train.steps=10
+schedule.decay_steps=5
+    schedule.decay_steps: is 5, but schedule.name is cosine
+    hint: only wsd uses schedule.decay_steps
+schedule.decay_steps=181 schedule.name=wsd
+    schedule.decay_steps: is 181: with schedule.warmup_steps 20 that exceeds train.steps 200
+    hint: null uses a fifth of the run
+precision.tf32=true
+    precision.tf32: is true, but precision.dtype is bf16
+    hint: remove it: TF32 is for fp32, and slower
+optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
+    optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8
+    bits
+    hint: remove it, or set optimizer.name to adamw
+optimizer.name=adamw_8bit parallel.tp=3
+    optimizer.name: is adamw_8bit, which does not support parallel.tp 3
+    hint: parallel.tp can be 1, 2, 4 or 8
+optimizer.name=adamw_8bit parallel.tp=16
+    optimizer.name: is adamw_8bit, which does not support parallel.tp 16
+    hint: parallel.tp can be 1, 2, 4 or 8
+"""
+
+
+@pytest.mark.parametrize(("overrides", "message"), messages(CONTRADICTIONS))
+def test_contradictions(tmp_path: Path, overrides: str, message: str) -> None:
+    first, *others = overrides.split()
+    assert problem(tmp_path, first, *others) == f"--set {first}: {message}"
 
 
 def test_what_does_not_contradict(tmp_path: Path) -> None:

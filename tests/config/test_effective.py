@@ -1,7 +1,5 @@
 """The effective config of a run folder is read back equal, whatever is in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that extend files, and profiles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -52,24 +50,22 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
     assert load(tmp_path, files).config.seed == 9
 
 
-def test_circle(tmp_path: Path) -> None:
-    files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
-    assert message(tmp_path, files) == (
-        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: this is circular\n"
-        "  hint: remove this one, or that of another of these files"
+@pytest.mark.parametrize(
+    ("text", "circle"),
+    [
+        ("seed: 1\nextends: a.yaml\n", "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml"),
+        ("extends: ./run.yaml\n", "run.yaml:1: extends: run.yaml extends run.yaml"),
+    ],
+)
+def test_circle(tmp_path: Path, text: str, circle: str) -> None:
+    assert message(tmp_path, {"run.yaml": text, "a.yaml": "extends: run.yaml\n"}) == (
+        f"{circle}: this is circular\n  hint: remove this one, or that of another of these files"
     )
 
 
-def test_itself(tmp_path: Path) -> None:
-    assert message(tmp_path, {"run.yaml": "extends: ./run.yaml\n"}) == (
-        "run.yaml:1: extends: run.yaml extends run.yaml: this is circular\n"
-        "  hint: remove this one, or that of another of these files"
-    )
-
-
-def test_shipped_configs_are_found_from_anywhere(tmp_path: Path) -> None:
-    loaded = load(tmp_path, {"run.yaml": "extends: models/nano.yaml\n"})
-    assert loaded.config.model.preset == "nano"
+def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path: Path) -> None:
+    config = load(tmp_path, {"run.yaml": "extends: models/nano.yaml\n"}, profile="smoke").config
+    assert (config.model.preset, config.train.steps) == ("nano", 20)
 
 
 def test_missing(tmp_path: Path) -> None:
@@ -105,16 +101,10 @@ def test_profile_places(tmp_path: Path, place: str) -> None:
     assert (loaded.config.seed, loaded.origins["seed"]) == (2, f"{place}/fast.yaml:1")
 
 
-def test_shipped_profile(tmp_path: Path) -> None:
-    assert load(tmp_path, {"run.yaml": "seed: 1\n"}, profile="smoke").config.train.steps == 20
-
-
 def test_no_such_profile(tmp_path: Path) -> None:
-    assert message(tmp_path, {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}, profile="smok") == (
+    files = {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}
+    assert message(tmp_path, files, profile="smok") == (
         "--profile smok: unknown profile 'smok'\n  hint: did you mean smoke? "
         "profiles: aggressive, balanced, big, conservative, smoke"
     )
-
-
-def test_a_profile_is_a_name_and_no_path(tmp_path: Path) -> None:
-    assert "unknown profile '../run'" in message(tmp_path, {"run.yaml": "seed: 1\n"}, profile="../run")
+    assert "unknown profile '../run'" in message(tmp_path, files, profile="../run")  # a name and no path

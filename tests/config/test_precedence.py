@@ -1,7 +1,5 @@
 """Which layer wins, and that every value knows where it came from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -114,28 +112,16 @@ def test_environment_names(tmp_path: Path) -> None:
 
 
 def test_named_flags(tmp_path: Path) -> None:
-    loaded = load_config(
-        None,
-        cwd=tmp_path,
-        environ={"TRAINKIT_RESOURCES__NODES": "5"},
-        flags={"resources.nodes": ("--nodes 2", 2)},
-    )
-    assert (loaded.config.resources.nodes, loaded.origins["resources.nodes"]) == (2, "--nodes 2")
-
-
-def test_two_flags_that_disagree(tmp_path: Path) -> None:
-    flags = {"resources.nodes": ("--nodes 2", 2)}
+    nodes, environ = "resources.nodes", {"TRAINKIT_RESOURCES__NODES": "5"}
+    given: dict[str, Any] = {"cwd": tmp_path, "environ": environ, "flags": {nodes: ("--nodes 2", 2)}}
+    loaded = load_config(None, overrides=[f"{nodes}=2", "seed=1", "seed=2"], **given)
+    assert (loaded.config.resources.nodes, loaded.origins[nodes]) == (2, "--nodes 2")
+    assert (loaded.config.seed, loaded.origins["seed"]) == (2, "--set seed=2")
     with pytest.raises(ConfigError) as error:
-        load_config(None, cwd=tmp_path, environ={}, overrides=["resources.nodes=3"], flags=flags)
+        load_config(None, overrides=[f"{nodes}=3"], **given)
     assert error.value.message == (
         "--nodes 2: resources.nodes: conflicts with --set resources.nodes=3\n  hint: use only one of them"
     )
-    assert load_config(None, cwd=tmp_path, environ={}, overrides=["resources.nodes=2"], flags=flags)
-
-
-def test_the_last_set_counts(tmp_path: Path) -> None:
-    loaded = load_config(None, cwd=tmp_path, environ={}, overrides=["seed=1", "seed=2"])
-    assert (loaded.config.seed, loaded.origins["seed"]) == (2, "--set seed=2")
 
 
 @pytest.mark.parametrize(

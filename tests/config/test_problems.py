@@ -1,12 +1,11 @@
 """What a person reads when a value is wrong: all problems at once, with value, place and what is allowed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.tables import messages
 from trainkit.config import load_config
 from trainkit.config.schema import all_keys, allowed_values, default_values, show_value
 from trainkit.errors import ConfigError
@@ -45,60 +44,56 @@ def test_all_at_once(tmp_path: Path) -> None:
     ]
 
 
+LONG = """
+train.steps=1e4
+    train.steps: must be a whole number of at least 1 or null, not 10000.0
+    hint: did you mean --set train.steps=10000?
+optimizer.betas=[0.9]
+    optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not [0.9]
+schedule.min_lr_ratio=2
+    schedule.min_lr_ratio: must be a number of at least 0 and of at most 1, not 2
+checkpoint.async=yes
+    checkpoint.async: must be true or false, not "yes"
+    hint: did you mean --set checkpoint.async=true?
+resources.gpus_per_node=0
+    resources.gpus_per_node: must be a whole number of at least 1 or auto, not 0
+requeue.on=[crash, bored]
+    requeue.on: must be a list, each one of preempted, timeout, node_fail, crash, hang, not ["crash",
+    "bored"]
+device=gpu
+    device: must be one of auto, cpu, cuda, not "gpu"
+    hint: did you mean --set device=cuda?
+name=0123
+    name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not 0123
+    hint: job ids are reserved; add a letter, such as run-0123
+resources.account=0123456
+    resources.account: must be one line of text or null, not 0123456
+    hint: put it in quotes: --set 'resources.account="0123456"'
+train=3
+    train: must be a section with keys such as steps, epochs, stop_at_step, not 3
+    hint: did you mean --set train.steps=3?
+launch.env={A: [1]}
+    launch.env: must be a mapping, each value text, not {"A": ["1"]}
+    hint: write it as {NAME: VALUE}
+"""
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        *messages(LONG),
         ("train.steps=two", 'train.steps: must be a whole number of at least 1 or null, not "two"'),
         ("train.steps=true", "train.steps: must be a whole number of at least 1 or null, not true"),
-        (
-            "train.steps=1e4",
-            "train.steps: must be a whole number of at least 1 or null, not 10000.0\n"
-            "  hint: did you mean --set train.steps=10000?",
-        ),
         ("train.steps={a: 1}", 'train.steps: must be a whole number of at least 1 or null, not {"a": 1}'),
         ("optimizer.lr=0", "optimizer.lr: must be a number above 0, not 0"),
         ("optimizer.lr=.inf", "optimizer.lr: must be a number above 0, not Infinity"),
         ("optimizer.lr=.nan", "optimizer.lr: must be a number above 0, not NaN"),
         ("optimizer.lr=", "optimizer.lr: must be a number above 0, not null"),
-        (
-            "optimizer.betas=[0.9]",
-            "optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not [0.9]",
-        ),
-        (
-            "schedule.min_lr_ratio=2",
-            "schedule.min_lr_ratio: must be a number of at least 0 and of at most 1, not 2",
-        ),
         ("checkpoint.keep_last=0", "checkpoint.keep_last: must be a whole number of at least 1, not 0"),
         ("checkpoint.async=1", "checkpoint.async: must be true or false, not 1"),
-        (
-            "checkpoint.async=yes",
-            'checkpoint.async: must be true or false, not "yes"\n'
-            "  hint: did you mean --set checkpoint.async=true?",
-        ),
-        (
-            "resources.gpus_per_node=0",
-            "resources.gpus_per_node: must be a whole number of at least 1 or auto, not 0",
-        ),
         ("parallel.dp_shard=0", "parallel.dp_shard: must be -1 or a whole number of at least 1, not 0"),
-        (
-            "requeue.on=[crash, bored]",
-            "requeue.on: must be a list, each one of preempted, timeout, node_fail, crash, hang, "
-            'not ["crash", "bored"]',
-        ),
-        (
-            "device=gpu",
-            'device: must be one of auto, cpu, cuda, not "gpu"\n  hint: did you mean --set device=cuda?',
-        ),
-        (
-            "name=0123",
-            "name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not 0123\n"
-            "  hint: job ids are reserved; add a letter, such as run-0123",
-        ),
-        (
-            "resources.account=0123456",
-            "resources.account: must be one line of text or null, not 0123456\n"
-            "  hint: put it in quotes: --set 'resources.account=\"0123456\"'",
-        ),
+        ("config_version=2", "config_version: must be 1, not 2"),
+        ("seed={a: 1", None),
         *(
             (
                 f"name={json.dumps(name)}",
@@ -112,18 +107,6 @@ def test_all_at_once(tmp_path: Path) -> None:
                 "été 1": "ete-1",
             }.items()
         ),
-        (
-            "train=3",
-            "train: must be a section with keys such as steps, epochs, stop_at_step, not 3\n"
-            "  hint: did you mean --set train.steps=3?",
-        ),
-        (
-            "launch.env={A: [1]}",
-            'launch.env: must be a mapping, each value text, not {"A": ["1"]}\n'
-            "  hint: write it as {NAME: VALUE}",
-        ),
-        ("config_version=2", "config_version: must be 1, not 2"),
-        ("seed={a: 1", None),
     ],
 )
 def test_message(tmp_path: Path, override: str, message: str | None) -> None:

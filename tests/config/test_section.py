@@ -1,13 +1,12 @@
 """What all sections of a config have in common."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "from trainkit.config.schema import RunConfig\nRunConfig(name='a')\n"
@@ -25,6 +24,6 @@ def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path: Path, code: str,
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     environ.pop("PYDANTIC_DISABLE_PLUGINS", None)
     argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120)
+    done = run_program(*argv, env=environ)
     assert done.returncode == 0, done.stderr
     assert ("it was loaded" in done.stderr) == is_loaded

@@ -1,15 +1,13 @@
 """The schema as interfaces promise it, and the shipped configs, which all load as they are."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from tests.support.programs import run_program
 from trainkit.config import RunConfig, load_config
 from trainkit.folders import shipped_configs
 
@@ -72,5 +70,5 @@ def test_config_and_plan_load_neither_torch_nor_numpy() -> None:
         "import sys, trainkit.config, trainkit.plan.make_plan, trainkit.cluster.machine\n"
         "print(sorted({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_program(sys.executable, "-c", code, check=True)
     assert result.stdout == "[]\n"

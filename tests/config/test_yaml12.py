@@ -1,7 +1,5 @@
 """Scalars of YAML 1.2, the traps of YAML 1.1, and values on the way to YAML and back."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -56,14 +54,8 @@ def test_value(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[1, 2",
-            "[1, 2 is not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'",
-        ),
-        (
-            "!!python/name:os.system x",
-            "the tag tag:yaml.org,2002:python/name:os.system is not supported",
-        ),
+        ("[1, 2", "[1, 2 is not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'"),
+        ("!!python/name:os.system x", "the tag tag:yaml.org,2002:python/name:os.system is not supported"),
         ("!!int two", "the tag tag:yaml.org,2002:int is not supported"),
         ("{a: 1, a: 2}", "duplicate key, first on line 1"),
         ("{1: a}", "a key must be text"),

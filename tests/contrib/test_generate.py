@@ -1,10 +1,7 @@
 """`trainkit generate`: tokens are chosen and shown one by one, with the model of any run."""
 
-from __future__ import annotations
-
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import torch
 
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
+from tests.support.programs import run_program
 from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.generate import worker as generate_module
@@ -82,7 +80,7 @@ def test_characters_are_shown_once_they_are_complete(
 
 def ask(*args: str) -> dict[str, Any]:
     argv = [sys.executable, "-m", "trainkit", "generate", *args, "--json"]
-    done = subprocess.run(argv, text=True, capture_output=True, timeout=300)
+    done = run_program(*argv)
     assert done.returncode == 0, done.stderr
     value: dict[str, Any] = json.loads(done.stdout)
     return value

@@ -1,7 +1,5 @@
 """The task multimodal_lm: questions about images and curves, and rows that cannot be trained on."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -76,10 +74,7 @@ def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path: Path) -> 
     first = options(tmp_path, args=f"{ARGS}, frozen: ['lm.*']")
     run_cases(tmp_path, [Case("phase-1", 2, {"dp_shard": 2})], first)
     second = options(tmp_path, args=f"{ARGS}, frozen: ['encoder.*']", steps=2)
-    start = (
-        f"model.init_from={tmp_path / 'phase-1'}",
-        "model.init_include=[encoder.*, aligner.*]",
-    )
+    start = (f"model.init_from={tmp_path / 'phase-1'}", "model.init_include=[encoder.*, aligner.*]")
     run_cases(tmp_path, [Case("phase-2", 1, {})], (*second, *start))
     before, after = (weights(tmp_path / name) for name in ("phase-1", "phase-2"))
     initial = UserTask(config_of(*first, "model.num_kv_heads=4"), None).build_model().state_dict()

@@ -1,7 +1,5 @@
 """Jobs that wait to carry a run on: how they are submitted, known and taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -160,7 +158,6 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
     assert status.alive
     assert status.job == replace(WAITS, job_id="9")
     entry = live_entry(run, "resume")
-    assert entry is not None
     assert (entry.job_id, entry.attempt) == ("9", 1)
 
 

@@ -1,7 +1,5 @@
 """A resume that cannot work is refused before it leaves a trace."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

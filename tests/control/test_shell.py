@@ -1,7 +1,5 @@
 """What `trainkit shell` asks Slurm for, and what its shell reads first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

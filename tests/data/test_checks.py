@@ -2,12 +2,12 @@
 
 import gzip
 import json
-import subprocess
 import sys
 
 import pytest
 from dataset_content import rows
 
+from tests.support.programs import run_program
 from trainkit.data.checks import inspect_data
 from trainkit.data.prepare import prepare
 from trainkit.data.sources import DatasetSpec
@@ -126,5 +126,5 @@ def test_vocab_size(data_config, tmp_path, tokenizer_json):
 def test_imports_stay_light():
     heavy = "{'numpy', 'tokenizers', 'torch', 'rich'}"
     code = f"import sys, trainkit.data.checks; print(*{heavy} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = run_program(sys.executable, "-c", code, check=True)
     assert found.stdout.strip() == ""

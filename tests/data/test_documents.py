@@ -1,7 +1,5 @@
 """The source files and positions of samples."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

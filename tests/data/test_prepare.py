@@ -86,16 +86,12 @@ def test_unicode_crlf_blank_rows_and_byte_order_mark(tmp_path):
     assert documents == {"train": ["café 😀".encode(), b"a\r\nb"], "val": []}
 
 
-def test_val_source_replaces_the_fraction(tmp_path):
-    (tmp_path / "a.txt").write_text("training\n" * 10)
-    (tmp_path / "b.txt").write_text("checking")
-    folder = made(tmp_path, tmp_path / "a.txt", val_sources=(str(tmp_path / "b.txt"),), val_fraction=0.5)
-    assert documents_of(folder) == {"train": [b"training\n" * 10], "val": [b"checking"]}
-
-
-def test_text_key(tmp_path):
+def test_text_key_and_val_source(tmp_path):
     (tmp_path / "a.jsonl").write_text(rows("hello", key="body"))
-    assert documents_of(made(tmp_path, tmp_path / "a.jsonl", text_key="body"))["train"] == [b"hello"]
+    (tmp_path / "b.txt").write_text("checking")
+    options = {"text_key": "body", "val_sources": (str(tmp_path / "b.txt"),), "val_fraction": 0.5}
+    folder = made(tmp_path, tmp_path / "a.jsonl", **options)
+    assert documents_of(folder) == {"train": [b"hello"], "val": [b"checking"]}
 
 
 def test_big_files_are_cut_into_units_and_nothing_is_lost(tmp_path):
@@ -292,17 +288,14 @@ def test_source_that_changes_in_the_middle(tmp_path, monkeypatch):
         made(tmp_path, path)
 
 
-def test_cut_off_gzip(tmp_path):
+def test_cut_off_gzip_and_no_text_at_all(tmp_path):
     packed = gzip.compress(rows(*[f"row {number}" for number in range(5000)]).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(UsageError, match=r"a\.jsonl\.gz is not a complete gzip file"):
         made(tmp_path, tmp_path / "a.jsonl.gz")
-
-
-def test_no_text_at_all(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n" + rows(""))
     with pytest.raises(UsageError, match="contain no text"):
-        made(tmp_path, tmp_path / "a.jsonl")
+        made(tmp_path, tmp_path / "a.jsonl", name="other")
 
 
 def test_a_dataset_can_be_shared(tmp_path):

@@ -1,7 +1,5 @@
 """Layouts of two GPUs, with nccl, give the curve of one; without GPUs, one layout tests the test."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

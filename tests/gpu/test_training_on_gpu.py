@@ -3,8 +3,6 @@
 `make gpu` runs these tests with TEST_DEVICE=cuda. All other runs take a CPU, so that the tests stay true.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -61,9 +59,7 @@ WIDE = (f"model.dim={4 * SIZE}", "model.num_layers=1", f"model.ffn_dim={4 * SIZE
 
 
 @pytest.mark.parametrize(
-    "own",
-    [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")],
-    ids=["alone", "wide", "mesh", "8bit"],
+    "own", [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "wide", "mesh", "8bit"]
 )
 def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
     """Wide norms as on another node, where nothing is compiled yet; the others would take a minute each."""

@@ -1,7 +1,5 @@
 """Jobs with small scripts as workers."""
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap
@@ -23,7 +21,7 @@ from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
-from trainkit.run.rundir import RunDir, run_lock
+from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 
 EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 
@@ -77,6 +75,14 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         entry = read_job(job.run).newest if job.run.path.is_dir() else job.entry
         if entry is not None and entry.alive():
             backend_of(entry).kill(job.run, entry)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    """The empty folder of an attempt."""
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    return attempt
 
 
 @pytest.fixture

@@ -1,13 +1,9 @@
 """Real process trees with small scripts as workers."""
 
-from __future__ import annotations
-
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tests.support.programs import wait_for
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.record import AttemptRecord, read_job
@@ -32,27 +28,6 @@ def save_when_asked():
     print("asked by", asked[0], flush=True)
     sys.exit(75)
 """
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """The first true value of a condition."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        is_last = (
-            time.monotonic() >= deadline_s
-        )  # before it is asked: a test that stood still itself asks once more
-        value = condition()
-        if value:
-            return value
-        assert not is_last, "waited too long"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @dataclass

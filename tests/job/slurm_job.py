@@ -1,7 +1,5 @@
 """A Slurm that says what a test wants, and a job in it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which hosts of a job a step runs on, and which are lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -37,7 +35,6 @@ def plan(*overrides: str) -> LaunchPlan:
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:
-    assert made.slurm is not None
     return [
         *before,
         "srun",

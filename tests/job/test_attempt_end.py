@@ -1,7 +1,5 @@
 """The work after an attempt does not grow with what the run has recorded, and finds the same as before."""
 
-from __future__ import annotations
-
 import json
 import random
 from datetime import datetime, timezone
@@ -59,7 +57,6 @@ def test_a_long_run_costs_no_more_than_a_short_one(
     parsed = count_parsed(monkeypatch)
     write_end(run.attempt(number), Outcome(), Decision("finished", "done", 0))
     end = read_end(run.attempt(number))
-    assert end is not None
     assert end.step == MANY - 1
     assert end.best == Best("loss", 1.0, MANY - 1)
     read_status(RunHistory(run), read_job(run), None, datetime.now(timezone.utc))

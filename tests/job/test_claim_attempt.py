@@ -1,7 +1,5 @@
 """Which start of a job claims which attempt of a run, and when it leaves the run to another."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

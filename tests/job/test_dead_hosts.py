@@ -1,7 +1,5 @@
 """Attempts of which nobody is left to tell, and starts of a job that have nothing to do any more."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

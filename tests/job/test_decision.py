@@ -120,11 +120,7 @@ def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
     [
         (ended([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),
         (ended([143], hangs=[None]), "hang", "no progress; resumes (restart 1)"),
-        (
-            ended([143], hangs=[None], lost_nodes=("n2",)),
-            "node_fail",
-            "lost n2; resumes (restart 1)",
-        ),
+        (ended([143], hangs=[None], lost_nodes=("n2",)), "node_fail", "lost n2; resumes (restart 1)"),
         (
             ended([75], "SIGTERM", "preempted"),
             "preempted",
@@ -217,9 +213,7 @@ def test_who_asks_gets_it_whatever_the_config_says():
 def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options, action):
     slow = SlowHost("node3", "rank 5 slow since step 1200 (compute)")
     decision = after(
-        ended([75, 75], "SIGUSR2", "slow_host", slow_host=slow),
-        policy=RequeuePolicy(on=()),
-        options=options,
+        ended([75, 75], "SIGUSR2", "slow_host", slow_host=slow), policy=RequeuePolicy(on=()), options=options
     )
     assert (decision.action, decision.cause, decision.exit_code) == (action, "slow_host", 75)
     assert decision.reason == (
@@ -246,11 +240,7 @@ def test_the_same_failure_at_the_same_step_is_no_accident():
     assert after(ended([1], failure=NAN), was("crash", 0, 36, replace(NAN, step=36))).resumes
     assert after(ended([1], failure=NAN), was("crash", 0, 37, RankFailure(type="other", step=37))).resumes
     # Another end between them shows that it is an accident.
-    assert after(
-        ended([1], failure=NAN),
-        was("crash", 0, 37, NAN),
-        was("preempted", 30),
-    ).resumes
+    assert after(ended([1], failure=NAN), was("crash", 0, 37, NAN), was("preempted", 30)).resumes
 
 
 def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
@@ -317,11 +307,7 @@ def test_waits_grow_while_nothing_new_is_saved():
 
 
 def test_cap_on_restarts():
-    decision = after(
-        ended([75], "SIGUSR2", "asked"),
-        *[was("preempted", 1)] * 3,
-        policy=RequeuePolicy(max=3),
-    )
+    decision = after(ended([75], "SIGUSR2", "asked"), *[was("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
     assert decision.action == "stopped"
     assert (
         decision.reason
@@ -347,8 +333,7 @@ def test_slices_end_with_their_total_and_are_no_restarts():
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"),
-    [([0], 0), ([0, 75], 75), ([75, 3, 1], 3), ([1, 78], 78), ([0, 137], 137), ([], 0)],
+    ("codes", "expected"), [([0], 0), ([0, 75], 75), ([75, 3, 1], 3), ([1, 78], 78), ([0, 137], 137), ([], 0)]
 )
 def test_combine(codes, expected):
     assert combine_exit_codes(codes) == expected

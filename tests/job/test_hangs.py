@@ -8,7 +8,6 @@ from tests.support.runs import launch_plan
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.run.files import write_json
-from trainkit.run.rundir import RunDir
 
 PLAN = launch_plan()
 WAITING = ("wait (control.py:61)", "advance (loop.py:110)")
@@ -29,13 +28,6 @@ def record(rank, step=41, phase="backward", beat=2, **fields):
         stack=WAITING,
     )
     return replace(value, **fields)
-
-
-@pytest.fixture
-def attempt(tmp_path):
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
-    return attempt
 
 
 def test_records_are_read_by_rank_and_damaged_ones_passed_over(attempt):

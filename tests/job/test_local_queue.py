@@ -1,7 +1,5 @@
 """The queue of this machine: who starts next, on which GPUs, and what a killed run leaves."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

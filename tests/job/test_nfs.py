@@ -1,7 +1,5 @@
 """What one host waits for and another makes, in a folder that both see as NFS clients do."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -79,8 +77,7 @@ def test_the_port_of_the_first_task(hosts: tuple[Path, Path]) -> None:
     first.path.mkdir()
     attempt = create(first, 1)
     port, waited_s = waiting(
-        lambda: await_port(other.attempt(1), TASK),
-        lambda: publish_port(attempt, TASK, "host0"),
+        lambda: await_port(other.attempt(1), TASK), lambda: publish_port(attempt, TASK, "host0")
     )
     assert port
     assert waited_s < FAST_S

@@ -1,7 +1,5 @@
 """What a run reports to a webhook, how often, and what an endpoint that does not answer costs."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -80,7 +78,6 @@ def test_what_an_end_is_reported_as(end: dict[str, Any], event: str | None) -> N
 def test_a_failure_names_rank_host_and_what_to_do() -> None:
     verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
     notification = end_notification(end_of("failed", "failed", "crash", verdict=verdict))
-    assert notification is not None
     assert notification.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
     assert notification.command == "diagnose"
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
@@ -89,7 +86,6 @@ def test_a_failure_names_rank_host_and_what_to_do() -> None:
 def test_a_restart_without_a_slow_host_is_said_once() -> None:
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
     notification = end_notification(end)
-    assert notification is not None
     assert notification.text == "restarts without b: rank 5 slow"
 
 

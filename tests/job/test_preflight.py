@@ -1,7 +1,5 @@
 """What an agent finds wrong with its node before it starts ranks there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -151,7 +149,6 @@ def test_the_record_says_that_the_node_is_to_blame(attempt: AttemptDir) -> None:
     record = read_json(attempt.rank_error(1))
     assert (record["type"], record["node"], record["exit_code"]) == ("PreflightFailed", True, 1)
     verdict = first_rank_failure(attempt)
-    assert verdict is not None
     assert verdict.message == "GPU 3 is gone"
     record_refusal(attempt, 1, 0, PreflightFailed("no space", is_node=False))
     assert "node" not in read_json(attempt.rank_error(1))

@@ -3,12 +3,12 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
-from job_tree import is_running, wait_for
+from job_tree import wait_for
 
+from tests.support.programs import is_running, run_program
 from tests.support.runs import start_local
 from trainkit.job.processes import descendants
 from trainkit.run.files import read_json, read_jsonl
@@ -313,7 +313,7 @@ def test_supervisor_that_nobody_registered_starts_nothing(start_job):
     job = start_job("sys.exit(0)")
     job.wait()
     argv = [sys.executable, "-m", "trainkit.job.supervisor", str(job.run.path), "--attempt", "1"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    done = run_program(*argv)
     assert done.returncode == 1
     assert "was interrupted" in done.stdout
     assert job.events().count("started") == 1

@@ -1,7 +1,5 @@
 """A run that continues as a new job: the same bytes, one attempt further."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -190,5 +188,4 @@ def test_a_full_disk_at_the_end_of_a_job(
     monkeypatch.setattr("trainkit.job.allocation.excluded", lambda cluster, run: {})
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
     problem = SlurmAllocation(run, "7", []).release(plan, decision)
-    assert problem is not None
     assert problem.startswith(f"{run.path} cannot be written")

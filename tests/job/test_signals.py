@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
+from tests.support.programs import run_program
 from trainkit.job import processes
 
 SCRIPT = """
@@ -97,5 +98,5 @@ def test_a_process_that_a_worker_forks_has_signals_of_its_own():
     """Ending it, as a pool does, does not ask the worker to stop; a notice does not end it."""
     argv = [sys.executable, "-c", FORKS]
     folder = Path(trainkit.__file__).parents[1]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=150)
+    done = run_program(*argv, cwd=folder)
     assert done.stdout == f"{-signal.SIGTERM} False\n", done.stderr

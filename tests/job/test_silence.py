@@ -135,7 +135,6 @@ def test_a_lock_that_a_killed_process_left_is_final(
     watched.replies = [Reply(rank, "a", 7, "py-spy", locks=[LOCK]) for rank in range(4)]
     failure = hang_failure(attempt, PLAN, watched.wait(100))
     found = repeatable_failure(failure)
-    assert found is not None
     assert found.final, "it is not restarted"
     assert "waits for the lock file /cache/op/lock of 2026-01-01T00:00:00Z, which no" in failure.message
 
@@ -198,7 +197,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
         argv = [sys.executable, "-c", f"{code}\nimport time; print(flush=True); time.sleep(60)"]
         env = {"HOME": str(tmp_path), **{name: str(value) for name, value in environ.items()}}
         child = subprocess.Popen(argv, stdout=subprocess.PIPE, env=env)
-        assert child.stdout is not None
         child.stdout.readline()
         children.append(child)
         return child.pid

@@ -1,7 +1,5 @@
 """When a run restarts to continue without a slow host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

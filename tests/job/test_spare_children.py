@@ -3,8 +3,6 @@
 The test plays Slurm: it starts an agent, which starts a rank, and signals every process below.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -154,7 +152,6 @@ def lines(agent: subprocess.Popen[str], number: int) -> list[str]:
 
 
 def go_on(agent: subprocess.Popen[str]) -> None:
-    assert agent.stdin is not None
     agent.stdin.write("\n")
     agent.stdin.flush()
 
@@ -192,7 +189,6 @@ def test_the_programs_of_a_child_can_be_ended(tmp_path: Path) -> None:
 def test_a_signal_that_is_delivered_later_has_its_sender() -> None:
     # Torch's handler ends a worker of a DataLoader with exit code 0 only if its parent has sent SIGTERM.
     with subprocess.Popen([sys.executable, "-c", SENT_AGAIN], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(signal.SIGTERM)
         assert program.stdout.readline() == "True\n"

@@ -1,7 +1,5 @@
 """How the tasks of an interactive step learn what they run, and how its end is judged."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path

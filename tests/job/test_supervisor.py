@@ -1,7 +1,5 @@
 """What the supervisor of a Slurm job makes of the end of a step."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -272,7 +270,6 @@ time.sleep(60)
     watch.collect_outcome()
     assert [code for _, code in watch.outcome.exits] == [EXIT_STOPPED]
     assert log.read_text().splitlines()[-1] == "saved"
-    assert watch.superseded_by is not None
     assert watch.superseded_by.attempt == 2
     assert run.attempt_numbers() == [1, 2]
 

@@ -1,7 +1,5 @@
 """Stop signals and preemptions of a Slurm job, and whether the run resumes."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone

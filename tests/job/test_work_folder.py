@@ -1,7 +1,5 @@
 """The working folder of a command."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import content
+from tests.support.programs import run_program
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Command
@@ -79,7 +78,6 @@ def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -
         point.code_dir.symlink_to("../code")
         point.job_file.write_bytes(group.job_file.read_bytes())
         work = prepare_work_folder(point)
-        assert work is not None
         assert work.is_relative_to(point.path)
         assert not (work / "ckpt.pt").exists()
         (work / "ckpt.pt").write_text(str(index))
@@ -133,9 +131,7 @@ def test_a_local_command_writes_into_its_run(project: Path, tmp_path: Path) -> N
         *("--set", "device=cpu", "--", "python", "train.py"),
     ]
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(
-        [sys.executable, "-m", *argv], cwd=project, env=environ, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(sys.executable, "-m", *argv, cwd=project, env=environ)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "run")
     assert (run.work_dir / "out" / "w").read_text() == str(run.work_dir)

@@ -1,7 +1,5 @@
 """A project, and the folder of a run that is to have a copy of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

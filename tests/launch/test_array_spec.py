@@ -1,7 +1,5 @@
 """``--array`` as it is typed, and as Slurm gets it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,15 +1,13 @@
 """The first lines of a batch script, run by bash with a fake Slurm: what they record, when they requeue."""
 
-from __future__ import annotations
-
 import os
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.job.failed_starts import FailedStart, failed_starts, forget_start
 from trainkit.launch.script import render
 from trainkit.run.record import add_slurm_attempt, create_job, read_job
@@ -63,15 +61,7 @@ class Script:
             "SLURMD_NODENAME": "n1",
             "EXCLUDED": "(null)",
         }
-        return subprocess.run(
-            ["bash", str(file)],
-            env={**given, **environ},
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return run_program("bash", str(file), env={**given, **environ}, cwd=self.folder)
 
     @property
     def calls(self) -> list[str]:
@@ -116,31 +106,28 @@ def test_an_end_before_the_supervisor_is_recorded_and_requeued(
     assert script.calls[1:] == REQUEUED
 
 
-def test_what_the_supervisor_ends_with_is_its_own_decision(script: Script) -> None:
-    done = script.bash(f"{BEGINS}exit 70")
-    assert (done.returncode, done.stderr, script.calls, script.failed()) == (70, "", [], [])
+SAVES = f"{READY}trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
 
 
-def test_the_rest_of_the_script_runs_once_and_sees_no_argument(script: Script) -> None:
-    done = script.bash(f'{BEGINS}echo "$# arguments in $PWD"')
-    assert (done.returncode, done.stdout) == (0, f"0 arguments in {script.folder}\n")
-
-
-def test_a_script_that_ends_well_is_not_requeued(script: Script) -> None:
-    assert script.bash("exit 0").returncode == 0
+@pytest.mark.parametrize(
+    ("body", "code", "printed", "recorded"),
+    [
+        (f"{BEGINS}exit 70", 70, "", []),  # the supervisor's own decision
+        (f'{BEGINS}echo "$# arguments in $PWD"', 0, "0 arguments in {}\n", []),
+        ("exit 0", 0, "", [0]),
+        (f"{READY}kill -TERM $PPID; exit 143", 143, "", []),  # Slurm ends the job
+        # A signal for the first shell alone reaches the supervisor.
+        (f"{BEGINS}exec bash -c {shlex.quote(SAVES)}", 75, "saved\n", []),
+    ],
+)
+def test_what_is_no_failed_start_is_not_requeued(
+    script: Script, body: str, code: int, printed: str, recorded: list[int]
+) -> None:
+    done = script.bash(body)
+    assert (done.returncode, done.stdout) == (code, printed.format(script.folder))
+    assert [start.exit_code for start in script.failed()] == recorded
     assert script.calls == []
-    assert [start.exit_code for start in script.failed()] == [0]
-
-
-def test_a_job_that_slurm_ends_has_not_failed(script: Script) -> None:
-    done = script.bash(f"{READY}kill -TERM $PPID; exit 143")
-    assert (done.returncode, script.calls, script.failed()) == (143, [], [])
-
-
-def test_a_signal_for_the_first_shell_alone_reaches_the_supervisor(script: Script) -> None:
-    supervisor = f"{READY}trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
-    done = script.bash(f"{BEGINS}exec bash -c {shlex.quote(supervisor)}")
-    assert (done.returncode, done.stdout, done.stderr) == (75, "saved\n", "")
+    assert recorded or done.stderr == ""
 
 
 def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) -> None:
@@ -150,13 +137,10 @@ def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) 
     assert [call.partition(" ")[0] for call in script.calls] == ["sbatch"]
 
 
-def test_jobs_that_were_waited_for_are_over(script: Script) -> None:
-    script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}})
-    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n1 ")
-
-
-def test_hosts_that_are_left_out_already_stay_so(script: Script) -> None:
-    script.bash("exit 2", EXCLUDED="n[4-5],n9")
+def test_what_the_requeued_job_waits_for_and_leaves_out(script: Script) -> None:
+    script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}}, EXCLUDED="n[4-5],n9")
+    # Jobs that were waited for are over; hosts that are left out already stay so.
+    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n[4-5],n9,n1 ")
     assert script.calls[-1] == "scontrol update JobId=7 ExcNodeList=n[4-5],n9,n1"
 
 

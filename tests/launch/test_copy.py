@@ -1,7 +1,5 @@
 """The run's copy of the code, and when it is replaced."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

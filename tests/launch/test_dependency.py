@@ -1,7 +1,5 @@
 """What ``--after`` waits for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -87,7 +85,6 @@ def test_points_that_failed_are_named() -> None:
 def test_the_plan_says_what_it_waits_for() -> None:
     before = plan(SlurmRequest({"job-name": "x"}))
     after = with_dependency(before, ["a", "b"], ["12", "13", "12"])
-    assert after.slurm is not None
     assert after.slurm.sbatch == {"job-name": "x", "dependency": "afterok:12:13"}
     assert after.reasons == {"after": "afterok:12:13: starts once a, b have finished successfully"}
     assert before.slurm == SlurmRequest({"job-name": "x"})

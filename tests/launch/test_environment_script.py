@@ -1,7 +1,5 @@
 """The part of a batch script before the ranks start, run by bash: values arrive, nothing else happens."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.config.running import LaunchConfig
 from trainkit.launch.script import make_job_environment, render
 from trainkit.plan.facts import Interpreter
@@ -203,33 +202,31 @@ class TestConda:
 
     HOOK = "conda() { [[ $2 != missing ]] && printf '<%s>' \"$@\"; }\n"
 
-    def test_by_its_script(self, tmp_path: Path) -> None:
-        (tmp_path / "it's conda.sh").write_text(self.HOOK)
-        found = Interpreter(
-            ("p",), ("p",), conda="/envs/a b;$(touch PWNED)", conda_script=f"{tmp_path}/it's conda.sh"
+    @pytest.mark.parametrize(
+        ("name", "code", "said"),
+        [
+            ("/envs/a b;$(touch PWNED)", 0, "<activate></envs/a b;$(touch PWNED)>"),
+            ("missing", 2, "trainkit: cannot activate missing\n"),
+        ],
+    )
+    def test_by_its_script(self, tmp_path: Path, name: str, code: int, said: str) -> None:
+        file = tmp_path / "it's conda.sh"
+        file.write_text(self.HOOK)
+        done = bash(
+            tmp_path, script(tmp_path, Interpreter(("p",), ("p",), conda=name, conda_script=str(file)))
         )
-        done = bash(tmp_path, script(tmp_path, found))
-        assert (done.returncode, done.stdout) == (0, "<activate></envs/a b;$(touch PWNED)>")
+        assert (done.returncode, done.stdout + done.stderr) == (code, said)
 
     def test_by_the_program_that_a_module_has_brought(self, tmp_path: Path) -> None:
-        program = tmp_path / "conda"
-        program.write_text(f"#!/bin/bash\n[[ $* == 'shell.bash hook' ]] && cat <<'X'\n{self.HOOK}X\n")
-        program.chmod(0o755)
-        found = Interpreter(("python",), ("python",), conda="mine")
-        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        assert bash(tmp_path, script(tmp_path, found), **environ).stdout == "<activate><mine>"
-
-    def test_no_conda(self, tmp_path: Path) -> None:
         found = Interpreter(("python",), ("python",), conda="mine")
         done = bash(tmp_path, script(tmp_path, found), HOSTNAME="node7")
         assert done.returncode == 2
         assert done.stderr.endswith("trainkit: there is no conda on node7, which launch.conda needs\n")
-
-    def test_unknown_environment(self, tmp_path: Path) -> None:
-        (tmp_path / "conda.sh").write_text(self.HOOK)
-        found = Interpreter(("p",), ("p",), conda="missing", conda_script=f"{tmp_path}/conda.sh")
-        done = bash(tmp_path, script(tmp_path, found))
-        assert (done.returncode, done.stderr) == (2, "trainkit: cannot activate missing\n")
+        program = tmp_path / "conda"
+        program.write_text(f"#!/bin/bash\n[[ $* == 'shell.bash hook' ]] && cat <<'X'\n{self.HOOK}X\n")
+        program.chmod(0o755)
+        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        assert bash(tmp_path, script(tmp_path, found), **environ).stdout == "<activate><mine>"
 
 
 class TestSetup:
@@ -282,13 +279,6 @@ class TestSetup:
 
     def test_a_shell_that_somebody_sits_at_stays_open(self, tmp_path: Path) -> None:
         (tmp_path / "rc").write_text(script(tmp_path, setup=["false"]))
-        done = subprocess.run(
-            ["bash", "--rcfile", "rc", "-i", "-c", "false; echo alive"],
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        done = run_program("bash", "--rcfile", "rc", "-i", "-c", "false; echo alive", cwd=tmp_path)
         assert done.stdout == "alive\n"
         assert "trainkit: launch.setup failed with exit code 1 at: false" in done.stderr

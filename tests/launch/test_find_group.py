@@ -1,7 +1,5 @@
 """RUN on a command line can be a group, or a run of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

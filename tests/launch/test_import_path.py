@@ -1,14 +1,12 @@
 """Where Python looks for modules in a job that has a copy of the code."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from trainkit.launch.snapshot import copy_code, find_import_path
 from trainkit.launch.source_tree import SourceTree
 from trainkit.plan.workload import TRAINER
@@ -65,11 +63,5 @@ def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
     found = copy_code(project, run, TRAINER, {})
     (project / "mine.py").write_text("VALUE = 'edited'")
     script = f"import sys; sys.path.append({str(project)!r}); import mine; print(mine.VALUE)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={"PYTHONPATH": os.pathsep.join(found.import_path)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    done = run_program(sys.executable, "-c", script, env={"PYTHONPATH": os.pathsep.join(found.import_path)})
     assert done.stdout == "as submitted\n"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -76,11 +74,16 @@ def test_virtual_environment_that_is_none(tmp_path: Path) -> None:
     assert message == f"is 'half', and there is no {tmp_path}/half/bin/activate"
 
 
-def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_besides_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_python(tmp_path / "v")
     (tmp_path / "v" / "bin" / "activate").touch()
     assert find(Path("/"), venv="~/v").venv == f"{tmp_path}/v"
+    other = make_python(tmp_path / "x")
+    found = find(tmp_path, venv="v", python=other)
+    assert (found.argv, found.venv) == ((other,), f"{tmp_path}/v")
+    [(key, message, _)] = wrong(tmp_path, venv="v", conda="c", modules=["conda"])
+    assert (key, message) == ("launch.conda", "is 'c' while launch.venv is 'v'")
 
 
 def test_interpreter_by_path_and_by_name(tmp_path: Path) -> None:
@@ -91,21 +94,6 @@ def test_interpreter_by_path_and_by_name(tmp_path: Path) -> None:
     [(key, message, _)] = wrong(tmp_path, python="python3.10")
     assert (key, message) == ("launch.python", "is 'python3.10', which is not an executable program")
     assert wrong(tmp_path, python="python3.10", modules=["python/3.10"]) == []
-
-
-def test_interpreter_besides_an_environment(tmp_path: Path) -> None:
-    make_python(tmp_path / "v")
-    (tmp_path / "v" / "bin" / "activate").touch()
-    other = make_python(tmp_path / "x")
-    found = find(tmp_path, venv="v", python=other)
-    assert (found.argv, found.venv) == ((other,), f"{tmp_path}/v")
-
-
-def test_two_environments(tmp_path: Path) -> None:
-    make_python(tmp_path / "v")
-    (tmp_path / "v" / "bin" / "activate").touch()
-    [(key, message, _)] = wrong(tmp_path, venv="v", conda="c", modules=["conda"])
-    assert (key, message) == ("launch.conda", "is 'c' while launch.venv is 'v'")
 
 
 class TestUv:

@@ -1,7 +1,5 @@
 """Commands that cannot start, as far as can be known before."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -25,15 +23,16 @@ from trainkit.plan.workload import TRAINER, Command, Workload
 LAUNCH = RunConfig().launch
 
 
-@pytest.mark.parametrize("command", [["no/such.py"], ["-u", "no/such.py", "--out", "made.py"]])
-def test_a_script_that_is_not_there(tmp_path: Path, command: list[str]) -> None:
-    with pytest.raises(UsageError, match=r"there is no no/such.py in"):
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    for command in (["no/such.py"], ["-u", "no/such.py", "--out", "made.py"]):
+        with pytest.raises(UsageError, match=r"there is no no/such.py in"):
+            refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
+    # These files are no scripts of the command.
+    for command in (["-m", "package", "--out", "made.py"], ["-c", "import made", "made.py"]):
         refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
-
-
-@pytest.mark.parametrize("command", [["-m", "package", "--out", "made.py"], ["-c", "import made", "made.py"]])
-def test_a_file_that_is_no_script_of_the_command(tmp_path: Path, command: list[str]) -> None:
-    refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
+    # A line of launch.setup may go where the script is.
+    launch = LAUNCH.model_copy(update={"setup": ("cd src",)})
+    refuse_missing(["python", "train.py"], launch, "python", tmp_path)
 
 
 def test_a_file_here_is_no_program(tmp_path: Path) -> None:
@@ -44,11 +43,6 @@ def test_a_file_here_is_no_program(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"command not found on PATH: 'train.py'") as caught:
         refuse_missing(["train.py", "--lr", "1"], LAUNCH, "python", tmp_path)
     assert caught.value.hint == "`-- python train.py …` runs the file of that name here"
-
-
-def test_a_line_of_setup_may_go_where_the_script_is(tmp_path: Path) -> None:
-    launch = LAUNCH.model_copy(update={"setup": ("cd src",)})
-    refuse_missing(["python", "train.py"], launch, "python", tmp_path)
 
 
 def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: Path) -> None:
@@ -120,6 +114,7 @@ def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     assert "experimental" not in plan_run(loaded, gather(loaded, target=LOCAL)).reasons
 
 
+V100 = "Tesla V100-SXM2-32GB"
 GPUS = Cluster("west", (Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, {"h100": 4}),)),))
 
 
@@ -246,21 +241,9 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
 @pytest.mark.parametrize(
     ("gpu", "driver", "build", "override", "problem"),
     [
-        (
-            "Tesla V100-SXM2-32GB",
-            (13, 0),
-            "13.0",
-            "fp16",
-            "has no kernels for the GPU V100 32GB .*cu126` installs",
-        ),
-        ("Tesla V100-SXM2-32GB", (12, 4), "12.6", "fp16", None),
-        (
-            "Tesla T4",
-            (13, 0),
-            "13.0",
-            "bf16",
-            "dtype: is bf16, in which the tensor cores of T4 do .*dtype: fp16",
-        ),
+        (V100, (13, 0), "13.0", "fp16", "has no kernels for the GPU V100 32GB .*cu126` installs"),
+        (V100, (12, 4), "12.6", "fp16", None),
+        ("Tesla T4", (13, 0), "13.0", "bf16", "is bf16, in which the tensor cores of T4 do .*dtype: fp16"),
         ("NVIDIA H100", (12, 4), "13.0", "bf16", "driver for CUDA 13, and has one for 12.4.*cu126` installs"),
         ("NVIDIA H100", (13, 0), "13.0", "bf16", None),
         ("", None, None, "bf16", r"torch 2.13.0\+x of .* is for AMD GPUs, .* use CPUs.*are not supported"),

@@ -1,7 +1,5 @@
 """When a job would start: which partitions are asked about, and what is said of the answers."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -75,19 +73,13 @@ def test_a_partition_that_was_asked_for_is_first_though_hidden(fake: FakeSlurm) 
     ]
 
 
-def test_refused_for_good(fake: FakeSlurm) -> None:
-    fake.add("sbatch", "echo 'allocation failure: Invalid account' >&2; exit 1")
-    asked = waits(fake)[0]
-    assert asked == Wait("gpu", True, None, remark="Invalid account", refused=True)
-
-
-NOT_NOW = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
-
-
-def test_refused_for_now(fake: FakeSlurm) -> None:
-    fake.add("sbatch", NOT_NOW)
-    gpu = waits(fake)[0]
-    assert (gpu.remark, gpu.refused) == ("Requested node configuration is not available", False)
+@pytest.mark.parametrize(
+    ("why", "is_for_good"),
+    [("Invalid account", True), ("Requested node configuration is not available", False)],
+)
+def test_refused_for_good_or_for_now(fake: FakeSlurm, why: str, is_for_good: bool) -> None:
+    fake.add("sbatch", f"echo 'allocation failure: {why}' >&2; exit 1")
+    assert waits(fake)[0] == Wait("gpu", True, None, remark=why, refused=is_for_good)
 
 
 def test_slurm_that_is_away(fake: FakeSlurm) -> None:

@@ -1,7 +1,5 @@
 """Snapshots of repositories in the shapes in which users have them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

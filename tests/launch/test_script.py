@@ -1,7 +1,5 @@
 """The batch script: a function of plan, config and place."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from dataclasses import replace
@@ -214,7 +212,6 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
         ["bash", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as shell:
         assert shell.stdin is not None
-        assert shell.stdout is not None
         assert shell.stdout.readline() == "started\n"
         shell.terminate()
         shell.stdin.write("ended\n")

@@ -1,7 +1,5 @@
 """Ctrl-C while a run is being started."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -88,8 +86,6 @@ def test_a_run_that_was_being_started_is_known_and_ended(
         run_here(bench, start, lambda item: steps.append("ended by itself"))
     assert steps == ["interrupted", "started"]
     entry = read_job(run).newest
-    assert entry is not None
     assert entry.alive() is False
     end = read_end(run.attempt(1))
-    assert end is not None
     assert (end.state, end.reason) == ("cancelled", KILLED)

@@ -1,10 +1,7 @@
 """The copy of the code: complete, independent, or not there at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +11,7 @@ import pytest
 
 from tests.support.disks import small_disk
 from tests.support.folders import content, git, names
+from tests.support.programs import run_program
 from trainkit.errors import UsageError
 from trainkit.launch import snapshot as module
 from trainkit.launch.snapshot import copy_code, planned_code
@@ -153,7 +151,7 @@ def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
     for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env"):
         (project / name).touch()
     assert take(project, run).notes == [
-        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
+        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)"
     ]
 
 
@@ -224,13 +222,10 @@ def test_file_that_cannot_be_read() -> None:
             path.chmod(0o777)
         (folder / "project" / "a.py").touch()
         (folder / "project" / "closed.py").touch(mode=0o600)
-        done = subprocess.run(
-            [sys.executable, "-c", script],
+        done = run_program(
+            *(sys.executable, "-c", script),
             cwd=folder,
             env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=60,
         )
     assert done.stdout == (
         f"error: cannot copy the code: {folder}/project/closed.py: Permission denied\n\n"

@@ -1,7 +1,5 @@
 """Which files are the code: with a real git, and without."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -12,12 +10,7 @@ import pytest
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.secrets import looks_secret
-from trainkit.launch.source_tree import (
-    SourceTree,
-    looks_like_source,
-    pattern_tree,
-    repository_tree,
-)
+from trainkit.launch.source_tree import SourceTree, looks_like_source, pattern_tree, repository_tree
 
 
 def git(folder: Path, *args: str) -> None:
@@ -113,13 +106,10 @@ def test_environment_of_a_git_hook_does_not_matter(
     assert sorted(known(repository).files) == IN_REPOSITORY
 
 
-def test_no_repository(tmp_path: Path) -> None:
+def test_no_repository_and_no_git(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert repository_tree(str(tmp_path), "/nowhere") is None
     (tmp_path / ".git").mkdir()
     assert repository_tree(str(tmp_path), "/nowhere") is None
-
-
-def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert repository_tree(str(repository), "/nowhere") is None
 
@@ -181,10 +171,7 @@ class TestPatterns:
             listener.bind(str(tmp_path / "socket.py"))
             tree = pattern_tree(str(tmp_path), "/nowhere")
         assert tree.files == {}
-        assert tree.left_out == [
-            ("pipe.py", "is not a regular file"),
-            ("socket.py", "is not a regular file"),
-        ]
+        assert tree.left_out == [("pipe.py", "is not a regular file"), ("socket.py", "is not a regular file")]
 
     def test_no_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source_tree, "MAX_SEARCHED", 10)
@@ -195,22 +182,11 @@ class TestPatterns:
             pattern_tree(str(tmp_path), "/nowhere")
 
 
-@pytest.mark.parametrize(
-    "name", [".env", ".env.local", "prod.env", "id_rsa", "id_ed25519.old", ".netrc", "tls.key", "x.p12"]
-)
-def test_secret_names(name: str) -> None:
-    assert looks_secret(name)
+SECRET = [".env", ".env.local", "prod.env", "id_rsa", "id_ed25519.old", ".netrc", "tls.key", "x.p12"]
+HARMLESS = [".env.example", ".env.template", "id_rsa.pub", "environment.py", "keys.py", "env", "pem.py"]
 
 
-@pytest.mark.parametrize(
-    "name", [".env.example", ".env.template", "id_rsa.pub", "environment.py", "keys.py", "env", "pem.py"]
-)
-def test_harmless_names(name: str) -> None:
-    assert not looks_secret(name)
-
-
-def test_names_of_sources() -> None:
-    assert looks_like_source("a.py")
-    assert looks_like_source("Dockerfile.gpu")
-    assert not looks_like_source("a.pyc")
-    assert not looks_like_source("shard.bin")
+def test_names_of_secrets_and_sources() -> None:
+    assert [name for name in [*SECRET, *HARMLESS] if looks_secret(name)] == SECRET
+    names = ["a.py", "Dockerfile.gpu", "a.pyc", "shard.bin"]
+    assert [name for name in names if looks_like_source(name)] == names[:2]

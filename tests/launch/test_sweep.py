@@ -1,7 +1,5 @@
 """Points are checked before anything is written, and one script serves all of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import make_group, planned
+from tests.support.programs import run_program
 from trainkit.cli.options import ConfigRequest
 from trainkit.cli.submit import GroupRequest
 from trainkit.cluster.model import Cluster
@@ -22,13 +21,7 @@ from trainkit.job import group_parts
 from trainkit.launch import submission
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.start import create_submission, start_group
-from trainkit.launch.submission import (
-    ArraySpec,
-    LoadedPoint,
-    PlannedPoint,
-    Submission,
-    plan_submission,
-)
+from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, plan_submission
 from trainkit.plan.workload import TRAINER
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, difference
@@ -107,10 +100,10 @@ def test_the_script_finds_the_run_of_its_task(tmp_path: Path) -> None:
     (assignment,) = [line for line in lines if line.startswith("run=")]
     bash = f'{assignment}\nprintf %s "$run"'
     environ = {"SLURM_ARRAY_TASK_ID": "2"}
-    done = subprocess.run(["bash", "-c", bash], env=environ, capture_output=True, text=True, check=True)
+    done = run_program("bash", "-c", bash, env=environ, check=True)
     assert done.stdout == str(group.run(2).path)
     assert subprocess.run(["bash", "-c", bash], env={}, capture_output=True, check=False).returncode != 0
-    whole = subprocess.run(["bash", "-n", group.script_file], capture_output=True, text=True, check=False)
+    whole = run_program("bash", "-n", group.script_file)
     assert (whole.returncode, whole.stderr) == (0, "")
 
 

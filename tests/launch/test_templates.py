@@ -1,7 +1,5 @@
 """Templates: which one is taken, what a rendered script looks like, and errors that lead to their line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -34,52 +32,62 @@ def refusal(project: Path, name: str = "mine.j2", **context: Any) -> UsageError:
     return caught.value
 
 
-def test_shipped_template_without_any_of_the_project(tmp_path: Path) -> None:
-    assert render(PARTIAL, CONTEXT, tmp_path).startswith("umask 077")
-
-
-def test_partial_of_the_project_takes_the_place_of_the_shipped_one(project: Path) -> None:
+def test_which_template_is_taken(project: Path) -> None:
+    assert render(PARTIAL, CONTEXT, project).startswith("umask 077")
     write(project, "{% include 'partials/environment.sh.j2' %}\necho {{ x }}\n", "outer.j2")
+    assert render("outer.j2", {**CONTEXT, "x": 1}, project).startswith("umask 077")
     write(project, "echo mine", PARTIAL)
     assert render("outer.j2", {"x": 1}, project) == "echo mine\necho 1\n"
-
-
-def test_template_of_the_project_uses_shipped_partials(project: Path) -> None:
-    write(project, "echo before\n{% include 'partials/environment.sh.j2' %}", "outer.j2")
-    assert render("outer.j2", CONTEXT, project).startswith("echo before\numask 077")
-
-
-def test_a_checkout_of_trainkit_overrides_nothing() -> None:
+    # A checkout of trainkit overrides nothing, and nothing outside of the folder is taken.
     assert templates._folders(shipped_templates().parent) == [shipped_templates()]
-
-
-def test_nothing_outside_of_templates_is_taken(project: Path) -> None:
     (project / "secret.j2").write_text("x")
     assert "there is no template '../secret.j2'" in refusal(project, "../secret.j2").message
 
 
-def test_text_is_tidy_but_not_what_is_verbatim(project: Path) -> None:
-    write(project, "\n\na   \n{% if true %}\n\n\n\nb {{ '' }}\n{% endif %}\n{{ line | verbatim }}\n\n\n")
-    line = "cat <<X\n\n\n\nkept   \nX \\ "
-    assert render("mine.j2", {"line": line}, project) == f"a\n\nb\n{line}\n"
+VERBATIM = "{{ y }} {% raw %} \\1 \\g<0>"
+TIDY = "\n\na   \n{% if true %}\n\n\n\nb {{ '' }}\n{% endif %}\n{{ x | verbatim }}\n\n\n"
+FILTERS = "# {{ x | comment }}\n#SBATCH --x={{ x | directive }}\n{{ x | quote }} {{ y | words }}\n"
 
 
-def test_verbatim_text_is_no_template(project: Path) -> None:
-    write(project, "{{ line | verbatim }}\n{{ more | verbatim }}\n")
-    lines = {"line": "{{ more }} {% raw %} \\1 \\g<0>", "more": "second"}
-    assert render("mine.j2", lines, project) == "{{ more }} {% raw %} \\1 \\g<0>\nsecond\n"
+@pytest.mark.parametrize(
+    ("template", "x", "y", "text"),
+    [
+        # The text is tidy, but not what is verbatim, which is no template either.
+        (TIDY, "cat <<X\n\n\n\nkept   \nX \\ ", "", "a\n\nb\ncat <<X\n\n\n\nkept   \nX \\ \n"),
+        ("{{ x | verbatim }}\n{{ y | verbatim }}\n", VERBATIM, "second", f"{VERBATIM}\nsecond\n"),
+        (FILTERS, "it's", ["x y", 2], "# it's\n#SBATCH --x=\"it's\"\n'it'\"'\"'s' 'x y' 2\n"),
+        ("echo ${{ '{#' }}name}\n", "", "", "echo ${#name}\n"),
+        # jinja2 applies filters to what does not change only once, when it compiles a template.
+        ("{{ 'echo  ${#x}  ' | verbatim }}\n{{ x | verbatim }}\n", "a  ", "", "echo  ${#x}  \na  \n"),
+        ("{{ 'echo' | verbatim }}\n{{ x | verbatim }}\n", "caf\u00e9 \udcff", "", "echo\ncaf\u00e9 \udcff\n"),
+    ],
+)
+def test_text_and_filters(project: Path, template: str, x: str, y: Any, text: str) -> None:
+    write(project, template)
+    assert render("mine.j2", {"x": x, "y": y}, project) == text
 
 
-def test_filters(project: Path) -> None:
-    write(project, "# {{ a | comment }}\n#SBATCH --x={{ a | directive }}\n{{ a | quote }} {{ b | words }}\n")
-    text = render("mine.j2", {"a": "it's", "b": ["x y", 2]}, project)
-    assert text == "# it's\n#SBATCH --x=\"it's\"\n'it'\"'\"'s' 'x y' 2\n"
-
-
-def test_undefined_name_leads_to_its_line(project: Path) -> None:
-    path = write(project, "one\ntwo {{ workdri | quote }}\n")
-    error = refusal(project, workdir="/w", run_dir="/r")
-    assert error.message == f"{path}:2: UndefinedError: 'workdri' is undefined"
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("one\ntwo {{ workdri | quote }}\n", ":2: UndefinedError: 'workdri' is undefined"),
+        ("a\n{% if x %}\n", ":2: Unexpected end of template"),
+        ("a\n{{ x | qoute }}", ":2: No filter named 'qoute'."),
+        ("a\n\n{{ 1 / 0 }}", ":3: ZeroDivisionError: division by zero"),
+        (
+            "a\n{{ x | directive }}",
+            ":2: 'a\\nb' cannot be written in an #SBATCH line: it contains a line break",
+        ),
+        ("a\n{{ none | quote }}", ":2: NoneType 'None' cannot be written in a script"),
+        ("a\n{% include 'gone.j2' %}", ":2: there is no template 'gone.j2' in "),
+        ("\necho ${#name}\n", ":2: Missing end of comment tag"),
+    ],
+)
+def test_errors_lead_to_their_line(project: Path, text: str, message: str) -> None:
+    path = write(project, text)
+    assert refusal(project, x="a\nb").message.startswith(f"{path}{message}")
+    path.write_bytes(b"\xff")
+    assert refusal(project).message.startswith("mine.j2: UnicodeDecodeError: ")
 
 
 def test_undefined_attribute_in_an_included_template(project: Path) -> None:
@@ -91,57 +99,12 @@ def test_undefined_attribute_in_an_included_template(project: Path) -> None:
     assert str(shipped_templates()) in error.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a\n{% if x %}\n", ":2: Unexpected end of template"),
-        ("a\n{{ x | qoute }}", ":2: No filter named 'qoute'."),
-        ("a\n\n{{ 1 / 0 }}", ":3: ZeroDivisionError: division by zero"),
-        (
-            "a\n{{ x | directive }}",
-            ":2: 'a\\nb' cannot be written in an #SBATCH line: it contains a line break",
-        ),
-        ("a\n{{ none | quote }}", ":2: NoneType 'None' cannot be written in a script"),
-        ("a\n{% include 'gone.j2' %}", ":2: there is no template 'gone.j2' in "),
-    ],
-)
-def test_errors_lead_to_their_line(project: Path, text: str, message: str) -> None:
-    path = write(project, text)
-    assert f"{path}{message}" in refusal(project, x="a\nb").message
-
-
-def test_length_of_bash_is_a_comment_of_jinja(project: Path) -> None:
-    path = write(project, "\necho ${#name}\n")
-    error = refusal(project)
-    assert error.message == f"{path}:2: Missing end of comment tag"
-    write(project, "echo ${{ '{#' }}name}\n")
-    assert render("mine.j2", {}, project) == "echo ${#name}\n"
-
-
-def test_unreadable_template(project: Path) -> None:
-    (project / "templates" / "mine.j2").write_bytes(b"\xff")
-    assert refusal(project).message.startswith("mine.j2: UnicodeDecodeError: ")
-
-
-def test_a_changed_template_is_rendered_as_it_is_now(tmp_path: Path) -> None:
-    own = tmp_path / "templates" / "mine.j2"
-    own.parent.mkdir()
-    own.write_text("one {{ word }}\n")
-    assert render("mine.j2", {"word": "a"}, tmp_path) == "one a\n"
-    own.write_text("two {{ word }}\n")
-    assert render("mine.j2", {"word": "a"}, tmp_path) == "two a\n"
-    own.write_text("{{ word\n")
-    with pytest.raises(UsageError, match=r"mine\.j2:1: "):
-        render("mine.j2", {"word": "a"}, tmp_path)
-
-
-def test_what_is_written_as_it_is_may_be_known_when_the_template_is_compiled(tmp_path: Path) -> None:
-    """jinja2 applies filters to what does not change only once."""
-    own = tmp_path / "templates" / "mine.j2"
-    own.parent.mkdir()
-    own.write_text("{{ 'echo  ${#x}  ' | verbatim }}\n{{ line | verbatim }}\n")
-    for line in ("a  ", "caf\u00e9 \udcff"):
-        assert render("mine.j2", {"line": line}, tmp_path) == f"echo  ${{#x}}  \n{line}\n"
+def test_a_changed_template_is_rendered_as_it_is_now(project: Path) -> None:
+    for text in ("one", "two"):
+        write(project, f"{text} {{{{ word }}}}\n")
+        assert render("mine.j2", {"word": "a"}, project) == f"{text} a\n"
+    path = write(project, "{{ word\n")
+    assert refusal(project, word="a").message.startswith(f"{path}:1: ")
 
 
 @pytest.mark.parametrize(
@@ -150,13 +113,12 @@ def test_what_is_written_as_it_is_may_be_known_when_the_template_is_compiled(tmp
 def test_a_template_reaches_no_internals_of_python(project: Path, expression: str) -> None:
     path = write(project, f"one\n{{{{ {expression} | string }}}}")
     with pytest.raises(UsageError, match="unsafe") as caught:
-        render("mine.j2", {**CONTEXT, "words": test_filters}, project)
+        render("mine.j2", {**CONTEXT, "words": test_text_and_filters}, project)
     assert caught.value.message.startswith(f"{path}:2: ")
 
 
 @pytest.mark.parametrize(
-    "expression",
-    ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"],
+    "expression", ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"]
 )
 def test_a_template_cannot_change_what_is_run(project: Path, expression: str) -> None:
     """The plan that it describes is the one that the job reads."""

@@ -1,7 +1,5 @@
 """Commands that read runs, after one value of a file was changed; `benchmarks.damaged_runs` changes all."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -220,7 +220,6 @@ def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> N
     write_json(run.attempt(1).plan_file, {"command": ["torchrun", "train.py"]})
     write_json(run.plan_file, {"command": ["torchrun", "train.py"]})
     status = read_status(RunHistory(run), read_job(run), False, datetime.now(timezone.utc))
-    assert status.verdict is not None
     assert status.verdict.rank == 0
     assert status.warnings == ["the program exited without recording how the attempt ended"]
     write_json(
@@ -254,12 +253,10 @@ def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.Monke
         stream.seek(2**30)  # a sparse file: no disk is needed
         stream.write(b"\nCUDA out of memory\n")
     text = read_log(path, tmp_path, "log")
-    assert text is not None
     assert text.first_line is None
     assert text.lines[-1] == "CUDA out of memory"
     path.write_bytes(b"step\n" * 100_000 + b"the end\n")
     text = read_log(path, tmp_path, "log")
-    assert text is not None
     assert text.evidence(len(text.lines) - 1).line == 100_001
     assert len(text.lines) == logs.MAX_LAST_LINES
 

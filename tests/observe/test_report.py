@@ -283,11 +283,7 @@ def test_slow_ranks_are_named_with_host_phase_and_steps(run):
     report = report_of(run)
     assert [
         (item.rank, item.host, item.phase, item.since_step, item.until_step) for item in report.slowdowns
-    ] == [
-        (1, "node-b", "data", 11, 41),
-        (None, None, "network", 12, None),
-        (1, "node-c", "data", 51, None),
-    ]
+    ] == [(1, "node-b", "data", 11, 41), (None, None, "network", 12, None), (1, "node-c", "data", 51, None)]
     assert report.to_dict()["slowdowns"][0]["noticed"] == iso(22)
     text = render_report(report)
     assert "<td>1<td>node-b<td>data" in text

@@ -1,7 +1,5 @@
 """The pages of `trainkit report` in a real browser: drawn, readable on a phone and printed, and silent."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import zlib

@@ -1,7 +1,5 @@
 """What `watch` shows of a run: numbers, nodes and warnings, and their text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +126,6 @@ def test_samples_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
 
 def test_notices_name_time_host_and_rank(tmp_path: Path) -> None:
     view = view_of(watched_runs.failed(tmp_path / "run"), None)
-    assert view.failure is not None
     assert view.failure.startswith("rank 5 failed first on node002 at step 281: OutOfMemoryError")
     assert [(notice.time, notice.text) for notice in view.notices] == [
         (
@@ -136,7 +133,6 @@ def test_notices_name_time_host_and_rank(tmp_path: Path) -> None:
             "attempt 2 failed: rank 5 failed; not started again: the same failure as in the previous attempt",
         )
     ]
-    assert view.log is not None
     assert view.log.endswith("rank-0005.log")
     assert view.hint == (
         f"`trainkit diagnose {tmp_path / 'run'}` names the cause, `trainkit report {tmp_path / 'run'}` shows "

@@ -1,7 +1,5 @@
 """The work of a step, for the tests of what a layout costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainkit.config.running import ParallelConfig

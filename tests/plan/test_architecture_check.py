@@ -1,7 +1,5 @@
 """What can be known of an architecture of one's own before its code runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

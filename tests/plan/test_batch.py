@@ -1,7 +1,5 @@
 """Batch arithmetic, and the sizes that its message proposes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -9,17 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tables import messages
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError
 from trainkit.folders import shipped_config_names
 from trainkit.plan import batch as batch_module
-from trainkit.plan.batch import (
-    BatchRequest,
-    LrScale,
-    batch_reason,
-    scaled_lr,
-)
+from trainkit.plan.batch import BatchRequest, LrScale, batch_reason, scaled_lr
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout, microbatch_problems
 
@@ -39,48 +33,29 @@ def make_batch(device: int, total: int | None, dp: int, seq_len: int) -> Batch:
 
 
 def test_accumulation() -> None:
-    assert make_batch(8, 32, 2, 256) == Batch(8, 2, 32, 8192)
-
-
-def test_null_is_no_accumulation() -> None:
     assert make_batch(8, None, 3, 128) == Batch(8, 1, 24, 3072)
+    batch = make_batch(8, 32, 2, 256)
+    assert batch == Batch(8, 2, 32, 8192)
+    reason = "32 samples per step = 8 per process x 2 data-parallel x 2 accumulation"
+    assert batch_reason(batch, requested(8, 32), 2) == reason
 
 
-def test_reason() -> None:
-    assert batch_reason(make_batch(8, 32, 2, 256), requested(8, 32), 2) == (
-        "32 samples per step = 8 per process x 2 data-parallel x 2 accumulation"
-    )
+REFUSED = """
+8 32 3
+    is 32, which is not a multiple of 24 (3 data-parallel processes x train.device_batch_size 8)
+    hint: train.global_batch_size = 24 or 48 works
+6 32 1
+    is 32, which is not a multiple of 6 (1 data-parallel process x train.device_batch_size 6)
+    hint: train.global_batch_size = 30 or 36 works
+8 4 2
+    is 4, which is not a multiple of 16 (2 data-parallel processes x train.device_batch_size 8)
+    hint: train.global_batch_size = 16 works
+"""
 
 
-@pytest.mark.parametrize(
-    ("device", "total", "dp", "message"),
-    [
-        (
-            8,
-            32,
-            3,
-            "is 32, which is not a multiple of 24 (3 data-parallel processes x "
-            "train.device_batch_size 8)\n  hint: train.global_batch_size = 24 or 48 works",
-        ),
-        (
-            6,
-            32,
-            1,
-            "is 32, which is not a multiple of 6 (1 data-parallel process x "
-            "train.device_batch_size 6)\n"
-            "  hint: train.global_batch_size = 30 or 36 works",
-        ),
-        (
-            8,
-            4,
-            2,
-            "is 4, which is not a multiple of 16 (2 data-parallel processes x "
-            "train.device_batch_size 8)\n"
-            "  hint: train.global_batch_size = 16 works",
-        ),
-    ],
-)
-def test_what_would_do(device: int, total: int, dp: int, message: str) -> None:
+@pytest.mark.parametrize(("numbers", "message"), messages(REFUSED))
+def test_what_would_do(numbers: str, message: str) -> None:
+    device, total, dp = map(int, numbers.split())
     with pytest.raises(ConfigError) as error:
         make_batch(device, total, dp, 256)
     assert error.value.message == f"train.global_batch_size: {message}"
@@ -167,25 +142,21 @@ def test_what_differs_from_the_config_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("typed", "problem"),
-    [
-        (
-            ("train.global_batch_size=32",),
-            "is 32, which is not a multiple of 12 data-parallel processes\n"
-            "  hint: train.global_batch_size = 24 or 36 works",
-        ),
-        (
-            ("train.global_batch_size=32", "train.device_batch_size=4"),
-            "is 32, which is not a multiple of 48 (12 data-parallel processes x "
-            "train.device_batch_size 4)\n  hint: train.global_batch_size = 48 works",
-        ),
-    ],
-)
-def test_what_the_user_set_is_refused_with_sizes_that_work(typed: tuple[str, ...], problem: str) -> None:
+SET = """
+train.global_batch_size=32
+    is 32, which is not a multiple of 12 data-parallel processes
+    hint: train.global_batch_size = 24 or 36 works
+train.global_batch_size=32 train.device_batch_size=4
+    is 32, which is not a multiple of 48 (12 data-parallel processes x train.device_batch_size 4)
+    hint: train.global_batch_size = 48 works
+"""
+
+
+@pytest.mark.parametrize(("typed", "problem"), messages(SET))
+def test_what_the_user_set_is_refused_with_sizes_that_work(typed: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
-        derived(quickstart(*typed), Layout(dp_shard=12))
-    assert error.value.message == f"--set {typed[0]}: train.global_batch_size: {problem}".partition(": ")[2]
+        derived(quickstart(*typed.split()), Layout(dp_shard=12))
+    assert error.value.message == f"train.global_batch_size: {problem}"
 
 
 def test_what_the_user_set_is_kept() -> None:
@@ -237,27 +208,15 @@ def test_a_resume_may_adapt_the_sizes_of_its_own_run(origin: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("scale", "dp", "base", "lr", "reason"),
     [
-        ("none", 8, 1, 3e-4, "optimizer.lr 0.0003, unscaled (optimizer.lr_scale: none)"),
-        ("linear", 4, 1, 1.2e-3, "optimizer.lr 0.0003 x 4 = 0.0012: linear in data-parallel size 4 over 1"),
-        (
-            "linear",
-            4,
-            8,
-            1.5e-4,
-            "optimizer.lr 0.0003 x 0.5 = 0.00015: linear in data-parallel size 4 over 8",
-        ),
-        ("sqrt", 4, 1, 6e-4, "optimizer.lr 0.0003 x 2 = 0.0006: square root of data-parallel size 4 over 1"),
-        (
-            "sqrt",
-            4,
-            16,
-            1.5e-4,
-            "optimizer.lr 0.0003 x 0.5 = 0.00015: square root of data-parallel size 4 over 16",
-        ),
-        ("sqrt", 1, 1, 3e-4, "optimizer.lr 0.0003 x 1 = 0.0003: square root of data-parallel size 1 over 1"),
+        ("none", 8, 1, 3e-4, ", unscaled (optimizer.lr_scale: none)"),
+        ("linear", 4, 1, 1.2e-3, " x 4 = 0.0012: linear in data-parallel size 4 over 1"),
+        ("linear", 4, 8, 1.5e-4, " x 0.5 = 0.00015: linear in data-parallel size 4 over 8"),
+        ("sqrt", 4, 1, 6e-4, " x 2 = 0.0006: square root of data-parallel size 4 over 1"),
+        ("sqrt", 4, 16, 1.5e-4, " x 0.5 = 0.00015: square root of data-parallel size 4 over 16"),
+        ("sqrt", 1, 1, 3e-4, " x 1 = 0.0003: square root of data-parallel size 1 over 1"),
     ],
 )
 def test_scaled_lr(scale: LrScale, dp: int, base: int, lr: float, reason: str) -> None:
     scaled, why = scaled_lr(3e-4, scale, dp, base)
     assert scaled == pytest.approx(lr, rel=1e-15)
-    assert why == reason
+    assert why == f"optimizer.lr 0.0003{reason}"

@@ -1,7 +1,5 @@
 """The whole check before a run: layout, data and model shape, all problems at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

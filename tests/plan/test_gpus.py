@@ -1,7 +1,5 @@
 """GPU types by their names, those of a run, and their peaks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -57,7 +55,6 @@ from trainkit.plan.torch_build import release_problem
 )
 def test_gpu(name: str, called: str, mib: int) -> None:
     gpu = find_gpu(name)
-    assert gpu is not None
     assert (gpu.name, gpu.memory) == (called, mib * MIB)
     assert gpu.usable < gpu.memory <= gpu.most_memory
 
@@ -72,12 +69,10 @@ def test_others_are_not_known(name: str) -> None:
 def test_a_name_for_several_sizes() -> None:
     """A plan takes the commonest, a refusal goes by the largest."""
     a100, h100 = find_gpu("a100"), find_gpu("h100")
-    assert a100 is not None
     assert h100 is not None
     assert a100.most_memory == 80 * GIB
     assert (h100.memory, h100.most_memory) == (81_559 * MIB, 95_830 * MIB)
     exact = find_gpu("h100-80gb")
-    assert exact is not None
     assert exact.most_memory == exact.memory
 
 
@@ -95,7 +90,6 @@ def test_releases_that_the_trainer_supports(version: str) -> None:
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.0+cu121", "2.10.0"])
 def test_older_ones_are_refused_by_name(version: str) -> None:
     problem = release_problem(version)
-    assert problem is not None
     assert problem[0] == f"has torch {version}, and the trainer requires torch 2.11 or newer"
     assert "pip install 'torch>=2.11'" in problem[1]
 
@@ -187,7 +181,6 @@ def test_of_several_types_the_largest_counts(tmp_path: Path) -> None:
     names = gpu_names(config(tmp_path), NO_GPU, CLUSTER)
     assert names == ["h100", "a100"]
     largest = known_gpu(names)
-    assert largest is not None
     assert largest.name == "H100 80GB"
     assert known_gpu(["h100", "something"]) is None
     assert known_gpu([]) is None

@@ -1,7 +1,5 @@
 """What the tools of launchers get: golden texts, and refusals of what a tool has no counterpart for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

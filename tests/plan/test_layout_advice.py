@@ -1,7 +1,5 @@
 """Runs that cannot fit are refused before they start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a layout sends and waits for, against published formulas."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

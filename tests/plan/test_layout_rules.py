@@ -1,11 +1,11 @@
 """Degrees multiply to the number of processes, and fit a model and a batch; or a message says what would."""
 
-from __future__ import annotations
-
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tables import messages
 from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError
@@ -39,68 +39,46 @@ def problems(
         {"pp": 4, "pp_schedule": "interleaved_1f1b"},
         {"pp": 8, "accumulation_steps": 2},
         {"pp": 2, "pp_schedule": "dualpipe_v"},
+        {"offload": True},  # needs no other process
+        {"tp": 2, "seq_len": 33, "sequence_parallel": False},  # no share of the sequence
     ],
 )
 def test_what_fits(parallel: dict[str, object]) -> None:
     assert problems(**parallel) == []  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tp": 4}, "parallel.tp is 4, which does not divide model.num_kv_heads 2; it can be 1 or 2"),
-        (
-            {"tp": 2, "seq_len": 33},
-            "parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33;"
-            " false does not shard the sequence",
-        ),
-        (
-            {"cp": 4, "seq_len": 36},
-            "parallel.cp is 4, but data.seq_len 36 is not a multiple of 2 x 4; each rank gets two chunks,"
-            " one from the start and one from the end, to balance the work",
-        ),
-        (
-            {"pp": 4, "num_layers": 6, "pp_schedule": "zbv"},
-            "parallel.pp is 4, which needs 8 stages, but the model has 6 layers;"
-            " with zbv it can be at most 3",
-        ),
-        (
-            {"pp": 2, "device_batch_size": 6},
-            "parallel.pp_microbatches is 4, which does not divide train.device_batch_size 6;"
-            " it can be 1 or 2 or 3 or 6",
-        ),
-        (
-            {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "selective"},
-            "parallel.activation_checkpointing is selective, which zbv does not support: it splits"
-            " the backward pass; use full or none, or one of gpipe, 1f1b and interleaved_1f1b",
-        ),
-        (
-            {"pp": 2, "pp_schedule": "dualpipe_v", "compile": True},
-            "parallel.compile is true, which dualpipe_v does not support: it splits the backward pass;"
-            " use one of gpipe, 1f1b and interleaved_1f1b",
-        ),
-        (
-            {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},
-            "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot divide into"
-            " 2 equal rounds; use a multiple of parallel.pp 2",
-        ),
-        (
-            {"pp": 8, "num_layers": 8},
-            "parallel.pp_microbatches is 4, fewer than the 8 that 1f1b needs with parallel.pp 8;"
-            " gpipe works with any number",
-        ),
-    ],
-)
-def test_what_does_not(options: dict[str, object], message: str) -> None:
-    assert problems(**options) == [message]  # type: ignore[arg-type]
+PROBLEMS = """
+tp: 4
+    parallel.tp is 4, which does not divide model.num_kv_heads 2; it can be 1 or 2
+tp: 2, seq_len: 33
+    parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33; false does not
+    shard the sequence
+cp: 4, seq_len: 36
+    parallel.cp is 4, but data.seq_len 36 is not a multiple of 2 x 4; each rank gets two chunks, one from
+    the start and one from the end, to balance the work
+pp: 4, num_layers: 6, pp_schedule: zbv
+    parallel.pp is 4, which needs 8 stages, but the model has 6 layers; with zbv it can be at most 3
+pp: 2, device_batch_size: 6
+    parallel.pp_microbatches is 4, which does not divide train.device_batch_size 6; it can be 1 or 2 or 3 or
+    6
+pp: 2, pp_schedule: zbv, activation_checkpointing: selective
+    parallel.activation_checkpointing is selective, which zbv does not support: it splits the backward pass;
+    use full or none, or one of gpipe, 1f1b and interleaved_1f1b
+pp: 2, pp_schedule: dualpipe_v, compile: true
+    parallel.compile is true, which dualpipe_v does not support: it splits the backward pass; use one of
+    gpipe, 1f1b and interleaved_1f1b
+pp: 2, pp_schedule: interleaved_1f1b, pp_microbatches: 1, accumulation_steps: 5
+    parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot divide into 2 equal rounds;
+    use a multiple of parallel.pp 2
+pp: 8, num_layers: 8
+    parallel.pp_microbatches is 4, fewer than the 8 that 1f1b needs with parallel.pp 8; gpipe works with any
+    number
+"""
 
 
-def test_offload_needs_no_other_process() -> None:
-    assert problems(offload=True) == []
-
-
-def test_plain_tensor_parallelism_needs_no_share_of_the_sequence() -> None:
-    assert problems(tp=2, seq_len=33, sequence_parallel=False) == []
+@pytest.mark.parametrize(("options", "message"), messages(PROBLEMS))
+def test_what_does_not(options: str, message: str) -> None:
+    assert problems(**yaml.safe_load(f"{{{options}}}")) == [message]
 
 
 def test_degrees_that_no_number_of_copies_makes_up_for() -> None:
@@ -116,31 +94,16 @@ def test_a_layout_in_words() -> None:
     )
 
 
+SHARDED, COPIED = (f"(derived from parallel.{key}: -1)" for key in ("dp_shard", "dp_replicate"))
+
+
 @pytest.mark.parametrize(
     ("replicate", "shard", "world_size", "layout", "reason"),
     [
-        (1, -1, 1, (1, 1), "one replica on one process (derived from parallel.dp_shard: -1)"),
-        (
-            1,
-            -1,
-            4,
-            (1, 4),
-            "one replica, sharded over 4 processes (derived from parallel.dp_shard: -1)",
-        ),
-        (
-            2,
-            -1,
-            8,
-            (2, 4),
-            "2 replicas, each sharded over 4 processes (derived from parallel.dp_shard: -1)",
-        ),
-        (
-            -1,
-            1,
-            4,
-            (4, 1),
-            "4 replicas, one per process (derived from parallel.dp_replicate: -1)",
-        ),
+        (1, -1, 1, (1, 1), f"one replica on one process {SHARDED}"),
+        (1, -1, 4, (1, 4), f"one replica, sharded over 4 processes {SHARDED}"),
+        (2, -1, 8, (2, 4), f"2 replicas, each sharded over 4 processes {SHARDED}"),
+        (-1, 1, 4, (4, 1), f"4 replicas, one per process {COPIED}"),
         (2, 2, 4, (2, 2), "2 replicas, each sharded over 2 processes"),
     ],
 )
@@ -149,34 +112,25 @@ def test_layout(replicate: int, shard: int, world_size: int, layout: tuple[int, 
     assert make_layout(parallel, world_size) == (Layout(*layout), reason)
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "world_size", "message"),
-    [
-        (
-            3,
-            -1,
-            8,
-            "parallel.dp_replicate: is 3, which does not divide 8 processes\n"
-            "  hint: it can be 1 or 2 or 4 or 8",
-        ),
-        (-1, 2, 1, "parallel.dp_shard: is 2, which does not divide 1 process\n  hint: it can be 1"),
-        (
-            1,
-            4,
-            8,
-            "parallel.dp_shard: is 4: parallel.dp_replicate 1 x 4 = 4, but there are 8 processes\n"
-            "  hint: -1 derives it from the number of processes",
-        ),
-        (
-            -1,
-            -1,
-            4,
-            "parallel.dp_replicate: is -1, and so is parallel.dp_shard: only one can be derived\n"
-            "  hint: dp_shard: 1 only replicates the model, dp_replicate: 1 only shards it",
-        ),
-    ],
-)
-def test_refused(replicate: int, shard: int, world_size: int, message: str) -> None:
+REFUSED = """
+3 -1 8
+    parallel.dp_replicate: is 3, which does not divide 8 processes
+    hint: it can be 1 or 2 or 4 or 8
+-1 2 1
+    parallel.dp_shard: is 2, which does not divide 1 process
+    hint: it can be 1
+1 4 8
+    parallel.dp_shard: is 4: parallel.dp_replicate 1 x 4 = 4, but there are 8 processes
+    hint: -1 derives it from the number of processes
+-1 -1 4
+    parallel.dp_replicate: is -1, and so is parallel.dp_shard: only one can be derived
+    hint: dp_shard: 1 only replicates the model, dp_replicate: 1 only shards it
+"""
+
+
+@pytest.mark.parametrize(("numbers", "message"), messages(REFUSED))
+def test_refused(numbers: str, message: str) -> None:
+    replicate, shard, world_size = map(int, numbers.split())
     with pytest.raises(ConfigError) as error:
         make_layout(ParallelConfig(dp_replicate=replicate, dp_shard=shard), world_size)
     assert error.value.message == message

@@ -1,7 +1,5 @@
 """Which layouts are offered, in which order, and what is said about them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,26 +60,19 @@ def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
     assert {layout.cp for layout in layouts(step_work("70b", seq_len=32_768), hardware(8))} == {1, 2, 4, 8}
 
 
-def test_a_model_that_fits_is_copied() -> None:
+def test_a_model_is_split_only_where_it_does_not_fit_and_within_nodes_first() -> None:
     best, *_ = choose(step_work("125m"), hardware(8), 64)
     assert best.work.layout == Layout(dp_replicate=8)
     assert "replicas are simplest" in headline(best)
     assert reason(best) == "8 replicas, one per process"
-
-
-def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
     best, *_ = choose(step_work("7b"), hardware(16), 256)
     assert best.fit == "fits"
     assert best.work.layout.dp_shard * best.work.layout.tp > 1
     assert best.cost.crossing(8) in ((), ("dp",))
     assert "they must be sharded" in headline(best)
-
-
-def test_shards_alone_do_for_large_models() -> None:
-    """Sixteen samples a GPU, one after another: only shards of their gradients wait."""
+    # Sixteen samples a GPU, one after another: only shards of their gradients wait.
     best, *_ = choose(step_work("70b"), hardware(64), 1024)
-    assert best.fit == "fits"
-    assert best.work.layout == Layout(dp_shard=64)
+    assert (best.fit, best.work.layout) == ("fits", Layout(dp_shard=64))
     assert best.work.accumulation_steps == 16
 
 
@@ -103,7 +94,6 @@ def test_recomputation_is_as_light_as_memory_allows() -> None:
 
 def test_a_pipeline_cuts_the_share_of_a_process() -> None:
     choice = best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
-    assert choice is not None
     work = choice.work
     assert (work.samples_per_pass, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
@@ -115,7 +105,6 @@ def test_a_pipeline_cuts_the_share_of_a_process() -> None:
 def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:
     base = step_work("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
     choice = best_on_layout(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
-    assert choice is not None
     assert choice.work.parallel.activation_checkpointing == "full"
 
 
@@ -136,7 +125,6 @@ def test_the_settings_of_a_choice_give_that_choice(preset: str, tmp_path: Path) 
         changes = [flag.removeprefix("--set ") for flag in set_flags(settings_of(choice, loaded.config))]
         again = load_config(None, overrides=[*typed, *changes], environ={}, cwd=tmp_path)
         same, _ = configured_layout(again, choice.work.shape, where)
-        assert same is not None
         assert same.work.layout == choice.work.layout
         assert same.memory.peak == choice.memory.peak
         assert settings_of(choice, again.config) == {}
@@ -164,7 +152,6 @@ def test_advice_where_there_are_too_few_gpus() -> None:
     assert (more.what, offload.what) == ("16 GPUs", "parallel.offload")
     assert more.choice.hardware == hardware(16)
     fewest = fewest_gpus(asked, 128)
-    assert fewest is not None
     assert fewest.hardware.num_gpus == 16
     assert choose(asked.work, hardware(8), 128)[0].fit == "no"
 

@@ -1,7 +1,5 @@
 """Memory by hand, by published formulas, and as torch's memory tracker saw it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -196,12 +194,7 @@ TRACKED: list[tuple[float, dict[str, Any]]] = [
     (9.472, {"layout": Layout(dp_shard=64), "device_batch_size": 4, "seq_len": 2048}),
     (
         5.940,
-        {
-            "layout": Layout(2, 4),
-            "activation_checkpointing": "full",
-            "accumulation_steps": 2,
-            "seq_len": 512,
-        },
+        {"layout": Layout(2, 4), "activation_checkpointing": "full", "accumulation_steps": 2, "seq_len": 512},
     ),
     (3.616, {"layout": Layout(dp_shard=8, tp=2)}),
     (2.715, {"layout": Layout(dp_shard=2, tp=8), "sequence_parallel": False}),

@@ -1,7 +1,5 @@
 """The profiles and model configs are made for GPUs that they name, and suit those."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -31,7 +29,6 @@ def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
         loaded, resolve_model_shape(loaded.config.model, WORDS), Hardware(gpu, 2, 2)
     )
     assert problems == []
-    assert choice is not None
     assert (choice.fit, choice.work.accumulation_steps) == ("fits", 1)
     assert choice.work.shape.num_layers == DEPTHS[name]
     assert choice.memory.peak / GIB == pytest.approx(float(said[1]), abs=0.06)

@@ -83,7 +83,6 @@ def test_slices_need_a_requeue_on_timeout() -> None:
 
 def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
     made = plan("resources.partition=debug,h,a", "resources.nodes=2", "resources.time=01:00:00")
-    assert made.slurm is not None
     assert made.slurm.sbatch["partition"] == "debug,h,a"
     # As many GPUs as the smallest node has, and cores for the slowest.
     assert (made.workers_per_node, made.threads_per_worker) == (4, 6)
@@ -107,7 +106,6 @@ def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
 )
 def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) -> None:
     made = plan(*(f"resources.{override}" for override in overrides))
-    assert made.slurm is not None
     assert made.slurm.sbatch["partition"] == partitions
     assert made.slurm.sbatch["gpus-per-node"] == str(made.workers_per_node)
     assert made.reasons["partition"].startswith("a (a100-40gb)" if partitions == "a" else "h (h100) or ")
@@ -142,5 +140,4 @@ def test_types_that_no_partition_has_alone() -> None:
     with pytest.raises(ConfigError, match="the partitions of this cluster, which decide it, are unknown"):
         plan(*given, target=unknown)
     made = plan("resources.gpu_type=v100,h100", "device=cpu", target=unknown)  # it needs no GPU
-    assert made.slurm is not None
     assert "partition" not in made.slurm.sbatch

@@ -1,13 +1,12 @@
 """The plan of a Slurm job: what is asked of the cluster and what is derived from its nodes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.tables import messages
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
@@ -44,7 +43,6 @@ def problems(*overrides: str, cluster: Cluster = WEST) -> list[str]:
 def test_everything_from_the_default_partition() -> None:
     made = plan()
     assert (made.device, made.workers_per_node, made.threads_per_worker, made.world_size) == ("cuda", 8, 8, 8)
-    assert made.slurm is not None
     assert made.slurm.version == (24, 5, 2)
     assert {
         "gpus-per-node": "8",
@@ -82,13 +80,11 @@ def test_a_partition_without_gpus() -> None:
     made = plan("resources.partition=cpu", "resources.gpus_per_node=4")
     assert (made.device, made.workers_per_node, made.threads_per_worker) == ("cpu", 4, None)
     assert made.reasons["device"] == "cpu: the nodes of partition cpu have no GPU"
-    assert made.slurm is not None
     assert not {"gpus-per-node", "gres", "cpus-per-task"} & set(made.slurm.sbatch)
 
 
 def test_gpus_are_asked_for_as_the_cluster_wants_it() -> None:
     made = plan("resources.gpu_type=h100", cluster=replace(WEST, gpu_option="gres"))
-    assert made.slurm is not None
     assert made.slurm.sbatch["gres"] == "gpu:h100:8"
 
 
@@ -101,7 +97,6 @@ def test_the_default_time_of_the_partition() -> None:
         made.reasons["notice"] == "150 s before the end: requeue.grace_s is 200, but the job has only 600 s"
     )
     assert made.grace_s == 150
-    assert made.slurm is not None
     assert "time" not in made.slurm.sbatch
     longest = plan("resources.time=null", "resources.partition=cpu")
     assert (
@@ -181,13 +176,11 @@ def test_thousands_of_kinds_of_nodes() -> None:
 def test_spare_nodes_are_asked_for_and_do_not_train() -> None:
     made = plan("resources.nodes=2", "resources.spare_nodes=1", "resources.gpu_type=a100")
     assert (made.num_nodes, made.spare_nodes, made.world_size) == (2, 1, 8)
-    assert made.slurm is not None
     assert made.slurm.sbatch["nodes"] == 3
     assert made.slurm.sbatch["no-kill"] is True
     assert (made.slurm.srun["nodes"], made.slurm.srun["ntasks"]) == (2, 8)
     assert made.reasons["spare_nodes"] == "1: the job gets 3 nodes, and 2 of them train"
     alone = plan("resources.nodes=2")
-    assert alone.slurm is not None
     assert "no-kill" not in alone.slurm.sbatch
 
 
@@ -196,25 +189,23 @@ def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too() -> None:
     assert plan("resources.nodes=2", "resources.spare_nodes=1").workers_per_node == 4
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            ("resources.nodes=6", "resources.spare_nodes=3"),
-            "resources.spare_nodes: is 3: 6 + 3 = 9 nodes, but partition gpu has 8 nodes",
-        ),
-        (("resources.nodes=9", "resources.spare_nodes=3"), "resources.nodes: is 9, but partition gpu has 8"),
-        (
-            ("resources.partition=small", "resources.spare_nodes=2"),
-            "resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small can have at most 2",
-        ),
-    ],
-)
-def test_spare_nodes_count_against_the_limits(overrides: tuple[str, ...], problem: str) -> None:
+SPARE = """
+nodes=6 spare_nodes=3
+    resources.spare_nodes: is 3: 6 + 3 = 9 nodes, but partition gpu has 8 nodes
+nodes=9 spare_nodes=3
+    resources.nodes: is 9, but partition gpu has 8
+partition=small spare_nodes=2
+    resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small can have at most 2
+"""
+
+
+@pytest.mark.parametrize(("typed", "problem"), messages(SPARE))
+def test_spare_nodes_count_against_the_limits(typed: str, problem: str) -> None:
     small = Partition("small", max_nodes=2, nodes=CPU.nodes)
     cluster = replace(WEST, partitions=(GPU, small))
-    given = (*overrides, "resources.gpus_per_node=1", "train.device_batch_size=1")
-    assert any(problem in text for text in problems(*given, cluster=cluster))
+    given = [f"resources.{word}" for word in (*typed.split(), "gpus_per_node=1")]
+    found = problems(*given, "train.device_batch_size=1", cluster=cluster)
+    assert any(problem in text for text in found)
 
 
 def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
@@ -254,60 +245,46 @@ def test_slurm_starts_a_job_again_only_where_that_is_wanted(on: str, option: dic
 def test_the_expedited_requeue_is_for_those_who_want_it() -> None:
     for wanted, value in ((True, "expedite"), (False, True), (None, True)):
         made = plan(cluster=replace(WEST, expedited_requeue=wanted))
-        assert made.slurm is not None
         assert made.slurm.sbatch["requeue"] == value
 
 
 BAD = {"h3": "lost (small, attempt 2)", "h1": "GPU 3 is gone (big, attempt 1)"}
+LEFT_OUT = """
+1 h3,h1
+    h3: lost (small, attempt 2); h1: GPU 3 is gone (big, attempt 1); `rm x` forgets that
+7 h3
+    h3: lost (small, attempt 2); not h1, which the job needs: GPU 3 is gone (big, attempt 1);
+    `rm x` forgets that
+8 None
+    not h3, which the job needs: lost (small, attempt 2);
+    not h1, which the job needs: GPU 3 is gone (big, attempt 1); `rm x` forgets that
+"""
 
 
-@pytest.mark.parametrize(
-    ("nodes", "left_out", "reason"),
-    [
-        (1, "h3,h1", "h3: lost (small, attempt 2); h1: GPU 3 is gone (big, attempt 1); `rm x` forgets that"),
-        (
-            7,
-            "h3",
-            "h3: lost (small, attempt 2); not h1, which the job needs: GPU 3 is gone (big, attempt 1); "
-            "`rm x` forgets that",
-        ),
-        (
-            8,
-            None,
-            "not h3, which the job needs: lost (small, attempt 2); "
-            "not h1, which the job needs: GPU 3 is gone (big, attempt 1); `rm x` forgets that",
-        ),
-    ],
-)
-def test_bad_nodes_are_left_out_as_long_as_enough_are_left(
-    nodes: int, left_out: str | None, reason: str
-) -> None:
+@pytest.mark.parametrize(("case", "reason"), messages(LEFT_OUT))
+def test_bad_nodes_are_left_out_as_long_as_enough_are_left(case: str, reason: str) -> None:
+    nodes, left_out = case.split()
     cluster = replace(WEST, bad_nodes=BAD, forget_hint="`rm x` forgets that")
     given = (f"resources.nodes={nodes}", "resources.gpus_per_node=1", "train.device_batch_size=1")
     made = plan(*given, cluster=cluster)
-    assert made.slurm is not None
-    assert made.slurm.sbatch.get("exclude") == left_out
+    assert str(made.slurm.sbatch.get("exclude")) == left_out
     assert made.reasons["exclude"] == reason
 
 
 def test_a_bad_node_that_the_config_asks_for_is_used() -> None:
     cluster = replace(WEST, bad_nodes=BAD)
     made = plan("resources.extra.nodelist=h[2-3]", "resources.gpus_per_node=1", cluster=cluster)
-    assert made.slurm is not None
     assert made.slurm.sbatch["exclude"] == "h1"
     assert "not h3, which resources.extra.nodelist names: lost" in made.reasons["exclude"]
     made = plan("resources.extra.nodelist=false", "resources.gpus_per_node=1", cluster=cluster)
-    assert made.slurm is not None
     assert made.slurm.sbatch["exclude"] == "h3,h1"
 
 
 def test_bad_nodes_and_those_that_the_config_names() -> None:
     cluster = replace(WEST, bad_nodes=BAD)
     made = plan("resources.exclude=h[5-6]", "resources.gpus_per_node=1", cluster=cluster)
-    assert made.slurm is not None
     assert made.slurm.sbatch["exclude"] == "h[5-6],h3,h1"
     unknown = plan("device=cpu", cluster=Cluster("west", bad_nodes=BAD))
-    assert unknown.slurm is not None
     assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be
 
 
@@ -334,7 +311,6 @@ def test_bindings_that_leave_a_rank_without_a_gpu_of_its_own(per: str, bound: st
 def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:
     bound = "launch.srun_extra={gpus-per-task: 1}"
     made = plan(bound)
-    assert made.slurm is not None
     assert made.slurm.srun["gpus-per-task"] == 1
     [warning] = made.warnings
     assert warning.startswith("launch.srun_extra.gpus-per-task is 1: where a rank sees only its own GPU")

@@ -1,7 +1,5 @@
 """What ``--sweep`` says, and how configs differ."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The run folder of a point: made late, made once, and as complete as any."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -100,7 +98,6 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
     assert not group.run(0).path.exists()
     create_task_run(group.run(0), "34_0")
     entry = read_job(group.run(0)).newest
-    assert entry is not None
     assert entry.job_id == "34_0"
     attempt = claim_attempt(group.run(0), "34_0")
     assert isinstance(attempt, AttemptDir)

@@ -1,7 +1,5 @@
 """The growing files of a run, read incrementally."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import pairwise
@@ -111,7 +109,6 @@ def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
     made.saved(2, 70).event(60, "evaluated", step=3, val_loss=2.25)
     history.update()
     assert (history.first_val_loss, history.val_loss) == (3.0, 2.25)
-    assert history.saved is not None
     assert (history.saved.step, history.save_began) == (2, ago(74))
     assert history.attempts[1].started == timestamp(ago(1400))
 

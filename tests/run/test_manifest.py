@@ -1,7 +1,5 @@
 """Manifests: each kind of damage in words, and what is done with checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -83,14 +81,8 @@ def shard(checkpoint: Checkpoint) -> Path:
 
 UNREADABLE = "it cannot be read "
 DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
-    "truncated": (
-        lambda c: os.truncate(shard(c), 1199),
-        "__1_0.distcp has 1,199 bytes instead of 1,200",
-    ),
-    "grown": (
-        lambda c: os.truncate(shard(c), 1201),
-        "__1_0.distcp has 1,201 bytes instead of 1,200",
-    ),
+    "truncated": (lambda c: os.truncate(shard(c), 1199), "__1_0.distcp has 1,199 bytes instead of 1,200"),
+    "grown": (lambda c: os.truncate(shard(c), 1201), "__1_0.distcp has 1,201 bytes instead of 1,200"),
     "deleted": (lambda c: shard(c).unlink(), "__1_0.distcp is missing"),
     "no manifest": (lambda c: c.manifest_file.unlink(), "manifest.json is missing"),
     "empty manifest": (
@@ -105,10 +97,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "a list": (lambda c: write(c, []), "manifest.json cannot be read (not a manifest)"),
     "no files": (lambda c: change(c, files=None), "manifest.json cannot be read (not a manifest)"),
     "names nothing": (lambda c: change(c, files={}), "manifest.json names no files"),
-    "newer": (
-        lambda c: change(c, version=2),
-        "it was written by a newer trainkit (manifest version 2)",
-    ),
+    "newer": (lambda c: change(c, version=2), "it was written by a newer trainkit (manifest version 2)"),
     "version of nonsense": (lambda c: change(c, version="1"), "manifest.json has no version"),
     "of another step": (lambda c: change(c, step=8), "manifest.json is of step 8"),
     "sizes of nonsense": (

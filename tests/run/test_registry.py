@@ -112,11 +112,7 @@ def make_many(folder, count=30):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("last", ["run-29"]),
-        ("run-3", ["run-3"]),
-        ("local-run-27", ["run-29", "run-28", "run-27"]),
-    ],
+    [("last", ["run-29"]), ("run-3", ["run-3"]), ("local-run-27", ["run-29", "run-28", "run-27"])],
 )
 @pytest.mark.parametrize("place", ["elsewhere", "here/runs"])
 def test_only_folders_that_may_be_meant_are_read(tmp_path, read_folders, text, expected, place):

@@ -1,7 +1,5 @@
 """What the tests on a real cluster share: jobs that are sent, awaited and counted."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requeue, cancel, signals and versions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What a submission inherits, and which cluster slurm.conf names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

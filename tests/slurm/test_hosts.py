@@ -1,7 +1,5 @@
 """Host lists, counts, and states of hosts; test_control_on_cluster.py compares them with scontrol's."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What jobs are doing, from what squeue and sacct print."""
 
-from __future__ import annotations
-
 import gc
 import time
 from datetime import datetime, timezone
@@ -32,11 +30,7 @@ def queue_line(
 
 
 def accounting_line(
-    job_id: str,
-    state: str = "COMPLETED",
-    exit_code: str = "0:0",
-    name: str = "quick",
-    start: int = NOON + 60,
+    job_id: str, state: str = "COMPLETED", exit_code: str = "0:0", name: str = "quick", start: int = NOON + 60
 ) -> str:
     """One record of sacct."""
     times = (str(start), str(start + 60))
@@ -116,9 +110,6 @@ def test_tasks_of_an_array() -> None:
     expected = {"9_0": "running", "9_1": "failed", "9_3": "pending", "9_4": "pending", "9_6": "pending"}
     assert states(parse_queue(text)) == expected
     assert parse_queue(text)["9_6"].job_id == "9_6"
-
-
-def test_tasks_of_an_array_in_accounting() -> None:
     text = accounting_line("9_0") + accounting_line("9_[1-2%4]", "CANCELLED by 0")
     assert states(parse_accounting(text)) == {"9_0": "completed", "9_1": "cancelled", "9_2": "cancelled"}
 

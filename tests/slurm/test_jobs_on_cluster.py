@@ -1,7 +1,5 @@
 """What jobs are doing, asked of a real Slurm: with accounting, without, and when it has forgotten them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -189,7 +187,6 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
     assert "accounting does not answer" in unknown.sentence
     assert send(forgetful, tmp_path, "true\n"), "jobs need no accounting"
     found = discover_cluster()
-    assert found is not None
     assert found.accounts is None
     forgetful.start_accounting()
 
@@ -204,7 +201,6 @@ def test_a_cluster_that_never_had_accounting(
         job_id = send(made, tmp_path, "exit 3\n")
         assert wait_for(made, job_id, JobState.FAILED).exit_code == 3
         found = discover_cluster()
-        assert found is not None
         assert found.accounts is None
         forget(made)
         unknown = query_jobs([job_id])[job_id]

@@ -1,7 +1,5 @@
 """What Slurm's words mean: refused, not delivered, or the answer lost; and its records, cut up again."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 
 import pytest

@@ -1,7 +1,5 @@
 """A value is the same on both sides: for bash and sbatch themselves, not for what we believe of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -91,8 +89,7 @@ def test_comments_stay_on_their_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "written"),
-    [("/a/50%/j", "/a/50%%/j"), ("/a\\b/%j", "/a\\\\b/%j"), ("/plain", "/plain")],
+    ("path", "written"), [("/a/50%/j", "/a/50%%/j"), ("/a\\b/%j", "/a\\\\b/%j"), ("/plain", "/plain")]
 )
 def test_log_path(path: str, written: str) -> None:
     assert log_path(path) == written

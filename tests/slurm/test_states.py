@@ -1,7 +1,5 @@
 """Ids and states of jobs, what Slurm's states mean where they are read, and why a job waits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

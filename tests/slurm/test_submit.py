@@ -1,7 +1,5 @@
 """A script is submitted once: fake commands that lose answers, refuse and answer again."""
 
-from __future__ import annotations
-
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,12 +9,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.submit import (
-    find_by_token,
-    parse_start_estimate,
-    query_start,
-    submit_script,
-)
+from trainkit.slurm.submit import find_by_token, parse_start_estimate, query_start, submit_script
 
 MARK = "trainkit:5eed"
 LOST = (

@@ -1,7 +1,5 @@
 """A script is submitted once, whatever happens to Slurm's controller meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -129,7 +127,6 @@ def test_would_start(cluster: Cluster, tmp_path: Path) -> None:
     script = write(tmp_path, SLEEP, "trainkit:test", "--nodes=3").read_text()
     answer = query_start(script)
     assert answer.nodes == cluster.hosts[:3]
-    assert answer.start_time is not None
     assert abs(answer.start_time.timestamp() - time.time()) < 120
     assert jobs_with_token(cluster, "trainkit:test") == []
     with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):

@@ -1,7 +1,5 @@
 """Hosts are hosts: names, disks and processes of their own; jobs use the rest in `on_slurm`."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

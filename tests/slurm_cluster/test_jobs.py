@@ -1,7 +1,5 @@
 """Hosts and daemons of a cluster that fail; the tests in `on_slurm` do the rest to jobs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

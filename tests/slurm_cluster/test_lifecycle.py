@@ -1,7 +1,5 @@
 """Clusters come up next to each other and leave nothing behind, however they end."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -84,7 +82,6 @@ def test_what_a_killed_process_left_behind_goes_with_the_next(clusters_possible:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNED], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
     state = attach(folder).state
     lifecycle.clean_up()
@@ -170,7 +167,6 @@ def test_a_shell_that_is_killed_with_its_terminal(clusters_possible: None) -> No
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     folder = next(line.split()[-1] for line in lines if "Its folder" in line)
     state = attach(Path(folder)).state

@@ -1,7 +1,5 @@
 """What is installed, what is said when nothing can be, and what is skipped then."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from tools.slurm_cluster import packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,23 +97,12 @@ def test_what_is_missing_is_named(machine: Path, monkeypatch: pytest.MonkeyPatch
 
 def pytest_as_nobody(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_ask.py").write_text(ASK)
-    options = [
-        "-p",
-        "tools.slurm_cluster.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        f"{ROOT}/pyproject.toml",
-        "-q",
-        "-rs",
-    ]
-    return subprocess.run(
-        [sys.executable, "-c", NOBODY, *options, *args, str(folder)],
+    options = ["-p", "tools.slurm_cluster.plugin", "-p", "no:cacheprovider", "-q", "-rs"]
+    options += ["-c", f"{ROOT}/pyproject.toml"]
+    return run_program(
+        *(sys.executable, "-c", NOBODY, *options, *args, str(folder)),
         cwd=ROOT,
         env={**{name: value for name, value in os.environ.items() if name != "CI"}, **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
     )
 
 

@@ -1,7 +1,5 @@
 """Another version of Slurm is unpacked once, and what prevents it is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -436,7 +436,6 @@ def current_device() -> int:
 
 def set_device(device: Any) -> None:
     found = gpu_of(device)
-    assert found is not None
     assert found.index < NUM_GPUS, f"CUDA error: invalid device ordinal {found.index}"
     _thread.device = found.index
     used.add(found.index)

@@ -1,12 +1,42 @@
-"""Programs that tests drive and that `make test` installs where it can."""
+"""Programs that tests run, and those that `make test` installs where it can."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from typing import NoReturn
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+
+
+def run_program(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, without input; `options` are those of `subprocess.run`."""
+    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300, **options}
+    return subprocess.run(argv, **given)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+    """The first true value of a condition."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        # Before it is asked: a test that stood still itself asks once more.
+        is_last = time.monotonic() >= deadline_s
+        value = condition()
+        if value:
+            return value
+        assert not is_last, "waited too long"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def program(name: str) -> str:

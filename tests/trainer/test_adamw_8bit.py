@@ -1,7 +1,5 @@
 """Training with running averages in 8 bits: exact resume, a change of layout, and what it costs in loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

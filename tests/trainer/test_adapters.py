@@ -1,7 +1,5 @@
 """The adapters of `model.lora` in tasks: what is trained, saved, exported, and refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

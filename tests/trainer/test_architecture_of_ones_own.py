@@ -1,7 +1,5 @@
 """An architecture is one file: what it says of itself is enough for every layout."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import ClassVar

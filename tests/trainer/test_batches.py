@@ -1,7 +1,5 @@
 """Which samples make a step, on any number of ranks and through any number of threads."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Running averages in 8 bits: their values, their error, and blocks that no layout cuts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

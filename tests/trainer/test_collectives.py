@@ -1,7 +1,5 @@
 """A step talks as often as its layout needs, and once more, whatever is logged and clipped."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

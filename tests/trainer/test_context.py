@@ -1,7 +1,5 @@
 """The parts of a sequence that context-parallel ranks have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

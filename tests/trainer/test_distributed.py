@@ -1,7 +1,5 @@
 """The GPU of a rank, and how ranks find each other before there is a process group."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -127,20 +125,8 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "message", "hint"),
     [
-        (
-            "Tesla V100-SXM2-16GB",
-            (7, 0),
-            "fp16",
-            "has no kernels for the GPU Tesla V100",
-            "/cu126`",
-        ),
-        (
-            "Tesla T4",
-            (7, 5),
-            "bf16",
-            "dtype is bf16, in which the tensor cores of Tesla T4",
-            "fp16",
-        ),
+        ("Tesla V100-SXM2-16GB", (7, 0), "fp16", "has no kernels for the GPU Tesla V100", "/cu126`"),
+        ("Tesla T4", (7, 5), "bf16", "dtype is bf16, in which the tensor cores of Tesla T4", "fp16"),
         ("Tesla T4", (7, 5), "fp16", "", ""),
         ("NVIDIA A100", (8, 0), "bf16", "", ""),
     ],
@@ -325,9 +311,7 @@ def test_two_tasks_that_see_the_same_gpu(cuda: FakeCuda, monkeypatch: pytest.Mon
 def test_tasks_with_a_gpu_each(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     uuids = iter(["aaaa", "bbbb"])
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(name=cuda.name, uuid=next(uuids)),
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=cuda.name, uuid=next(uuids))
     )
     device = torch.device("cuda", 0)
     assert join(monkeypatch, [device, device]) == [0, 1]
@@ -410,7 +394,6 @@ def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: P
         socket.create_connection(("127.0.0.1", port))
     store = startup_barrier(rank(1 - number, port), StopRequest(), minute, file=file)
     thread.join(60)
-    assert store is not None
     store.set("key", "value")
     assert got[0].get("key") == b"value"
 
@@ -437,7 +420,6 @@ def test_a_rank_of_another_job_at_the_same_address(port: int, nonce: str) -> Non
     assert thread.is_alive()
     store = startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60))
     thread.join()
-    assert store is not None
     store.set("key", "value")
     assert got[0].get("key") == b"value"
 

@@ -1,7 +1,5 @@
 """Models of Hugging Face: training with transformers and with trainkit's decoder, adapters and export."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -354,7 +352,6 @@ def test_samples_longer_than_the_table_of_positions_are_refused(tmp_path: Path) 
 def test_adapters_that_cannot_be_trained_are_found_by_submit(tmp_path: Path, lora: str, message: str) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     problem = definite_problem(config_of(folder, f"model.lora={lora}"))
-    assert problem is not None
     assert f"{problem.key} {problem.message}".startswith(message)
     if "prj" in message:
         assert problem.hint.startswith("the modules with weights are called ")
@@ -376,7 +373,6 @@ def test_files_that_do_not_fit_their_config_are_found_by_submit(tmp_path: Path) 
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "intermediate_size": 128}))
     problem = definite_problem(config_of(folder))
-    assert problem is not None
     assert problem.key == "model.hf"
     assert "has shape [96, 64], not [128, 64]" in problem.message
 
@@ -393,7 +389,6 @@ def test_a_missing_shard_is_found_by_submit(tmp_path: Path) -> None:
     shard.unlink()
     for architecture in ("llama", "transformers"):
         problem = definite_problem(config_of(folder, f"model.architecture={architecture}"))
-        assert problem is not None
         assert problem.key == "model.hf"
         assert f"names {shard.name}, which is missing" in problem.message
 
@@ -418,7 +413,6 @@ def test_a_model_that_cannot_be_built_is_named_as_such(tmp_path: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "hidden_act": "nothing"}))
     problem = definite_problem(config_of(folder))
-    assert problem is not None
     assert f"{problem.key} {problem.message}".startswith(f"model.hf is {folder}, but its model cannot be ")
     with pytest.raises(TrainkitError, match=rf"^model\.hf is {folder}, but build_model\(\) failed: KeyError"):
         whole_model(folder)
@@ -473,7 +467,6 @@ def test_damaged_weights_are_found_by_submit(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     problem = definite_problem(config_of(folder, "model.architecture=llama"))
-    assert problem is not None
     assert (problem.key, "is incomplete" in problem.message) == ("model.hf", True)
 
 

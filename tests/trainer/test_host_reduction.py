@@ -1,7 +1,5 @@
 """Gradients that are averaged on the host are those of the wrapper that reduces on a device."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Whatever the layout, the same training: losses, gradient norms and validation of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,8 @@
 """Choosing a checkpoint: the newest that is intact, and never the beginning by mistake."""
 
-from __future__ import annotations
-
 import errno
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -84,15 +83,11 @@ def empty(path: Path) -> None:
 SHARD, METADATA, MANIFEST = FILES = "__0_0.distcp", ".metadata", "manifest.json"
 DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"{name} flipped": lambda f, n=name: flip(f / n) for name in FILES},
-    **{
-        f"{name} flipped at its start": lambda f, n=name: flip(f / n, 0)
-        for name in (SHARD, METADATA, MANIFEST)
-    },
-    **{
-        f"{name} flipped at its end": lambda f, n=name: flip(f / n, 1) for name in (SHARD, METADATA, MANIFEST)
-    },
+    **{f"{name} flipped at its start": lambda f, n=name: flip(f / n, 0) for name in FILES},
+    **{f"{name} flipped at its end": lambda f, n=name: flip(f / n, 1) for name in FILES},
     **{f"{name} deleted": lambda f, n=name: (f / n).unlink() for name in FILES},
     **{f"{name} empty": lambda f, n=name: empty(f / n) for name in FILES},
+    f"{SHARD} shorter": lambda f: os.truncate(f / SHARD, (f / SHARD).stat().st_size - 2),
     f"{SHARD} longer": lambda f: (f / SHARD).open("ab").write(b"x"),
     f"{SHARD} a folder": lambda f: ((f / SHARD).unlink(), (f / SHARD).mkdir()),
     "manifest of another step": lambda f: shutil.copy(f.with_name("step-00000002") / MANIFEST, f / MANIFEST),
@@ -267,18 +262,19 @@ def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
     write_json(newest.manifest_file, {**manifest, SEAL: seal(manifest)})
     point_best_at(Checkpoint(run.checkpoint_dir(1), 1))
     chosen = choose_checkpoint(run.attempt(2), ALONE)
-    assert chosen is not None
     assert chosen[0].step == 3
     assert best_step(run.checkpoints_dir) == 2
 
 
-def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir) -> None:
+def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     partial = run.checkpoints_dir / "step-00000009.attempt-001.partial"
-    partial.mkdir()
+    shutil.copytree(run.checkpoint_dir(3), partial)
     (run.checkpoints_dir / "step-9").mkdir()
     (run.checkpoints_dir / "step-00000010").write_text("a file")
     (run.checkpoints_dir / "notes").mkdir()
-    assert chosen_step(run) == 3
+    with caplog.at_level("INFO"):
+        assert chosen_step(run) == 3
+    assert "is an unfinished save: removed" in caplog.text
     assert not partial.exists()
     assert (run.checkpoints_dir / "notes").is_dir()
     assert rejections(run) == []

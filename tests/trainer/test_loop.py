@@ -1,14 +1,12 @@
 """A loop of the user's own: what it saves, loads and says when something does not fit."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
 from trainkit.cli.main import main
@@ -127,13 +125,11 @@ def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for number, said in enumerate(saids):
         if number == 2:
             (tmp_path / "train.py").write_text(code + "\nraise KeyError('after the last step')\n")
-        done = subprocess.run(
-            [sys.executable, "train.py"],
+        done = run_program(
+            sys.executable,
+            "train.py",
             cwd=tmp_path,
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=200,
         )
         assert done.returncode == (number == 2), done.stderr
         assert said in done.stdout
@@ -179,8 +175,6 @@ def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> Non
         assert f'train.py", line {line}' in text
     assert attempt.rank_error(0).exists()
     end = read_end(attempt)
-    assert end is not None
-    assert end.verdict is not None
     assert (end.verdict.rank, end.verdict.type, end.reason) == (1, "KeyError", "rank 1 failed")
 
 

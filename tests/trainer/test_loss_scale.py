@@ -1,6 +1,6 @@
 """The loss scale of fp16."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
@@ -27,29 +27,27 @@ def after(scale: LossScale, skips: str) -> list[float]:
     return values
 
 
-def test_halves_on_overflow_and_doubles_after_good_steps_in_a_row() -> None:
-    assert after(scale_of(), "..!...") == [1024, 1024, 512, 512, 512, 1024]
-
-
-def test_counts_anew_after_growing() -> None:
-    assert after(scale_of(), "......") == [1024, 1024, 2048, 2048, 2048, 4096]
-
-
-def test_never_falls_below_one() -> None:
-    assert after(scale_of(start=4.0), "!!!!") == [2, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("options", "skips", "values"),
+    [
+        # It halves on overflow, and doubles after good steps in a row, which it then counts anew.
+        ({}, "..!...", [1024, 1024, 512, 512, 512, 1024]),
+        ({}, "......", [1024, 1024, 2048, 2048, 2048, 4096]),
+        ({"start": 4.0}, "!!!!", [2, 1, 1, 1]),
+        ({"dtype": "fp32"}, "!...!", [1, 1, 1, 1, 1]),
+        ({"dtype": "bf16"}, "!...!", [1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_scale_after_each_step(options: dict[str, Any], skips: str, values: list[float]) -> None:
+    scale = scale_of(**options)
+    assert scale.enabled == ("dtype" not in options)
+    assert after(scale, skips) == values
 
 
 def test_never_grows_beyond_what_a_float_holds() -> None:
     scale = scale_of(growth=1)
     after(scale, "." * 300)
     assert torch.isfinite(scale.value)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_other_types_have_none(dtype: str) -> None:
-    scale = scale_of(dtype)
-    assert not scale.enabled
-    assert after(scale, "!...!") == [1, 1, 1, 1, 1]
 
 
 def test_state_goes_round() -> None:
@@ -60,16 +58,13 @@ def test_state_goes_round() -> None:
     assert after(restored, "...") == after(scale, "...") == [1024, 1024, 1024]
 
 
-def test_a_state_without_a_scale_leaves_the_first_one() -> None:
-    scale = scale_of()
-    scale.load({})
-    assert scale.value.item() == 1024
-
-
-def test_fp32_takes_no_scale_from_a_checkpoint_of_fp16() -> None:
-    scale = scale_of("fp32")
-    scale.load({"value": 512.0, "good_steps": 2.0})
-    assert scale.value.item() == 1
+@pytest.mark.parametrize(
+    ("dtype", "state", "value"), [("fp16", {}, 1024), ("fp32", {"value": 512.0, "good_steps": 2.0}, 1)]
+)
+def test_the_state_of_another_type(dtype: str, state: dict[str, float], value: float) -> None:
+    scale = scale_of(dtype)
+    scale.load(state)
+    assert scale.value.item() == value
 
 
 def test_a_cpu_has_none() -> None:

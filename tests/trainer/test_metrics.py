@@ -1,7 +1,5 @@
 """The records of a run, of its ranks and for TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -88,24 +86,19 @@ def test_a_record_has_every_promised_key(tmp_path: Path) -> None:
     assert 0 < record["mem_gib_peak"] < 100
 
 
-def test_a_loss_is_written_to_its_last_bit(tmp_path: Path) -> None:
-    write(metrics_of(tmp_path), loss=1 / 3)
-    assert f'"loss": {1 / 3!r},' in RunDir(tmp_path).metrics_file.read_text()
-
-
-def test_validation_loss_only_where_there_is_one(tmp_path: Path) -> None:
+def test_how_values_are_written(tmp_path: Path) -> None:
+    """A loss to its last bit, what is not finite as null, and nothing by other ranks."""
     metrics = metrics_of(tmp_path)
-    write(metrics, val_loss=3.25)
-    write(metrics, step=8)
-    assert [record.get("val_loss") for record in records(tmp_path)] == [3.25, None]
-
-
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    write(metrics_of(tmp_path), loss=float("nan"), grad_norm=float("inf"), finite=False)
-    line = RunDir(tmp_path).metrics_file.read_text()
-    assert json.loads(line)["loss"] is None
-    assert json.loads(line)["grad_norm"] is None
-    assert "NaN" not in line
+    write(metrics, loss=1 / 3, val_loss=3.25)
+    write(metrics, step=8, loss=float("nan"), grad_norm=float("inf"), finite=False)
+    first, second = RunDir(tmp_path).metrics_file.read_text().splitlines()
+    assert f'"loss": {1 / 3!r},' in first
+    assert "NaN" not in second
+    assert [json.loads(line).get("val_loss") for line in (first, second)] == [3.25, None]
+    assert (json.loads(second)["loss"], json.loads(second)["grad_norm"]) == (None, None)
+    metrics._world = type(ALONE)(1, 2, ALONE.device, None, None)
+    write(metrics, step=9)
+    assert len(records(tmp_path)) == 2
 
 
 def test_speed_is_of_the_interval_without_its_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +116,6 @@ def test_speed_is_of_the_interval_without_its_pauses(tmp_path: Path, monkeypatch
     first, second = records(tmp_path)
     assert (first["tokens_per_s"], first["step_s"]) == (round(4000 / 6, 2), 1.5)
     assert (second["tokens_per_s"], second["step_s"]) == (500, 2.0)
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    metrics = metrics_of(tmp_path)
-    metrics._world = type(ALONE)(1, 2, ALONE.device, None, None)
-    write(metrics)
-    assert not RunDir(tmp_path).metrics_file.exists()
 
 
 @pytest.mark.parametrize(("val_loss", "keys"), [(None, LINE), (3.25, LINE_VALIDATED)])

@@ -1,7 +1,5 @@
 """Losses and gradients that are not finite: skipped, said, and after too many in a row the end."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -214,11 +212,7 @@ def test_a_validation_loss_that_is_not_finite_is_said_and_never_the_best(tmp_pat
 @pytest.mark.parametrize("num_procs", [1, 2])
 def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path, num_procs: int) -> None:
     """More skipped steps in a row than would end the run in fp32, then training as if they had not been."""
-    options = [
-        "precision.dtype=fp16",
-        "precision.init_loss_scale=268435456.0",
-        "train.max_nonfinite_steps=2",
-    ]
+    options = ["precision.dtype=fp16", "precision.init_loss_scale=268435456.0", "train.max_nonfinite_steps=2"]
     options += ["train.steps=28", "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     attempt = train(tmp_path / "run", options, num_procs)
     finite = [record["grad_norm"] is not None for record in read_metrics(attempt.run)]

@@ -1,7 +1,5 @@
 """`parallel.offload` on one process: the same numbers, and checkpoints that a run without it continues."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The optimizer against torch's AdamW and clip_grad_norm_."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from typing import Any
@@ -61,7 +59,6 @@ def test_equals_torch(limit: float) -> None:
     for step in range(5):
         backward(mine, step, scale=50.0)
         for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
-            assert a.grad is not None
             b.grad = a.grad.clone()
         expected_norm = nn.utils.clip_grad_norm_(theirs.parameters(), limit)
         expected.step()
@@ -106,7 +103,6 @@ def test_skip_leaves_every_bit(config: OptimizerConfig) -> None:
     for value in (float("nan"), float("inf"), 1.0):
         backward(model, 1)
         for param in model.parameters():
-            assert param.grad is not None
             param.grad.fill_(value)
         optimizer.collect_gradients()
         optimizer.step(1e-2, ONE * float("nan"), ONE)
@@ -316,47 +312,27 @@ def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
         assert rates(10, peak=8.0, name=name, warmup_steps=4)[:4] == [2.0, 4.0, 6.0, 8.0]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_warm_up_longer_than_the_run(name: str) -> None:
-    assert rates(3, peak=8.0, name=name, warmup_steps=8) == [1.0, 2.0, 3.0]
+HALF_A_TURN = [0.2 + 0.8 * (1 + cosine) / 2 for cosine in (0.5**0.5, 0.0, -(0.5**0.5), -1.0)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_warm_up_as_long_as_the_run(name: str) -> None:
-    assert rates(4, name=name, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_cosine() -> None:
-    found = rates(4, name="cosine", warmup_steps=0, min_lr_ratio=0.2)
-    assert found == pytest.approx([0.2 + 0.8 * (1 + c) / 2 for c in (0.5**0.5, 0.0, -(0.5**0.5), -1.0)])
-
-
-def test_linear() -> None:
-    assert rates(4, name="linear", warmup_steps=0, min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
-
-
-def test_constant() -> None:
-    assert rates(4, name="constant", warmup_steps=1, min_lr_ratio=0.2) == [1.0] * 4
-
-
-def test_wsd_decays_over_the_last_steps_only() -> None:
-    found = rates(10, name="wsd", warmup_steps=2, decay_steps=4, min_lr_ratio=0.0)
-    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
-
-
-def test_wsd_decays_over_a_fifth_by_default() -> None:
-    found = rates(20, name="wsd", warmup_steps=0, min_lr_ratio=0.5)
-    assert found[:16] == [1.0] * 16
-    assert found[16:] == pytest.approx([0.875, 0.75, 0.625, 0.5])
-
-
-def test_wsd_whose_decay_is_longer_than_the_run_begins_after_the_warm_up() -> None:
-    found = rates(6, name="wsd", warmup_steps=2, decay_steps=100, min_lr_ratio=0.0)
-    assert found == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
-
-
-def test_wsd_of_a_run_too_short_to_have_a_fifth() -> None:
-    assert rates(2, name="wsd", warmup_steps=0, min_lr_ratio=0.5) == [1.0, 0.5]
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        *((name, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]) for name in SHAPES),
+        *((name, {"warmup_steps": 8}, [0.125, 0.25, 0.375]) for name in SHAPES),  # longer than the run
+        ("cosine", {"min_lr_ratio": 0.2}, HALF_A_TURN),
+        ("linear", {"min_lr_ratio": 0.2}, [0.8, 0.6, 0.4, 0.2]),
+        ("constant", {"warmup_steps": 1, "min_lr_ratio": 0.2}, [1.0] * 4),
+        ("wsd", {"warmup_steps": 2, "decay_steps": 4}, [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+        # It decays over a fifth by default, also in a run too short to have one, and after the warm-up.
+        ("wsd", {"min_lr_ratio": 0.5}, [*[1.0] * 16, 0.875, 0.75, 0.625, 0.5]),
+        ("wsd", {"min_lr_ratio": 0.5}, [1.0, 0.5]),
+        ("wsd", {"warmup_steps": 2, "decay_steps": 100}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+    ],
+)
+def test_the_rate_of_each_step(name: str, config: dict[str, Any], expected: list[float]) -> None:
+    given = {"warmup_steps": 0, "min_lr_ratio": 0.0, **config}
+    assert rates(len(expected), name=name, **given) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])

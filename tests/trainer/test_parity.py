@@ -1,7 +1,5 @@
 """Layouts that split one sample over ranks give the curve of one process; a run may move between layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The profiler's window."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`model.quantize`: adapters on frozen weights of 4 bits, on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -153,5 +151,4 @@ def test_adapters_that_need_the_weights_are_refused(tmp_path: Path, lora: str) -
     with pytest.raises(TrainkitError, match=r"model\.quantize is nf4, which .* does not support: "):
         UserTask(config, None, opens_data=False).build_model()
     problem = definite_problem(config)
-    assert problem is not None
     assert problem.key == "model.quantize"

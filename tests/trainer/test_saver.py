@@ -1,7 +1,5 @@
 """Saving: what is written is the state at the call, and what was published stays."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -93,7 +91,6 @@ def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any,
     assert saver.last_step == 5
     assert_equal(loaded(tmp_path, 5, tensors), tensors)
     chosen = choose_checkpoint(RunDir(tmp_path).attempt(1), ALONE)
-    assert chosen is not None
     assert chosen[1].progress == {"step": 5}
     assert events(tmp_path, "checkpoint_begin")[0]["step"] == 5
     assert events(tmp_path, "checkpoint_commit")[0]["step"] == 5
@@ -188,38 +185,12 @@ def test_poll_reports_without_waiting(
     assert saver.last_step == 1
 
 
-class TestManifest:
-    def test_names_every_file_and_is_sealed(self, tmp_path: Path, make_saver: Any) -> None:
-        make_saver(tmp_path).save(request(5), blocking=True)
-        folder = RunDir(tmp_path).checkpoint_dir(5)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
-        assert manifest["step"] == 5
-
-    @pytest.mark.parametrize(("old", "new"), [('"step": 5', '"step": 6'), ('"bytes": ', '"bytes": 1')])
-    def test_a_changed_digit_is_noticed(self, tmp_path: Path, make_saver: Any, old: str, new: str) -> None:
-        """In the progress, of which nothing but the seal could tell."""
-        make_saver(tmp_path).save(request(5), blocking=True)
-        checkpoint = Checkpoint(RunDir(tmp_path).checkpoint_dir(5), 5)
-        head, progress = checkpoint.manifest_file.read_text().split('"progress"')
-        assert old in progress
-        checkpoint.manifest_file.write_text(f'{head}"progress"{progress.replace(old, new, 1)}')
-        assert "manifest.json was changed after it was written" in find_damage(checkpoint)
-
-    def test_any_flipped_byte_anywhere_is_noticed(self, tmp_path: Path, make_saver: Any) -> None:
-        """But for a byte in the name of the seal, which holds nothing."""
-        make_saver(tmp_path).save(request(5), blocking=True)
-        checkpoint = Checkpoint(RunDir(tmp_path).checkpoint_dir(5), 5)
-        whole = checkpoint.manifest_file.read_bytes()
-        seal_name = whole.rindex(b'"sha256"')
-        for place in range(0, len(whole)):
-            damaged = bytearray(whole)
-            damaged[place] ^= 1
-            checkpoint.manifest_file.write_bytes(damaged)
-            harmless = bytes(damaged).isspace() or seal_name <= place < seal_name + 8
-            if not find_damage(checkpoint):
-                same = json.loads(damaged) == json.loads(whole)
-                assert harmless or same, f"byte {place}: {bytes(damaged[place - 20 : place + 20])!r}"
+def test_the_manifest_names_every_file(tmp_path: Path, make_saver: Any) -> None:
+    make_saver(tmp_path).save(request(5), blocking=True)
+    folder = RunDir(tmp_path).checkpoint_dir(5)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
+    assert manifest["step"] == 5
 
 
 class TestKeeping:

@@ -1,9 +1,6 @@
 """A rank that is alone with itself does what it would do among others, and holds what it would hold."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from tests.support.parity import Case, close, make_trainer, run_cases
+from tests.support.programs import run_program
 from tests.support.runs import make_attempt
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
@@ -43,7 +41,7 @@ def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
     # DTensor remembers the groups of a process after they are gone.
     argv = [str(attempt.config_file), str(attempt.plan_file), str(rank)]
     module = [sys.executable, "-m", "trainkit.trainer.simulate"]
-    done = subprocess.run([*module, *argv], capture_output=True, text=True, timeout=600)
+    done = run_program(*module, *argv, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return Simulation(**json.loads(done.stdout))
 

@@ -1,7 +1,5 @@
 """Ranks that hold the others up: which are named, when, and when nobody is."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Random numbers that depend on where they are used, and on nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path

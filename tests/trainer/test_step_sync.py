@@ -1,7 +1,5 @@
 """The step report: packed on each rank, added up, read once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

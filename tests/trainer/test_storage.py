@@ -1,7 +1,5 @@
 """Checkpoint files are hashed when written, read without running code, and may begin another run."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

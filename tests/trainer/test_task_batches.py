@@ -1,7 +1,5 @@
 """The workers that read the samples of a task: one that hangs in its fork is replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

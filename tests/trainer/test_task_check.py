@@ -1,7 +1,5 @@
 """Mistakes in a task of the user's own are found with a few samples on a CPU, and named with their line."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,7 +182,6 @@ def test_found_by_submit(case: str) -> None:
     assert before in CODE
     overrides = ["task_args.width=4"] if case == "arguments" else []
     problem = definite_problem(config_of(CODE.replace(before, after), *overrides))
-    assert problem is not None
     assert problem.key in ("task", "task_args")
     assert message in problem.message
     assert hint in problem.hint
@@ -208,14 +205,12 @@ def test_found_by_a_smoke_test(case: str) -> None:
 def test_no_file() -> None:
     config = config_of(CODE, "task=nowhere.py:Mine")
     problem = definite_problem(config)
-    assert problem is not None
     assert "there is no file" in problem.message
     assert problem.hint
 
 
 def test_no_module() -> None:
     problem = definite_problem(config_of(CODE, "task=nowhere.task:Mine"))
-    assert problem is not None
     assert "there is no module nowhere" in problem.message
     assert problem.hint
 

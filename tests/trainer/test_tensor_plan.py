@@ -1,7 +1,5 @@
 """A task that says how its model is split trains with tensor parallelism as on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -346,6 +344,5 @@ def test_models_of_transformers_that_cannot_be_split(
     if not message:
         assert problem is None
         return
-    assert problem is not None
     assert problem.key == "parallel.tp"
     assert problem.message.startswith(message)

@@ -1,13 +1,10 @@
 """Private APIs of torch stand in one file, so that a new release of torch is checked in one place."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 
+from tests.support.programs import run_program
 from trainkit.trainer.torch_private import make_stager
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +155,6 @@ class Style(ParallelStyle):
         + source[source.index("class Style") :]
     )
     spec = importlib.util.spec_from_file_location("styles", file)
-    assert spec is not None
     assert spec.loader is not None
     module = sys.modules["styles"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -169,7 +166,5 @@ class Style(ParallelStyle):
 
 def test_slow_modules_are_imported_by_whom_they_concern() -> None:
     program = "import sys, trainkit.trainer.worker; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = run_program(sys.executable, "-c", program, check=True, cwd=ROOT)
     assert SLOW & set(done.stdout.split()) == set()

@@ -1,7 +1,5 @@
 """A task of the user's own trains on every data-parallel layout as on one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

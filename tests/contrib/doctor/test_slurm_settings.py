@@ -1,7 +1,5 @@
 """What `trainkit doctor` says of Slurm's settings."""
 
-from __future__ import annotations
-
 from trainkit.contrib.doctor.nodes import settings_checks
 
 CONFIG = {"SLURM_VERSION": "23.11.4", "ClusterName": "big", "JobRequeue": "1", "KillWait": "30 sec"}
@@ -32,10 +30,7 @@ def test_preemption_says_how_jobs_are_notified() -> None:
     config = {**CONFIG, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
     partition = "PartitionName=low GraceTime=60"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
-    assert (found.state, found.value) == (
-        "ok",
-        "partition low: REQUEUE, GraceTime 60 s, notice by SIGTERM",
-    )
+    assert (found.state, found.value) == ("ok", "partition low: REQUEUE, GraceTime 60 s, notice by SIGTERM")
     config["PreemptParameters"] = "youngest_first,send_user_signal"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
     assert found.value.endswith("notice by SIGTERM and the job's own signal")

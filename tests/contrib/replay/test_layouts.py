@@ -1,7 +1,5 @@
 """`trainkit replay` with other layouts, in a job of its own, and when it is interrupted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.flipped import run_flipped
+from tests.support.programs import run_program
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
@@ -122,7 +121,7 @@ def test_an_interruption_while_a_rank_is_started(
     run = trained()
     argv = [sys.executable, "-c", AT_FORK.format(number=int(number)), "replay", str(run), "--step", "6"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = run_program(*argv, env=environ, timeout=TIMEOUT_S)
     assert done.returncode == (130 if number == signal.SIGINT else 143), done.stderr
     assert not list(tmp_path.glob("trainkit-replay-*"))
 

@@ -1,7 +1,5 @@
 """The samples of a step are the ones that the trainer reads, on any layout and from any kind of source."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

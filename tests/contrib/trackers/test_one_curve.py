@@ -1,7 +1,5 @@
 """A run of two attempts in MLflow, Weights & Biases and TensorBoard, read with what belongs to each."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import run_program
 from tests.support.runs import free_port, site
 from trainkit.config.running import MlflowConfig
 from trainkit.contrib.trackers.sync import RunTracker
@@ -49,14 +48,8 @@ TIMEOUT_S = 400
 
 
 def command(*argv: str, cwd: Path, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", *argv],
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+    done = run_program(
+        sys.executable, "-m", "trainkit", *argv, cwd=cwd, env={**os.environ, **env}, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -75,11 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "log").open("wb") as log:
         proc = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *argv],
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            process_group=0,
+            [sys.executable, "-m", "mlflow", *argv], cwd=folder, stdout=log, stderr=log, process_group=0
         )
     try:
         deadline_s = time.monotonic() + TIMEOUT_S

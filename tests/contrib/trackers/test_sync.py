@@ -1,7 +1,5 @@
 """Which steps a tracker gets, and when, with a tracker that only remembers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +10,7 @@ from tests.support.runs import make_attempt
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.contrib.trackers import sync
 from trainkit.contrib.trackers.clients import Facts, Sample, read_facts
-from trainkit.contrib.trackers.sync import (
-    RunTracker,
-    Sent,
-    read_position,
-    state_of,
-    sync_run,
-    trackers_of,
-)
+from trainkit.contrib.trackers.sync import RunTracker, Sent, read_position, state_of, sync_run, trackers_of
 from trainkit.errors import UsageError
 from trainkit.locks import LockBusy
 from trainkit.run.files import append_jsonl, write_json

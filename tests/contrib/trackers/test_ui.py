@@ -1,7 +1,5 @@
 """The page of a tracker: bound to this host, with the ssh line for another."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_program
 from tests.support.runs import free_port, make_attempt
 from trainkit.cli.main import main
 from trainkit.contrib.trackers import command
@@ -44,11 +43,10 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert argv[0] == sys.executable
     assert argv[3:] == [*place, "--port", str(port)]
     (tmp_path / "tensorboard.py").write_text("print('of a stranger')")
-    shown = subprocess.run([*argv[:3], "--help"], cwd=tmp_path, capture_output=True, text=True)
+    shown = run_program(*argv[:3], "--help", cwd=tmp_path)
     assert "--logdir" in shown.stdout
     assert "stranger" not in shown.stdout
     with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as page:
-        assert page.stderr is not None
         assert page.stderr.readline().startswith("TensorBoard ")  # and nothing before its address
         page.kill()
     url, ssh = capfd.readouterr().out.splitlines()

@@ -1,7 +1,5 @@
 """Hosts that failed are left out for a day, and never so that a job could not start any more."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone

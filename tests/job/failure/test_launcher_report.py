@@ -44,7 +44,6 @@ OUTPUT = {
 )
 def test_the_first_rank_to_fail(name: str, code: int, rank: int | None) -> None:
     found = first_exit(OUTPUT[name].splitlines())
-    assert found is not None
     assert (found.code, found.rank) == (code, rank)
     assert str(abs(code)) in OUTPUT[name].splitlines()[found.index]
 
@@ -52,7 +51,6 @@ def test_the_first_rank_to_fail(name: str, code: int, rank: int | None) -> None:
 def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first() -> None:
     late = OUTPUT["accelerate-two-at-once"].replace("11\n", "41\n", 1)
     found = first_exit(late.splitlines())
-    assert found is not None
     assert (found.code, found.rank) == (1, 0)
 
 
@@ -96,8 +94,6 @@ def test_the_record_has_the_exception_of_the_first_rank(
     attempt.rank_log(0).write_text(OUTPUT[name])
     record_silent_death(attempt, 0, 0, 1)
     found = first_rank_failure(attempt)
-    assert found is not None
-    assert found.code is not None
     assert (found.rank, found.type, found.message, found.code.place) == (rank, kind, message, place)
     assert found.log_tail[-1].startswith(kind)
     assert found.line.startswith(f"rank {rank} failed first")
@@ -108,7 +104,6 @@ def test_a_rank_that_ended_without_an_exception(attempt: AttemptDir) -> None:
     attempt.rank_log(0).write_text(quiet.replace("exitcode  : 1", "exitcode  : 3"))
     record_silent_death(attempt, 0, 0, 1)
     found = first_rank_failure(attempt)
-    assert found is not None
     assert (found.rank, found.type, found.message) == (2, "exit", "ended with exit code 3")
 
 
@@ -193,7 +188,6 @@ def test_ranks_have_saved_when_all_say_so(codes: tuple[int, int], saved: bool) -
     ranks = LaunchedRanks()
     ranks.watch({process.pid: rank for rank, process in enumerate(processes)})
     for process in processes:
-        assert process.stdin is not None
         process.stdin.close()
     deadline_s = time.monotonic() + 30.0
     while len(ranks.codes) < len(codes) and time.monotonic() < deadline_s:

@@ -3,12 +3,7 @@ from dataclasses import asdict
 import pytest
 
 import trainkit
-from trainkit.job.failure.records import (
-    agent_failure,
-    first_rank_failure,
-    record_silent_death,
-    suspect_host,
-)
+from trainkit.job.failure.records import agent_failure, first_rank_failure, record_silent_death, suspect_host
 from trainkit.job.hangs import HangRecord
 from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, write_json

@@ -20,18 +20,10 @@ from trainkit.job.failure.stacks import (
     spy_on,
 )
 from trainkit.run.process import process_stat
-from trainkit.run.rundir import RunDir
 
 PYTHON = sys.executable
 WAITS = ["all_gather (dist.py:9)", "train (loop.py:1)"]
 READS = ["read (disk.py:3)", "train (loop.py:1)"]
-
-
-@pytest.fixture
-def attempt(tmp_path):
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
-    return attempt
 
 
 @pytest.fixture

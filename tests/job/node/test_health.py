@@ -1,11 +1,8 @@
 """The samples of a node's health."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import wait_for
 from trainkit.job.node import health
 from trainkit.job.node.health import HealthSampler, job_memory_gib, thin_out
 from trainkit.run.files import read_jsonl
@@ -31,17 +29,10 @@ def attempt_in(folder: Path) -> AttemptDir:
     return attempt
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
 def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
     sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.02, {})
     sampler.start()
-    wait_until(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
+    wait_for(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
     sampler.end()
     records = list(read_jsonl(sampler.file))
     assert sampler.file == tmp_path / "health" / "n1.jsonl"
@@ -218,7 +209,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         sizes.append(sampler.file.stat().st_size if sampler.file.exists() else 0)
         return any(later < before for before, later in pairwise(sizes))
 
-    wait_until(has_been_thinned)
+    wait_for(has_been_thinned)
     sampler.end()
     assert max(sizes) < 5000
 
@@ -235,7 +226,7 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     monkeypatch.setattr(health, "append_jsonl", full)
     sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
     sampler.start()
-    wait_until(lambda: len(tries) > 5)
+    wait_for(lambda: len(tries) > 5)
     sampler.end()
     assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1
 

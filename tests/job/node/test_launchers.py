@@ -1,7 +1,5 @@
 """The argv that an agent starts."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys
@@ -54,12 +52,7 @@ def test_a_command_is_a_rank_as_it_stands() -> None:
         (
             "deepspeed",
             "deepspeed.launcher.launch",
-            [
-                f"--world_info={WORLD_INFO}",
-                "--node_rank=1",
-                "--master_addr=host0",
-                "--master_port=12345",
-            ],
+            [f"--world_info={WORLD_INFO}", "--node_rank=1", "--master_addr=host0", "--master_port=12345"],
         ),
     ],
 )

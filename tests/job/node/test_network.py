@@ -1,7 +1,5 @@
 """Which interface the ranks talk over, and what the presets say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

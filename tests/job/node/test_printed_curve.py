@@ -29,11 +29,7 @@ def losses(text: str, **options) -> dict[int, float]:
 
 RECORDED = {
     # name: (what counts, names, total steps, steps of an epoch), some steps and losses, validations
-    "accelerate": (
-        ("progress bar", ("loss", "lr"), None, None),
-        {1: 9.97, 29: 4.8, 30: 7.81},
-        [],
-    ),
+    "accelerate": (("progress bar", ("loss", "lr"), None, None), {1: 9.97, 29: 4.8, 30: 7.81}, []),
     "deepspeed": (("step", ("loss",), None, None), {0: 2.69806, 39: 12.54815}, []),
     "hf-trainer": (
         ("progress bar", ("loss", "grad_norm", "lr", "val_loss"), 60, None),
@@ -76,7 +72,6 @@ def test_the_curve_in_the_log_of_a_framework(name):
     of_curve, some, validations = RECORDED[name]
     curve = read((LOGS / f"{name}.log").read_bytes())
     found = curve.found
-    assert found is not None
     assert (found.kind, found.names, found.total_steps, found.length) == of_curve
     assert {step: curve.records[step]["loss"] for step in some} == some
     assert (min(curve.records), max(curve.records)) in ((min(some), max(some)), (0, max(some)))

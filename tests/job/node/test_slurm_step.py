@@ -1,7 +1,5 @@
 """Where a process stands in a Slurm step, from variables as Slurm 22.05, 24.11 and 26.05 set them."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -49,7 +47,6 @@ def step(**changes: Any) -> dict[str, str]:
 
 def test_a_task_of_a_step() -> None:
     place = find_slurm_task(STEP)
-    assert place is not None
     assert (place.job_id, place.step_id, place.task, place.node_rank, place.local_task) == (
         "12",
         "0",
@@ -63,7 +60,6 @@ def test_a_task_of_a_step() -> None:
 
 def test_uneven_nodes() -> None:
     place = find_slurm_task(step(SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1"))
-    assert place is not None
     assert place.tasks == (2, 1)
 
 

@@ -1,7 +1,5 @@
 """The rendezvous of agents, on one machine and in a step: ports, and which attempt it makes the newest."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -63,13 +61,6 @@ def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake.add("scontrol", show)
     monkeypatch.setenv("PATH", fake.environ["PATH"])
     return fake
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> AttemptDir:
-    found = RunDir(tmp_path).attempt(1)
-    found.create()
-    return found
 
 
 def test_all_workers_of_a_local_node() -> None:

@@ -1,7 +1,5 @@
 """The process that sends the metrics: it never delays a stop, and has a limited time after the last step."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
