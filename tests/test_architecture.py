@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (260, 60_339), "tests": (362, 58_773)}
+SIZES = {"trainkit": (260, 60_339), "tests": (362, 58_775)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -49,6 +49,7 @@ ALLOWED = {
         *("errors", "locks", "run", "plan", "slurm"),
         *("job.processes", "job.signals", "job.node.slurm_step"),
         "job.supervisor",  # submitit pickles what its jobs run
+        "job.group_parts",  # the arrays of a group, which its jobs submit too
         "job.rank_debugger",  # the variable that names the terminal
     },
     # How it gets there.
@@ -70,6 +71,7 @@ ALLOWED = {
     "control": {
         *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "launch"),
         *("job.failed_starts", "job.requeue"),  # where a job is not started again
+        "job.group_parts",
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
@@ -78,7 +80,7 @@ ALLOWED = {
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
         *("errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backends", "control", "launch", "observe"),
+        *("backends", "control", "launch", "observe", "job.group_parts"),
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
