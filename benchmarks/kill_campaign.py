@@ -21,9 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from trainkit.contrib.drill.command import computed_steps
 from trainkit.contrib.drill.inject import find_processes, kill_all
-from trainkit.contrib.drill.result import Point, compare, points_of
-from trainkit.run.events import read_steps
+from trainkit.contrib.drill.result import compare
+from trainkit.run.events import StepRecord
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.rundir import RunDir
 
@@ -111,12 +112,12 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
     return run, told
 
 
-def check(run: RunDir, reference: list[Point]) -> list[str]:
+def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
     """Everything that is wrong after a round; empty if nothing is."""
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")
-    difference = compare(reference, points_of(read_steps(run)))
+    difference = compare(reference, computed_steps(run))
     if difference:
         wrong.append(difference)
     wrong += [
@@ -132,7 +133,7 @@ def campaign(rounds: int, seed: int, folder: Path) -> int:
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
     reference = submit(folder / "reference", text)
     wait_until_ended(reference)
-    expected = points_of(read_steps(reference))
+    expected = computed_steps(reference)
     print(f"uninterrupted: {len(expected)} steps, state {state(reference)}", flush=True)
     failed = 0
     for number in range(1, rounds + 1):

@@ -35,6 +35,10 @@ class RunProcesses:
     ranks: Mapping[int, int]
     """By rank; includes ranks started by a launcher, but not the launcher."""
 
+    @property
+    def everything(self) -> tuple[int, ...]:
+        return (*self.supervisors, *self.agents.values(), *self.ranks.values())
+
 
 def find_processes(run: RunDir) -> RunProcesses:
     """The processes of a local run, anywhere in its process tree."""
