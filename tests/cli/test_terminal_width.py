@@ -42,7 +42,7 @@ def test_a_table_fits_the_terminal(
     texts = []
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((80, 24)))
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
         code = main(line.split())
         out, err = capsys.readouterr()
         assert code in (0, 1), err

@@ -12,8 +12,10 @@ from tests.on_slurm.login import BACKENDS, Login
 
 AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
 SAYS_ITS_SIZE = """
-import os
+import os, sys, time
 print(os.environ["WORLD_SIZE"], "ranks", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.1)
 """
 
 
@@ -65,11 +67,12 @@ def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> N
     login.script(SAYS_ITS_SIZE, "size.py")
     with login.other_job("--partition=high", "--nodes=2"):
         given = (*AUTO, "--backend", backend, "--partition", "high", "--time", "60")
-        run = login.submit(*given, "--", "python", "size.py")
+        run = login.submit(*given, "--", "python", "size.py", str(login.folder / "go"))
         login.wait_for_log(run, "2 ranks")
-        assert login.wait_for_end(run)["state"] == "finished", login.logs_and_attempts(run)
-        job = login.cluster.job(login.job_id(run))
+        job = login.cluster.job(login.job_id(run))  # of one that ends, Slurm counts the nodes that are left
         assert (job["NumNodes"], job["Partition"]) == ("2", "high")
+        (login.folder / "go").touch()
+        assert login.wait_for_end(run)["state"] == "finished", login.logs_and_attempts(run)
 
 
 @pytest.mark.slow(seconds=20)
