@@ -209,7 +209,7 @@ def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> No
     with pytest.raises(OSError, match="a lock is a file of its own") as caught:
         acquire_lock(lock, 0.0)
     assert caught.value.filename == str(lock)
-    for hold in (exclusive(lock, "busy", wait=True), run_lock(run)):
+    for hold in (exclusive(lock), run_lock(run)):
         with (
             pytest.raises(UsageError, match="cannot be locked: a lock is a file of its own") as refused,
             hold,

@@ -278,7 +278,7 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
             hint=f"`trainkit {hint.format(path)}",
         )
     job_id = job_id or group.task_id(index)
-    if job_id is None and index in group.left:
+    if job_id is None and group.job_id is not None:
         raise UsageError(
             f"{run.path} is not submitted yet: {WAITS_FOR_ROOM}",
             hint=f"`trainkit resume {quote(str(group.path))}` submits it as soon as Slurm takes it",
