@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
 def test_a_group_whose_job_id_was_never_learned(login: Login) -> None:
     group = submit(login, "--array", "0-1", *HELD, *LISTENS)
     job_id = group.job_id
-    group.update(job_id=None)
+    group.update(job_id=None, parts=[replace(part, job_id=None) for part in group.parts])
     seen = status(login, group)
     assert (seen["job_id"], seen["states"]) == (job_id, {"pending": 2})
 
