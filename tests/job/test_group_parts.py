@@ -16,6 +16,7 @@ from tests.support.groups import make_group
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job import group_parts
 from trainkit.job.group_parts import next_part, recover_parts, submit_parts
+from trainkit.run.files import read_json, write_json
 from trainkit.run.group import Part, RunGroup, create_task_run
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.states import array_indices
@@ -180,3 +181,13 @@ def test_it_waits_for_the_array_before_if_so_many_may_run(
         "--dependency=afterany:101",
     ]
     assert group.parts == [Part(2, 0, "100"), Part(5, 3, "101"), Part(6, 6, "102")]
+
+
+@pytest.mark.parametrize("parts", [[3, {"last": "x"}, {"last": 1, "job_id": 7}], {"last": 3}, None])
+def test_damaged_parts_are_read_as_unknown(tmp_path: Path, parts: object) -> None:
+    group = group_of(tmp_path, 3)
+    content = read_json(group.sweep_file) | {"parts": parts, "job_id": "12"}
+    write_json(group.sweep_file, content)
+    again = RunGroup(group.path)
+    assert {again.task_id(index) for index in range(3)} <= {None, "12_0", "12_1", "12_2"}
+    assert set(again.left) <= {0, 1, 2}

@@ -94,7 +94,6 @@ def command(
     from trainkit.plan.launch import describe_plan
     from trainkit.run.group import RunGroup
     from trainkit.run.manifest import published
-    from trainkit.run.record import read_job
     from trainkit.run.registry import find_run_or_group, one_run
 
     named = find_run_or_group(run_name, to_change=True)
@@ -112,7 +111,7 @@ def command(
         )
     is_first = place is None or place.node_rank == 0
     flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm})
-    job, fork = read_job(source), None if fork_dir is None else Path(fork_dir).absolute()
+    fork = None if fork_dir is None else Path(fork_dir).absolute()
     planned = planned_resume(
         *(source, overrides, flags),
         warn=warn,
@@ -135,13 +134,13 @@ def command(
             if fork is None and knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
-            name, plan = job.name, replace(plan, requeue=replace(plan.requeue, on=()))
+            name, plan = found.job.name, replace(plan, requeue=replace(plan.requeue, on=()))
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
                 lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         if fork is None:
-            run, name = source, job.name
+            run, name = source, found.job.name
             entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now)
         else:
             checkpoint = newest_checkpoint_of(source)

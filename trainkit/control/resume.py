@@ -46,7 +46,7 @@ from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.manifest import Manifest, newest_intact, published
-from trainkit.run.record import AttemptRecord, change_newest, read_job
+from trainkit.run.record import AttemptRecord, JobRecord, change_newest, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
 
@@ -313,6 +313,7 @@ def _link_or_copy(source: str, target: str) -> None:
 class PlannedResume:
     """The next attempt of a run, planned."""
 
+    job: JobRecord
     before: RunConfig
     loaded: LoadedConfig
     plan: LaunchPlan
@@ -341,14 +342,14 @@ def planned_resume(
         require_not_running(run, "resume")
         note_dead_job(run, warn)
     loaded, workload = load_again(run, overrides, flags)
-    before = read_effective(run.config_file)
+    job, before = read_job(run), read_effective(run.config_file)
     if workload.knows_run:
         refuse_finished(run, before, loaded)
     with submission_folder(run, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
-            target = same_place(read_job(run).newest, loaded)
+            target = same_place(job.newest, loaded)
         plan = plan_again(run, loaded, workload, target, code_dir)
-        yield PlannedResume(before, loaded, plan, workload.knows_run)
+        yield PlannedResume(job, before, loaded, plan, workload.knows_run)
 
 
 def resume_run(

@@ -22,7 +22,7 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.formats import JsonObject, duration, plural, relative_path, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.queue_estimate import Answer, ask_starts, misfit, when
+from trainkit.launch.queue_estimate import Answer, ask_starts, misfit, request_of, when
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import LaunchPlan
@@ -117,9 +117,7 @@ def choose_nodes(
     if cluster is None or own.slurm is None:
         return loaded, own, Choice((), None, "only Slurm knows when more or fewer nodes are free")
     given = loaded.config.resources
-    request = cluster.resource_request(given).with_workers(
-        own.workers_per_node, own.device, own.threads_per_worker, own.per
-    )
+    request = request_of(own, loaded.config, cluster)
     if not request.partitions:
         why = cluster.error or "the partitions of this cluster are unknown"
         return loaded, own, Choice((), None, why)

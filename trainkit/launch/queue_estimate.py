@@ -95,15 +95,20 @@ def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> li
     return answers
 
 
+def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:
+    """What a planned job asks for."""
+    return cluster.resource_request(config.resources).with_workers(
+        plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
+    )
+
+
 def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> list[Wait]:
     """The estimates for the requested partitions, then for all others.
 
     Raises SlurmUnreachable when Slurm answers no query.
     """
     assert plan.slurm is not None
-    request = cluster.resource_request(config.resources).with_workers(
-        plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
-    )
+    request = request_of(plan, config, cluster)
     names = [item.name for item in request.partitions]
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
     options: Options = {**plan.slurm.sbatch, "comment": False}

@@ -86,13 +86,14 @@ class RankFailure:
 
 def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
     """What the ranks of an attempt have recorded of themselves, each with its file, in the order of time."""
-    records = []
+    records, job = [], None
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
         record = read_object(path)  # empty if it was cut off by a crash
         if record:
             failure = read_record(RankFailure, record)
             if failure.code is not None:
-                failure = replace(failure, code=failure.code.in_tree(read_job(attempt.run)))
+                job = job or read_job(attempt.run)
+                failure = replace(failure, code=failure.code.in_tree(job))
             records.append((path, failure))
     return sorted(records, key=lambda item: item[1].time or "~")
 

@@ -55,7 +55,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the arrays of a group for which one array would be too large."""
+    """An array of a group: the only one, unless Slurm does not take so large a one, or as many jobs."""
 
     last: int = -1
     """The index of its last point; its first one follows that of the part before."""
@@ -77,7 +77,7 @@ class GroupRecord:
     job_id: str | None = None
     """The id of the whole array, or of that of the first part; None before it is known."""
     parts: list[Part] = field(default_factory=list)
-    """Its arrays in the order of their points, if they are several or not all points are submitted."""
+    """Its arrays on Slurm, in the order of their points; none in the files of earlier versions."""
     array: str = ""
     """What `--array` of sbatch gets."""
     process: ProcessId | None = None
@@ -172,7 +172,8 @@ class RunGroup:
         if any(point.index < 0 for point in points):
             raise UsageError(f"{self.sweep_file} was not written by trainkit")
         record = read_record(GroupRecord, content)
-        record = replace(record, parts=[read_record(Part, cast(JsonObject, one)) for one in record.parts])
+        parts = [read_record(Part, one) for one in cast(list[object], record.parts) if isinstance(one, dict)]
+        record = replace(record, parts=sorted(parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
                 f"{self.sweep_file} has version {record.version}; this trainkit knows {GROUP_VERSION}",
