@@ -230,7 +230,7 @@ def _only_yours(option: str) -> str:
 def _next_free_folder(parent: Path, name: str, option: str) -> Path:
     """`parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
     refuse_foreign(parent / name, _only_yours(option))
-    if not parent.exists():
+    if not parent.is_dir():
         ensure_folder(parent, 0o755)
         parent.chmod(0o755)  # whatever the umask is
     for folder in folders_named(parent, name):
