@@ -16,7 +16,8 @@ The parts:
     profile        where the GPU's time goes in three steps of 1b
     large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
-    350m           trainkit, compiled and not, and the hand-written loop, with alternating steps
+    350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
+                   float32 and TF32
     hugging-face   the Trainer of transformers, where that is installed, on the model of 1b
 
 The hand-written loop has what a careful user writes: bf16 autocast, fused AdamW, SDPA, compiled blocks and
@@ -85,8 +86,8 @@ PARTS = {
     "profile": Part("Time of a step of 1b", 60),
     "large": Part("Llama 3 8B or Llama 3.2 3B, 8 microbatches a step", 140),
     "save": Part("Saving the state", 90),
-    "350m": Part("350m, with alternating steps", 80),
-    "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 70),
+    "350m": Part("350m, with alternating steps, and in float32", 120),
+    "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 100),
 }
 
 

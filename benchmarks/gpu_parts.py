@@ -267,10 +267,21 @@ def train_model(part: str, bench: Bench) -> None:
         loops["trainkit, eager"] = lambda: trainkit_loop(case, device, eager, mode, compiled=False)
         for name, times in measure_in_turns(loops, case.steps, device).items():
             bench.emit(speed_row(case, bench, name, mode, times))
+        measure_float32(replace(case, batch_size=case.batch_size // 2), bench, mode)
         return
     for name, make in loops.items():
         times = measure(make, case.steps, device)
         bench.emit(speed_row(case, bench, name, mode if name == "trainkit" else "none", times))
+
+
+def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
+    """Steps of trainkit in float32, whose matrices are multiplied in float32 or in TF32."""
+    for name, has_tf32 in (("float32", False), ("TF32", True)):
+        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as a rank does
+        precision = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
+        make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, precision=precision)
+        row = speed_row(case, bench, f"trainkit, {name}", mode, measure(make, case.steps, bench.device))
+        bench.emit({**row, "MFU": None})  # of bf16
 
 
 def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
@@ -294,9 +305,15 @@ def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times
 
 
 def trainkit_loop(
-    case: Case, device: str, folder: Path, mode: Recompute, *, compiled: bool = True
+    case: Case,
+    device: str,
+    folder: Path,
+    mode: Recompute,
+    *,
+    compiled: bool = True,
+    precision: tuple[str, ...] = (),
 ) -> Iterator[Loop]:
-    """trainkit's trainer, without validation and saves."""
+    """trainkit's trainer, without validation and saves; on a GPU in bf16, unless `precision` is given."""
     folder.mkdir()
     compiles = json.dumps(compiled and device == "cuda")
     overrides = [
@@ -305,7 +322,7 @@ def trainkit_loop(
         f"train.global_batch_size={case.batch_size * case.accumulation}",
         *("train.steps=1000", "train.eval_every=null", "checkpoint.every_steps=null"),
         *("checkpoint.async=false", "logging.tensorboard=false"),
-        f"precision.dtype={'bf16' if device == 'cuda' else 'fp32'}",
+        *(precision or (f"precision.dtype={'bf16' if device == 'cuda' else 'fp32'}",)),
         *(f"parallel.activation_checkpointing={mode}", f"parallel.compile={compiles}"),
         *(() if case.has_float32_averages else ("optimizer.state_dtype=bf16",)),
     ]

@@ -1,7 +1,7 @@
 """The optimizer against torch's AdamW and clip_grad_norm_."""
 
 import copy
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -270,13 +270,21 @@ def test_scalars_and_empty_shards_are_updated_too(config: OptimizerConfig) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
+@pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
 def test_a_compiled_update_is_the_same(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apart from the last bit; a step that is skipped changes nothing, and a resumed one the same."""
     monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # of some weights
     models = [nano() for _ in range(3)]
+    cast = [
+        [
+            Weight(name, param, cast=nn.Parameter(param.detach().bfloat16()))
+            for name, param in model.named_parameters()
+        ]
+        for model in models
+    ]
     eager, compiled, resumed = (
-        ShardedAdamW(weights(model), config, compiled=model is not models[0]) for model in models
+        ShardedAdamW(weights, config, compiled=weights is not cast[0]) for weights in cast
     )
     for step in range(6):
         for model, optimizer in zip(models, (eager, compiled, resumed), strict=True):
@@ -296,6 +304,8 @@ def test_a_compiled_update_is_the_same(config: OptimizerConfig, monkeypatch: pyt
         assert torch.equal(b, c), name
         # Between two values of a code, or of bf16, the last bit decides.
         assert ((a - b).abs() > 2e-4 + 1e-3 * a.abs()).float().mean() < 2e-3, name
+    for weight in chain(*cast):
+        assert torch.equal(weight.cast, weight.param.bfloat16()), weight.name
 
 
 SHAPES = ["cosine", "linear", "wsd", "constant"]

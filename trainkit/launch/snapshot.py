@@ -222,13 +222,14 @@ def _copy_all(tree: SourceTree, target: str) -> None:
 
     def copy(path: str) -> None:
         """Copy bytes and mode; no hard link, since an editor may write to the source in place."""
-        new = Path(target, path)
-        # Of a link that has just taken the place of the file, shutil makes a link; of a pipe an error.
+        # A link or a pipe that has just taken the place of the file is an error.
         with suppress(FileNotFoundError):  # deleted since it was listed
-            shutil.copyfile(f"{tree.root}/{path}", new, follow_symlinks=False)
-            if not new.is_symlink():
+            reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(reading, "rb", 0), open(f"{target}/{path}", "xb", 0) as new:
                 # Read-only: a sweep's points share it, and outputs belong into the run's working folder.
-                new.chmod(S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
+                os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
+                while os.sendfile(new.fileno(), reading, None, 1 << 30):
+                    pass
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(copy, plain))

@@ -29,6 +29,9 @@ COMPILED_DEVICES = ("cuda",)
 """Whose shards are updated in compiled kernels: those of a host are offloaded, or of a short run."""
 TINY = 1e-30
 """In place of 0, which has no logarithm."""
+WHOLE_ELEMENTS = 1 << 24
+"""A shard with float32 averages and this many elements or more has a compiled kernel of its own. The others
+share torch's: to start a compiled one takes the host as long as a GPU takes to update 10 million."""
 PIECE_ELEMENTS = 1 << 24
 """Elements whose running averages are in float32 at a time, where they are kept in bf16 or 8 bits."""
 
@@ -44,15 +47,16 @@ class ShardedAdamW:
         *,
         compiled: bool = False,
     ) -> None:
-        """With `compiled`, a GPU updates averages that are not in float32 in compiled kernels."""
+        """With `compiled`, a GPU updates large shards, and averages not in float32, in compiled kernels."""
         weights = [weight for weight in weights if weight.param.requires_grad]
         self._weights = weights
         self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local_tensor(param.detach())) for param in self._params]
-        pairs = [
-            (weight.cast.detach(), weight.param.detach()) for weight in weights if weight.cast is not None
-        ]
-        self._casts, self._masters = [cast for cast, _ in pairs], [master for _, master in pairs]
+        self._casts = {
+            shard: local_tensor(weight.cast.detach())
+            for shard, weight in zip(self._locals, weights, strict=True)
+            if weight.cast is not None
+        }
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for shard, weight in zip(self._locals, weights, strict=True):
             decay, options = weight.options.weight_decay, weight.options
@@ -70,9 +74,9 @@ class ShardedAdamW:
             eps=config.eps,
             fused=True,
         )
-        self._updates_pieces = config.name == "adamw_8bit" or config.state_dtype != "fp32"
+        self._is_rounded = config.name == "adamw_8bit" or config.state_dtype != "fp32"
         is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
-        self._update_whole = _compiled_update() if is_compiled else None
+        self._compiled = _compiled_update() if is_compiled else None
         values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
         for shard, weight in zip(self._locals, weights, strict=True):
             self._adamw.state[shard] = {
@@ -129,58 +133,68 @@ class ShardedAdamW:
         # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
         # are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
-        if self._updates_pieces:
-            self._update_pieces(divisor, skip)
-        else:
-            scale_next_step(self._adamw, divisor, skip)
-            self._adamw.step()
-        if self._casts:
-            copy_each(self._casts, self._masters)
+        casts, updated, counted = dict(self._casts), dict[nn.Parameter, Tensor](), 1 - skip
+        for group in self._adamw.param_groups:
+            # On the device, since the compiler would take each number for another constant.
+            rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
+            numbers = *rates, divisor, skip, *group["betas"], group["eps"]
+            for shard in group["params"]:
+                if (grad := shard.grad) is None:
+                    continue
+                state = self._adamw.state[shard]
+                averages = state["exp_avg"], state["exp_avg_sq"]
+                if self._compiled and self._is_compiled(shard, grad):
+                    tensors = _flat(shard.detach(), casts.pop(shard, None), grad, *averages)
+                    self._compiled(*tensors, state["step"], *numbers)
+                    state["step"] += counted
+                elif self._is_rounded:
+                    self._update_pieces(shard, grad, group, divisor, skip)
+                else:
+                    continue
+                updated[shard] = grad
+                shard.grad = None
+        # The others, with many in each kernel.
+        scale_next_step(self._adamw, divisor, skip)
+        self._adamw.step()
+        for shard, grad in updated.items():
+            shard.grad = grad
+        if casts:
+            copy_each(list(casts.values()), [shard.detach() for shard in casts])
 
-    def _update_pieces(self, divisor: Tensor, skip: Tensor) -> None:
+    def _is_compiled(self, shard: nn.Parameter, grad: Tensor) -> bool:
+        is_large = shard.numel() >= (1 if self._is_rounded else WHOLE_ELEMENTS)
+        return is_large and shard.is_contiguous() and grad.is_contiguous()
+
+    def _update_pieces(
+        self, shard: nn.Parameter, grad: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor
+    ) -> None:
         """Update as the fused kernel does, in float32, of whose results only the averages are rounded.
 
         The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time. The
         averages of a step that is skipped are not rounded again.
         """
-        for group in self._adamw.param_groups:
-            beta1, beta2 = group["betas"]
-            # On the device, since the compiler would take each number for another constant.
-            rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
-            for shard in group["params"]:
-                if shard.grad is None:
-                    continue
-                state = self._adamw.state[shard]
-                tensors = (shard, shard.grad, state["exp_avg"], state["exp_avg_sq"])
-                if (
-                    self._update_whole
-                    and shard.numel()
-                    and shard.is_contiguous()
-                    and shard.grad.is_contiguous()
-                ):
-                    numbers = *rates, divisor, skip, beta1, beta2, group["eps"]
-                    self._update_whole(*_flat(*tensors), state["step"], *numbers)
-                    state["step"] += 1 - skip
-                    continue
-                for weight, grad, *averages in _pieces(*tensors):
-                    exp_avg, exp_avg_sq = map(_in_float32, averages)
-                    step = state["step"].clone()
-                    adamw(
-                        *([weight], [grad], [exp_avg], [exp_avg_sq], [], [step]),
-                        fused=True,
-                        grad_scale=divisor,
-                        found_inf=skip,
-                        amsgrad=False,
-                        beta1=beta1,
-                        beta2=beta2,
-                        lr=group["lr"],
-                        weight_decay=group["weight_decay"],
-                        eps=group["eps"],
-                        maximize=False,
-                    )
-                    for average, updated in zip(averages, (exp_avg, exp_avg_sq), strict=True):
-                        _round(average, updated, skip)
-                state["step"].copy_(step)
+        beta1, beta2 = group["betas"]
+        state = self._adamw.state[shard]
+        pieces = _pieces(shard, grad, state["exp_avg"], state["exp_avg_sq"])
+        for weight, grad_piece, *averages in pieces:
+            exp_avg, exp_avg_sq = map(_in_float32, averages)
+            step = state["step"].clone()
+            adamw(
+                *([weight], [grad_piece], [exp_avg], [exp_avg_sq], [], [step]),
+                fused=True,
+                grad_scale=divisor,
+                found_inf=skip,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for average, updated in zip(averages, (exp_avg, exp_avg_sq), strict=True):
+                _round(average, updated, skip)
+        state["step"].copy_(step)
 
     def zero_grad(self) -> None:
         for shard, param in zip(self._locals, self._params, strict=True):
@@ -223,18 +237,21 @@ def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) ->
         average.copy_(updated)
 
 
-def _flat(shard: Tensor, grad: Tensor, *averages: Tensor | QuantizedAverage) -> Iterator[list[Tensor]]:
-    """Views of a shard and others, for which `_update_whole` is compiled once, whatever their shape."""
-    part = next((average.part for average in averages if isinstance(average, QuantizedAverage)), None)
-    for item in (shard.detach(), grad, *averages):
+def _flat(*items: Tensor | QuantizedAverage | None) -> Iterator[list[Tensor]]:
+    """Views of a shard and others, for which `_update` is compiled once, whatever their shape."""
+    part = next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
+    for item in items:
         if isinstance(item, QuantizedAverage):
             yield [*map(any_length, item.parts()), item.values]
+        elif item is None:
+            yield []
         else:
             yield [any_length(item.view(-1) if part is None else item.view(-1, part))]
 
 
-def _update_whole(
+def _update(
     weights: list[Tensor],
+    casts: list[Tensor],
     grads: list[Tensor],
     exp_avg_tensors: list[Tensor],
     exp_avg_sq_tensors: list[Tensor],
@@ -247,7 +264,7 @@ def _update_whole(
     beta2: float,
     eps: float,
 ) -> None:
-    """What the fused kernel computes, in operations that the compiler joins with the rounding.
+    """What the fused kernel computes, in operations that the compiler joins with rounding and casting.
 
     A quantized average is given as its tensors: the compiler would take its numbers for variables.
     """
@@ -264,7 +281,10 @@ def _update_whole(
     bias1, bias2 = (-torch.expm1((step + 1) * math.log(beta or TINY)) for beta in (beta1, beta2))
     updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
     is_skipped = skip > 0
-    weight.copy_(torch.where(is_skipped, weight, updated))
+    updated = torch.where(is_skipped, weight, updated)
+    weight.copy_(updated)
+    for cast in casts:
+        cast.copy_(updated)
     _round(exp_avg, torch.where(is_skipped, first, first_now), skip)
     _round(exp_avg_sq, torch.where(is_skipped, second, second_now), skip)
 
@@ -295,4 +315,4 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    return torch.compile(_update_whole)
+    return torch.compile(_update)
