@@ -241,7 +241,7 @@ def _after_request(
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
-    summary += _BECAUSE[cause]
+    summary += _BECAUSE.get(cause, "")
     if result.slow_host is not None and cause == "slow_host":
         why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
         summary = why if saved else f"{why}; {summary}"
@@ -262,11 +262,6 @@ _BECAUSE: dict[Cause, str] = {
     "preempted": " at a preemption",
     "timeout": " before the time limit",
     "node_fail": " when a node failed",
-    "crash": "",
-    "hang": "",
-    "asked": "",
-    "slow_host": "",
-    "not_started": "",
 }
 
 
