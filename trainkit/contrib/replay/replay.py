@@ -362,7 +362,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 
 
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
-    port, size = choose_port(str(os.getpid()), attempt.number), plan.world_size
+    port, size = choose_port(), plan.world_size
     procs: list[subprocess.Popen[bytes]] = []
     plan = replace(plan, env={**plan.env, **code_variables(attempt.run, plan.env)})
     try:
