@@ -55,8 +55,9 @@ class Wait:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the time in ISO 8601."""
-        found, start = asdict(self), self.answer.start_time
-        return {**found, **found.pop("answer"), "start_time": None if start is None else start.isoformat()}
+        start = self.answer.start_time
+        shown = {**asdict(self.answer), "start_time": None if start is None else start.isoformat()}
+        return {"partition": self.partition, "is_asked": self.is_asked, **shown}
 
 
 def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> list[Answer]:
