@@ -179,7 +179,6 @@ class SilenceWatch:
         self._look_s = policy.look_s
         self._limit_s = float("inf") if policy.silence_s is None else policy.silence_s
         self._output = OutputWatch(attempt, self._look_s, with_logs=True)
-        self._started = utc_now()
         self._silent_s = 0.0
         self._look: Request | None = None
         self._look_until_s = 0.0
@@ -205,7 +204,7 @@ class SilenceWatch:
             if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
                 return
             self._look.withdraw()
-            self._silence = explain_silence(replies, self._started)
+            self._silence = explain_silence(replies)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
             if not self._attempt.has_rank_in_debugger:
@@ -252,7 +251,6 @@ class SilenceWatch:
                 usual_s=None,
                 time=utc_now(),
                 stack=(),
-                is_final=silence.is_left,
             )
             write_json(self._attempt.rank_hang(rank), asdict(record))
 
