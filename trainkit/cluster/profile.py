@@ -206,11 +206,8 @@ class PartitionProfile(Section):
     default_time_s: Time | None = Field(default=None, alias="default_time")
     max_nodes: AtLeastOne | None = None
     max_cpus_per_node: AtLeastOne | None = None
-    allowed_accounts: Names | None = Field(default=None, alias="accounts")
-    denied_accounts: Names = ()
     allowed_qos: Names | None = Field(default=None, alias="qos")
     denied_qos: Names = ()
-    allowed_groups: Names | None = Field(default=None, alias="groups")
     nodes: Annotated[tuple[NodesProfile, ...], Field(strict=False)] = ()
 
 
