@@ -124,18 +124,13 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_damage(checkpoint: Checkpoint) -> str:
-    """The damage of a checkpoint as a sentence; empty when every file matches its manifest."""
-    try:
-        return plain_damage(checkpoint) or hash_damage(checkpoint)
-    except OSError as error:
-        return unreadable(error)
+def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
+    """The damage of a checkpoint as a sentence; empty when every file matches its manifest.
 
-
-def find_plain_damage(checkpoint: Checkpoint) -> str:
-    """As `find_damage`, but without reading the tensors: checks the manifest and the file sizes."""
+    Without `reads_tensors`, only the manifest and the file sizes are checked.
+    """
     try:
-        return plain_damage(checkpoint)
+        return plain_damage(checkpoint) or (hash_damage(checkpoint) if reads_tensors else "")
     except OSError as error:
         return unreadable(error)
 
@@ -309,7 +304,7 @@ def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
         reasons[name] = event.reason or ""
     found = []
     for checkpoint in published(run.checkpoints_dir):
-        damage, path = find_plain_damage(checkpoint), checkpoint.path
+        damage, path = find_damage(checkpoint, reads_tensors=False), checkpoint.path
         state = "damaged" if damage else "published"
         found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
     found += [
