@@ -17,6 +17,7 @@ from trainkit.config.running import LaunchConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
+from trainkit.formats import plural
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import absolute_image, find_interpreter
 from trainkit.plan.facts import Interpreter
@@ -158,7 +159,7 @@ def _array_log(group: RunGroup) -> str:
 
 
 def _summary(run: RunDir, plan: LaunchPlan) -> str:
-    each = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
+    each = plural(plan.workers_per_node, "worker")
     spare = f", and {plan.spare_nodes} spare" if plan.spare_nodes else ""
     return f"{run.name}: {plan.shown_nodes} with {each} each{spare}, one Slurm task per {plan.per}"
 
