@@ -211,7 +211,8 @@ class SlurmAttemptWatch(AttemptWatch):
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
-        restarts = plan.requeue.slow_hosts == "restart"
+        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        restarts = plan.requeue.slow_hosts == "restart" and len(hosts) > plan.fewest_nodes
         self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
         self.step = step
         self.supervisor_view = supervisor_view
