@@ -178,8 +178,7 @@ def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> Plain
 Time = Annotated[str, _parsed(SLURM_TIME, '"01:00:00" or "2-12:00:00"', time_limit_s)]
 Memory = Annotated[str, _parsed(r"\d+[KMGT]", '"64G"', lambda text: int(memory_mib(text) or 0))]
 Version = Annotated[
-    str,
-    _parsed(r"\d+\.\d+(\.\d+)?", '"24.05.2"', lambda text: tuple(map(int, text.split(".")))),
+    str, _parsed(r"\d+\.\d+(\.\d+)?", '"24.05.2"', lambda text: tuple(map(int, text.split("."))))
 ]
 Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
 GpuCounts = Annotated[

@@ -19,14 +19,7 @@ from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import (
-    RESUME_ACTIONS,
-    WITHOUT_RECORD,
-    Action,
-    AttemptEnd,
-    Cause,
-    RankFailure,
-)
+from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState

@@ -126,11 +126,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     if task:
         options.append(f"--array={task}")
     new_id = submit_script(
-        following.script_file,
-        token=token,
-        cwd=run.path,
-        extra_argv=options,
-        notify=log_line,
+        following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
     copy_submitit_files(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id

@@ -19,13 +19,7 @@ from pathlib import Path
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.allocation import (
-    CANCELLED,
-    REQUEUE_PATIENCE_S,
-    Allocation,
-    SlurmAllocation,
-    query_job,
-)
+from trainkit.job.allocation import CANCELLED, REQUEUE_PATIENCE_S, Allocation, SlurmAllocation, query_job
 from trainkit.job.attempt_end import judge, state_after, write_end
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause

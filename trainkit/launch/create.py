@@ -31,14 +31,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_foreign
-from trainkit.run.record import (
-    AttemptRecord,
-    CodeCopy,
-    JobRecord,
-    create_job,
-    next_attempt_number,
-    read_job,
-)
+from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, next_attempt_number, read_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
 
@@ -82,11 +75,7 @@ def create_run(
 
 
 def write_origin(
-    run: RunDir,
-    config: RunConfig,
-    plan: LaunchPlan,
-    argv: Sequence[str],
-    code_from: CodeCopy | None = None,
+    run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
     """Copy the code of a run and write provenance.json; returns the description of the copy.
 

@@ -163,8 +163,7 @@ class RunGroup:
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{self.sweep_file} cannot be read: {error}",
-                hint="name one of its runs by its folder",
+                f"{self.sweep_file} cannot be read: {error}", hint="name one of its runs by its folder"
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
@@ -321,11 +320,7 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
     record = group.record
     stage.checkpoints_dir.mkdir(mode=0o700)
     create_job(
-        stage,
-        backend=record.backend,
-        name=f"{group.name}/{point.index}",
-        cwd=record.cwd,
-        code=record.code,
+        stage, backend=record.backend, name=f"{group.name}/{point.index}", cwd=record.cwd, code=record.code
     )
     plan = json.dumps(changed(record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
     config = dump(changed(record.config, point.config))

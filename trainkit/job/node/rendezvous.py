@@ -16,11 +16,7 @@ from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event, read_events
-from trainkit.run.files import (
-    read_record,
-    wait_for_json,
-    write_json_in_place,
-)
+from trainkit.run.files import read_record, wait_for_json, write_json_in_place
 from trainkit.run.record import RendezvousRecord
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.hosts import node_addr
