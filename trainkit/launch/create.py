@@ -106,7 +106,7 @@ def start_run(
     """
     try:
         with run_lock(run):
-            return start_attempt(run, config, plan, reason, foreground=reason == "run", now=now)
+            return start_attempt(run, config, plan, reason, now=now)
     except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)
@@ -114,17 +114,11 @@ def start_run(
 
 
 def start_attempt(
-    run: RunDir,
-    config: RunConfig,
-    plan: LaunchPlan,
-    reason: str,
-    *,
-    foreground: bool = False,
-    now: bool = False,
+    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `reason` is one of ``submit run requeue resume``; `foreground` and `now` are for local runs only.
+    `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -133,7 +127,7 @@ def start_attempt(
     if backend.template is not None:
         script = _script(run, job, config, plan)
         refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
-    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground, now)
+    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, now)
     entry = backend.start(run, new)
     register(run, job.name)
     return entry

@@ -79,13 +79,9 @@ def users_line(traceback: Sequence[str]) -> CodeLine | None:
             text = source.strip() if source.startswith("    ") else ""
             return CodeLine(frame["file"], int(frame["line"]), text)
         before = traceback[max(0, index - 2) : index]
-        if traceback[index].startswith("Traceback ") and not any(map(_is_chain, before)):
+        if traceback[index].startswith("Traceback ") and not any(one.startswith(_CHAINED) for one in before):
             return None
     return None
-
-
-def _is_chain(line: str) -> bool:
-    return line.startswith(_CHAINED)
 
 
 @dataclass(frozen=True)
