@@ -31,7 +31,7 @@ class Hosts:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        self.port = choose_port(str(desk.folder), 1)
+        self.port = choose_port()
         self.run = RunDir(desk.folder / "runs/small")
         self.address = "127.0.0.1"
         self.prefixes: list[list[str]] = []
@@ -223,7 +223,7 @@ def test_two_runs_that_start_at_once_in_one_folder(hosts: Hosts) -> None:
     """And of each the other host first, which finds what an earlier start has announced."""
     hosts.desk.works("")
     assert [end_of(hosts.start(0, nodes=1))[0]] == [0]
-    ports = [choose_port(str(hosts.desk.folder), attempt) for attempt in (2, 3)]
+    ports = [choose_port(), choose_port()]
     for port in ports:
         announce(hosts.run.path.parent, HostPlace(0, 2, hosts.address, port), hosts.run.attempt(1))
     started = []

@@ -242,9 +242,10 @@ def wait_for(is_true: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def test_slurm_is_asked_once_for_many_readings() -> None:
+def test_slurm_is_asked_once_for_many_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm()
-    poller = SlurmPoller(60.0, slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "query_known_jobs", slurm.query)
+    poller = SlurmPoller()
     assert poller.jobs([]) == {}
     for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some of an earlier answer too
         assert set(ids) <= set(poller.jobs(ids) or {})
@@ -255,7 +256,8 @@ def test_slurm_is_asked_once_for_many_readings() -> None:
 def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
     slurm = Slurm()
-    poller = SlurmPoller(60.0, slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "query_known_jobs", slurm.query)
+    poller = SlurmPoller()
     assert set(poller.jobs(["1"]) or {}) == {"1"}
     assert set(poller.jobs(["1", "2"]) or {}) == {"1", "2"}
     assert set(poller.jobs(["2"]) or {}) >= {"2"}
@@ -265,7 +267,9 @@ def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
     slurm = Slurm()
     slurm.is_reachable = False
-    poller = SlurmPoller(0.01, slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(jobs_of_runs, "query_known_jobs", slurm.query)
+    poller = SlurmPoller()
     assert poller.jobs(["1"]) is None
     first = poller.problem
     assert first.startswith("Slurm cannot be reached since ")

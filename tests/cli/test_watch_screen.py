@@ -10,6 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.text import Text
@@ -18,7 +19,6 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
-from trainkit.backends.jobs import SlurmPoller
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
@@ -74,13 +74,14 @@ def drive(
     size: tuple[int, int] = (80, 24),
 ) -> WatchApp:
     """Run the app without a terminal while `act` uses it."""
-    app = WatchApp(found, 0.2, SlurmPoller(query=query, clock=lambda: NOW), lambda: NOW)
+    app = WatchApp(found, 0.2, lambda: NOW)
 
     async def use() -> None:
         async with app.run_test(size=size, notifications=True) as pilot:
             await act(pilot, app)
 
-    asyncio.run(use())
+    with patch("trainkit.backends.jobs.query_known_jobs", query):
+        asyncio.run(use())
     return app
 
 

@@ -101,15 +101,11 @@ def test_partitions() -> None:
     assert (cpu.is_default, cpu.is_up, cpu.max_time_s, cpu.default_time_s, cpu.max_nodes) == (
         *(False, False, None, None, None),
     )
-    assert (cpu.allowed_accounts, cpu.allowed_groups, cpu.allowed_qos) == (("a", "b"), ("staff", "hpc"), None)
+    assert cpu.allowed_qos is None
     assert (gpu.is_default, gpu.is_up, gpu.max_time_s, gpu.default_time_s, gpu.max_nodes) == (
         *(True, True, 172800, 3600, 16),
     )
-    assert (gpu.allowed_accounts, gpu.denied_accounts, gpu.allowed_qos) == (
-        None,
-        ("guest",),
-        ("normal", "long"),
-    )
+    assert gpu.allowed_qos == ("normal", "long")
     assert [kind.num_gpus() for kind in (*cpu.nodes, *gpu.nodes)] == [0, 8, 4]
     assert (cpu.num_nodes, gpu.num_nodes) == (2, 3)
 

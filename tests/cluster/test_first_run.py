@@ -88,7 +88,6 @@ def test_no_default_account(tmp_path: Path) -> None:
         ((CPU, replace(GPU, is_up=False)), "cpu"),
         ((CPU, replace(GPU, is_hidden=True)), "cpu"),
         ((CPU, replace(GPU, max_time_s=60)), "cpu"),
-        ((CPU, replace(GPU, allowed_accounts=("chem",))), "cpu"),
         ((replace(GPU, is_up=False),), "gpu"),
         ((), None),
     ],

@@ -155,26 +155,6 @@ def test_unknown_overrides_of_a_qos() -> None:
     ]
 
 
-def test_accounts_that_may_use_a_partition() -> None:
-    cluster = replace(WEST, partitions=(replace(GPU, allowed_accounts=("chem",)), CPU))
-    assert found(cluster) == [
-        ("resources.partition", "is gpu, which account physics may not use", "accounts that may: chem")
-    ]
-    assert found(cluster, account="teaching") == [
-        ("resources.account", "is teaching, which may not use partition gpu", "accounts that may: chem")
-    ]
-    denied = replace(WEST, partitions=(replace(GPU, denied_accounts=("physics",)), CPU))
-    assert [key for key, _, _ in found(denied)] == ["resources.partition"]
-    assert found(denied, account="teaching") == []
-
-
-def test_from_23_02_on_accounts_below_an_allowed_one_may_too() -> None:
-    cluster = replace(WEST, partitions=(replace(GPU, allowed_accounts=("science",)), CPU))
-    assert found(replace(cluster, slurm_version=(22, 5, 8))) != []
-    assert found(replace(cluster, slurm_version=(23, 2, 0))) == []
-    assert found(replace(cluster, slurm_version=())) == []
-
-
 def test_an_account_of_one_partition() -> None:
     accounts = (Account("physics", True, ("cpu", "debug")),)
     cluster = replace(WEST, accounts=accounts)

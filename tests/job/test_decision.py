@@ -8,12 +8,11 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from trainkit.job.decision import (
-    MAX_SLOW_RESTARTS,
     Outcome,
     RestartOptions,
     SlowHost,
     decide,
-    slow_restart_refusal,
+    restarts_limit,
     termination_cause,
 )
 from trainkit.job.signals import combine_exit_codes, describe_exit
@@ -223,12 +222,9 @@ def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options,
     assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
 
 
-def test_restarts_for_slow_hosts_are_few_and_no_lack_of_progress():
+def test_restarts_for_slow_hosts_are_counted_and_no_lack_of_progress():
     slow = was("slow_host", step=9)
-    assert slow_restart_refusal([slow] * (MAX_SLOW_RESTARTS - 1), POLICY) is None
-    refusal = slow_restart_refusal([slow] * MAX_SLOW_RESTARTS, POLICY)
-    assert refusal == "the run has restarted 3 times to continue without slow hosts"
-    most = slow_restart_refusal([was("preempted")] * 2, RequeuePolicy(max=2))
+    most = restarts_limit([was("preempted"), slow], RequeuePolicy(max=2))
     assert most == "requeue.max is 2, and the run has restarted 2 times"
     assert after(ended([1], step=9), slow, slow).action == "restart"
 

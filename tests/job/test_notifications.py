@@ -78,7 +78,7 @@ def test_what_an_end_is_reported_as(end: dict[str, Any], event: str | None) -> N
 def test_a_failure_names_rank_host_and_what_to_do() -> None:
     verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
     notification = end_notification(end_of("failed", "failed", "crash", verdict=verdict))
-    assert notification.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
+    assert notification.text == "failed: why; rank 5 failed first on node3: OutOfMemory: 12 GiB more"
     assert notification.command == "diagnose"
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
 

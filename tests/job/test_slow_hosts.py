@@ -2,20 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.errors import TrainkitError
 from trainkit.job import progress_watch
-from trainkit.job.decision import MAX_SLOW_RESTARTS, SlowHost
+from trainkit.job.decision import SlowHost
 from trainkit.job.progress_watch import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, write_json
-from trainkit.run.record import AUTO_RESTART, add_slurm_attempt
+from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir
 
 SLOW = {"since_step": 1200, "phase": "compute", "ratio": 2.0}
@@ -64,39 +61,12 @@ def test_a_rank_that_recovers_a_slow_run_and_other_attempts_do_not_count(spare: 
     assert spare.after(1000) is None
 
 
-@pytest.mark.parametrize("answer", [["b"], [], TrainkitError("Slurm is away")])
-def test_without_a_spare_node_slurm_must_accept_the_job_without_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], answer: Any
+def test_a_run_that_may_not_restart_again_is_left_alone(
+    spare: Played, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[list[str]] = []
-
-    def excludable(hosts: list[str], request: SlurmRequest) -> list[str]:
-        asked.append(list(hosts))
-        if isinstance(answer, Exception):
-            raise answer
-        return list(answer)
-
-    monkeypatch.setattr(progress_watch, "excludable", excludable)
-    played = Played(make_attempt(tmp_path / "run"), ["a", "b"], monkeypatch)
-    played.event("slow_rank", 5, "b")
-    played.after(1)
-    found = played.after(301)
-    assert (found is not None) == (answer == ["b"])
-    assert asked == [["b"]]
-    if found is None:
-        assert played.after(301) is None  # said and asked once
-        assert asked == [["b"]]
-        assert capfd.readouterr().out.count("not restarting without b (rank 5 slow since step 1200") == 1
-
-
-def test_a_run_is_restarted_a_few_times_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(MAX_SLOW_RESTARTS):
-        attempt = make_attempt(tmp_path / "run")
-        write_json(attempt.end_file, {"cause": "slow_host", "mark": 1})
-    attempt = make_attempt(tmp_path / "run")
-    for number in range(1, attempt.number + 1):
-        add_slurm_attempt(attempt.run, number, "7", "submit" if number == 1 else AUTO_RESTART, "sbatch")
-    played = Played(attempt, ["a", "b", "c"], monkeypatch)
-    played.event("slow_rank", 5, "b")
-    played.after(1)
-    assert played.after(301) is None
+    spare.watch._policy = replace(spare.watch._policy, max=0)
+    spare.event("slow_rank", 5, "b")
+    spare.after(1)
+    assert [spare.after(301), spare.after(301)] == [None, None]
+    said = "not restarting without b (rank 5 slow since step 1200 (compute)): requeue.max is 0"
+    assert capfd.readouterr().out.count(said) == 1

@@ -13,7 +13,7 @@ from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.launch import queue_estimate
-from trainkit.launch.queue_estimate import Wait, estimate_waits, wait_lines
+from trainkit.launch.queue_estimate import Answer, Wait, estimate_waits, wait_lines
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
@@ -53,14 +53,10 @@ def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST) -> list[Wai
 
 def test_every_partition_that_could_take_it(fake: FakeSlurm) -> None:
     asked, other, never = waits(fake, "resources.comment=mine")
-    assert asked == Wait("gpu", True, START, ("g1",))
-    assert other == Wait("high", False, START, ("g1",))
-    assert never == Wait(
-        "debug",
-        False,
-        None,
-        remark="resources.time: is 01:00:00, but partition debug allows at most 00:05:00",
-    )
+    assert asked == Wait("gpu", True, Answer(START, ("g1",)))
+    assert other == Wait("high", False, Answer(START, ("g1",)))
+    too_long = "resources.time: is 01:00:00, but partition debug allows at most 00:05:00"
+    assert never == Wait("debug", False, Answer(remark=too_long))
     calls = [call for call in fake.calls if call[0] == "sbatch"]
     assert {call[-2] for call in calls} == {"--partition=gpu", "--partition=high"}
     assert all("--nodes=1" in call and "--gpus-per-node=8" in call for call in calls)
@@ -79,7 +75,7 @@ def test_a_partition_that_was_asked_for_is_first_though_hidden(fake: FakeSlurm) 
 )
 def test_refused_for_good_or_for_now(fake: FakeSlurm, why: str, is_for_good: bool) -> None:
     fake.add("sbatch", f"echo 'allocation failure: {why}' >&2; exit 1")
-    assert waits(fake)[0] == Wait("gpu", True, None, remark=why, refused=is_for_good)
+    assert waits(fake)[0] == Wait("gpu", True, Answer(remark=why, refused=is_for_good))
 
 
 def test_slurm_that_is_away(fake: FakeSlurm) -> None:
@@ -97,16 +93,16 @@ def test_the_time_is_bounded(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -
     begin = time.monotonic()
     found = waits(fake, cluster=cluster)
     assert time.monotonic() - begin < 3
-    assert found[0].start_time == START
-    assert {item.remark for item in found[-4:]} == {"Slurm was too busy to answer"}
+    assert found[0].answer.start_time == START
+    assert {item.answer.remark for item in found[-4:]} == {"Slurm was too busy to answer"}
     assert len(found) == 13
 
 
 def test_table() -> None:
     found = [
-        Wait("gpu", True, START + timedelta(seconds=30), ("g1", "g2")),
-        Wait("high", False, START + timedelta(hours=2, minutes=5, seconds=20), tuple("abcdef")),
-        Wait("debug", False, None, remark="never"),
+        Wait("gpu", True, Answer(START + timedelta(seconds=30), ("g1", "g2"))),
+        Wait("high", False, Answer(START + timedelta(hours=2, minutes=5, seconds=20), tuple("abcdef"))),
+        Wait("debug", False, Answer(remark="never")),
     ]
     later = f"in 2h05m ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
     assert list(wait_lines(found, START)) == [
@@ -129,12 +125,14 @@ def test_table() -> None:
     ],
 )
 def test_how_long(seconds: int, words: str) -> None:
-    line = list(wait_lines([Wait("gpu", True, START + timedelta(seconds=seconds), ("g1",))], START))[1]
+    line = list(wait_lines([Wait("gpu", True, Answer(START + timedelta(seconds=seconds), ("g1",)))], START))[
+        1
+    ]
     assert line.split("  ")[1].partition(" (")[0] == words
 
 
 def test_as_plain_data() -> None:
-    assert Wait("gpu", True, START, ("g1",)).to_dict() == {
+    assert Wait("gpu", True, Answer(START, ("g1",))).to_dict() == {
         "partition": "gpu",
         "is_asked": True,
         "start_time": "2026-03-04T05:06:07+00:00",

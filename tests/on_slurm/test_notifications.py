@@ -33,7 +33,7 @@ sys.exit(75 if attempt == 1 else 0)
 
 
 def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
-    """Inside the allocation with a spare node, else through the queue."""
+    """Inside the allocation with a spare node; else when it is requeued."""
     script, hosts = login.script(LISTENS_ONCE), login.cluster.hosts
     policy = settings("requeue.slow_hosts=restart", "requeue.slow_after_s=1")
     command = ["--", "python", script]
@@ -42,6 +42,8 @@ def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
         login.wait_for_log(spare, "attempt 1")
         reports = settings("notify.webhook=MY_HOOK", "notify.mail=me@example.org")
         alone = login.submit(*policy, *reports, *command, env={"MY_HOOK": found.url})
+        login.wait_for_log(alone, "attempt 1")
+        login.trainkit("requeue", str(alone.path))
         ends = [login.wait_for_end(run) for run in (spare, alone)]
         assert [end["action"] for end in ends] == ["restart", "requeue"], login.logs_and_attempts(alone)
         for run in (spare, alone):
@@ -56,12 +58,9 @@ def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
     assert before != after
     job = login.cluster.job(login.job_id(alone))
     assert (job["ExcNodeList"], job["MailUser"]) == (before, "me@example.org")
-    assert "1 (1 slow host)" in login.trainkit("status", str(alone.path)).stdout
+    assert "1 (1 slow host)" in login.trainkit("status", str(spare.path)).stdout
     first, last = found.messages
-    said = (
-        f"{alone.name} restarts without {before}: rank 0 slow since step 1200 (compute); resumes (restart 1)"
-    )
-    assert first["text"].startswith(said)
+    assert first["text"].startswith(f"{alone.name} is requeued: saved after SIGUSR2; resumes (restart 1)")
     assert [(one["event"], one["attempt"]) for one in (first, last)] == [("requeued", 1), ("finished", 2)]
     assert last["job_id"] == login.job_id(alone)
     text = alone.script_file.read_text()

@@ -14,7 +14,6 @@ from trainkit.run.manifest import (
     best_step,
     file_hash,
     find_damage,
-    find_plain_damage,
     hash_damage,
     newest_intact,
     obsolete,
@@ -72,7 +71,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def test_intact(checkpoint: Checkpoint) -> None:
     assert find_damage(checkpoint) == ""
-    assert find_plain_damage(checkpoint) == ""
+    assert find_damage(checkpoint, reads_tensors=False) == ""
 
 
 def shard(checkpoint: Checkpoint) -> Path:
@@ -120,13 +119,13 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
 def test_damage_that_shows_without_reading_tensors(checkpoint: Checkpoint, kind: str) -> None:
     spoil, words = DAMAGES[kind]
     spoil(checkpoint)
-    assert find_plain_damage(checkpoint) == words
+    assert find_damage(checkpoint, reads_tensors=False) == words
     assert find_damage(checkpoint) == words
 
 
 def test_flipped_byte(checkpoint: Checkpoint) -> None:
     flip(shard(checkpoint))
-    assert find_plain_damage(checkpoint) == ""
+    assert find_damage(checkpoint, reads_tensors=False) == ""
     assert find_damage(checkpoint) == "__1_0.distcp was changed after it was written (its SHA-256 differs)"
 
 
@@ -145,7 +144,7 @@ def test_no_flipped_byte_of_a_manifest_goes_unseen(checkpoint: Checkpoint) -> No
     whole = checkpoint.manifest_file.read_bytes()
     for position in range(len(whole)):
         flip(checkpoint.manifest_file, position)
-        assert find_plain_damage(checkpoint) != "", position
+        assert find_damage(checkpoint, reads_tensors=False) != "", position
         checkpoint.manifest_file.write_bytes(whole)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -69,12 +68,9 @@ def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> A
     return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason))  # type: ignore[arg-type]
 
 
-_COUNTER = itertools.count()
-
-
 def free_port() -> int:
     """A free port that no connection of another process takes meanwhile, as it may an ephemeral one."""
-    return choose_port(f"test-{os.getpid()}", next(_COUNTER))
+    return choose_port()
 
 
 def fork_workers(

@@ -56,10 +56,13 @@ class NewAttempt:
     """The batch script; None for a backend without one."""
     num_follow_ups: int = 0
     """The number of jobs to submit with it that continue the run."""
-    foreground: bool = False
-    """Whether it saves and ends when this process dies."""
     now: bool = False
     """Whether it starts on this machine while others use its GPUs, as one in the foreground does."""
+
+    @property
+    def foreground(self) -> bool:
+        """Whether it saves and ends when this process dies."""
+        return self.reason == "run"
 
 
 @dataclass(frozen=True)

@@ -250,15 +250,10 @@ def utc_clock() -> datetime:
 
 
 class SlurmPoller:
-    """Queries jobs for a screen that asks again and again: every `interval_s` at most, in a thread."""
+    """Queries jobs for a screen that asks again and again: every `QUERY_INTERVAL_S` at most, in a thread."""
 
-    def __init__(
-        self,
-        interval_s: float = QUERY_INTERVAL_S,
-        query: Callable[[Sequence[str], Callable[[str], None]], Mapping[str, JobInfo] | None] | None = None,
-        clock: Callable[[], datetime] = utc_clock,
-    ) -> None:
-        self._interval_s, self._query, self._clock = interval_s, query or query_known_jobs, clock
+    def __init__(self, clock: Callable[[], datetime] = utc_clock) -> None:
+        self._clock = clock
         self._answer: tuple[set[str], Mapping[str, JobInfo] | None] = set(), None
         """The jobs of the newest query, and what Slurm said of them."""
         self._problem: tuple[str, datetime] | None = None
@@ -272,7 +267,7 @@ class SlurmPoller:
             self._problem = None
             return {}
         if wanted <= self._answer[0]:
-            if time.monotonic() - self._asked_s >= self._interval_s:
+            if time.monotonic() - self._asked_s >= QUERY_INTERVAL_S:
                 self._ask(ids)
             return self._answer[1]
         # A job that an answer does not list has left the queue: the answer must be about all of them.
@@ -300,7 +295,7 @@ class SlurmPoller:
     def _run(self, ids: Sequence[str]) -> None:
         time.sleep(max(0.0, self._asked_s + MIN_QUERY_INTERVAL_S - time.monotonic()))
         self._asked_s, texts = time.monotonic(), list[str]()
-        jobs = self._query(ids, texts.append)
+        jobs = query_known_jobs(ids, texts.append)
         if jobs is not None:
             self._problem = None
         elif self._problem is None:

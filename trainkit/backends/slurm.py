@@ -281,12 +281,7 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
         )
         try:
             new_id = submit_script(
-                script,
-                token=token,
-                cwd=run.path,
-                extra_argv=options,
-                is_only_job=False,
-                notify=print_note,
+                script, token=token, cwd=run.path, extra_argv=options, is_only_job=False, notify=print_note
             )
         except TrainkitError as error:
             print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")

@@ -202,6 +202,6 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
         message = f"the profile differs from what Slurm reports now: {', '.join(different)}"
         click.echo(f"{message}; {cluster.out_of_date_hint}", err=True)
     asked = [wait for wait in waits if wait.is_asked]
-    if asked and all(wait.refused for wait in asked):
-        raise UsageError(f"Slurm would reject the job: {asked[0].remark}")
+    if asked and all(wait.answer.refused for wait in asked):
+        raise UsageError(f"Slurm would reject the job: {asked[0].answer.remark}")
     return waits

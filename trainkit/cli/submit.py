@@ -333,8 +333,7 @@ def submission_warnings(
         yield f"warning: {problem}"
     if (forecast := disk_forecast(folder, plan, points[0].config, len(points), starts=starts)) is not None:
         yield forecast
-    found = secret_options(workload.argv)
-    if found:
+    if found := dict.fromkeys(secret_options(workload.argv)):
         yield (
             f"warning: {', '.join(found)} of the command looks secret: it is stored in plan.json, and "
             "other users see it in the process list of a node; use an environment variable that "

@@ -408,13 +408,12 @@ class WatchApp(App[int]):
         self,
         found: RunDir | RunGroup | Bench | None,
         interval_s: float,
-        poller: SlurmPoller | None = None,
         clock: Callable[[], datetime] = utc_clock,
     ) -> None:
         super().__init__(ansi_color=True)
         self.clock = clock
         self._found, self._interval_s = found, interval_s
-        self._poller = poller or SlurmPoller()
+        self._poller = SlurmPoller(clock)
         self.signal_number: int | None = None
 
     def on_mount(self) -> None:

@@ -198,11 +198,8 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
         max_nodes=_number(values.get("MaxNodes", "")),
         max_cpus_per_node=_number(values.get("MaxCPUsPerNode", "")),
         nodes=kinds.get(name, ()),
-        allowed_accounts=_names(values.get("AllowAccounts", "ALL")),
-        denied_accounts=_names(values.get("DenyAccounts", "")) or (),
         allowed_qos=_names(values.get("AllowQos", "ALL")),
         denied_qos=_names(values.get("DenyQos", "")) or (),
-        allowed_groups=_names(values.get("AllowGroups", "ALL")),
     )
 
 

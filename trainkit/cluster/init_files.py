@@ -11,13 +11,7 @@ from typing import Any
 import yaml
 
 from trainkit.cluster.limits import listed, partition_problems
-from trainkit.cluster.model import (
-    Account,
-    Cluster,
-    Partition,
-    Qos,
-    ResourceRequest,
-)
+from trainkit.cluster.model import Account, Cluster, Partition, Qos, ResourceRequest
 from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
@@ -104,12 +98,7 @@ def profile_text(cluster: Cluster, today: date) -> str:
 def _flow(value: object) -> str:
     """A value as one line of YAML."""
     text: str = yaml.dump(
-        [value],
-        Dumper=Dumper,
-        default_flow_style=True,
-        sort_keys=False,
-        allow_unicode=True,
-        width=UNBOUNDED,
+        [value], Dumper=Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=UNBOUNDED
     )
     return text.strip()[1:-1]
 
@@ -130,8 +119,7 @@ def _profile_lines(cluster: Cluster, today: date) -> Iterator[str]:
         yield f"slurm_version: {_flow(version_text(cluster.slurm_version))}"
     yield _commented(f"gpu_option: {cluster.gpu_option}", "how sbatch requests GPUs: gpus-per-node or gres")
     yield _commented(
-        f"containers: {_flow(list(cluster.containers))}",
-        "found here; compute nodes may have others",
+        f"containers: {_flow(list(cluster.containers))}", "found here; compute nodes may have others"
     )
     yield _commented(f"modules: {_flow(cluster.has_modules)}", "whether the `module` command exists")
     if cluster.expedited_requeue is not None:

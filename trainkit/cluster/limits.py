@@ -23,9 +23,6 @@ from trainkit.cluster.model import (
 from trainkit.errors import KeyProblem
 from trainkit.formats import did_you_mean, memory_text, plural, time_text
 
-SUBACCOUNTS_VERSION = (23, 2)
-"""Since this version, AllowAccounts also allows subaccounts, which are not known here."""
-
 
 def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
     """A problem for each key of a request that this cluster cannot satisfy."""
@@ -132,29 +129,15 @@ def _permission_problems(
 ) -> Iterator[KeyProblem]:
     """A partition that the account or QOS is known not to be allowed in."""
     account = _account_of(request, cluster)
-    name = request.account or (account.name if account is not None else None)
-    names_are_complete = () < cluster.slurm_version < SUBACCOUNTS_VERSION
-    if (
-        name is not None
-        and names_are_complete
-        and not _allows(partition.allowed_accounts, partition.denied_accounts, name)
-    ):
-        key = "resources.partition" if request.account is None else "resources.account"
-        message = f"is {partition.name}, which account {name} may not use"
-        if request.account is not None:
-            message = f"is {name}, which may not use partition {partition.name}"
-        allowed = partition.allowed_accounts
-        yield key, message, f"accounts that may: {listed(allowed)}" if allowed else ""
-    elif account is not None and not _is_in(partition.name, account.partitions):
+    if account is not None and not _is_in(partition.name, account.partitions):
         message = f"is {partition.name}, which account {account.name} may not use"
         yield "resources.partition", message, f"it may use {listed(account.partitions or ())}"
-    if request.qos is not None and not _allows(partition.allowed_qos, partition.denied_qos, request.qos):
+    if request.qos is None:
+        return
+    denied = _is_in(request.qos, partition.denied_qos)
+    if denied if partition.allowed_qos is None else not _is_in(request.qos, partition.allowed_qos):
         hint = f"it accepts {listed(partition.allowed_qos)}" if partition.allowed_qos else ""
         yield "resources.qos", f"is {request.qos}, which partition {partition.name} does not accept", hint
-
-
-def _allows(allowed: Iterable[str] | None, denied: Iterable[str], name: str) -> bool:
-    return not _is_in(name, denied) if allowed is None else _is_in(name, allowed)
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:

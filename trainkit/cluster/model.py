@@ -54,11 +54,8 @@ class Partition:
     """CPUs per node that its jobs may use, if fewer than a node has."""
     nodes: tuple[NodeKind, ...] = ()
     """Empty when unknown."""
-    allowed_accounts: tuple[str, ...] | None = None
-    denied_accounts: tuple[str, ...] = ()
     allowed_qos: tuple[str, ...] | None = None
     denied_qos: tuple[str, ...] = ()
-    allowed_groups: tuple[str, ...] | None = None
 
     @property
     def num_nodes(self) -> int:

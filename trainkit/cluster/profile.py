@@ -178,8 +178,7 @@ def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> Plain
 Time = Annotated[str, _parsed(SLURM_TIME, '"01:00:00" or "2-12:00:00"', time_limit_s)]
 Memory = Annotated[str, _parsed(r"\d+[KMGT]", '"64G"', lambda text: int(memory_mib(text) or 0))]
 Version = Annotated[
-    str,
-    _parsed(r"\d+\.\d+(\.\d+)?", '"24.05.2"', lambda text: tuple(map(int, text.split(".")))),
+    str, _parsed(r"\d+\.\d+(\.\d+)?", '"24.05.2"', lambda text: tuple(map(int, text.split("."))))
 ]
 Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
 GpuCounts = Annotated[
@@ -206,11 +205,8 @@ class PartitionProfile(Section):
     default_time_s: Time | None = Field(default=None, alias="default_time")
     max_nodes: AtLeastOne | None = None
     max_cpus_per_node: AtLeastOne | None = None
-    allowed_accounts: Names | None = Field(default=None, alias="accounts")
-    denied_accounts: Names = ()
     allowed_qos: Names | None = Field(default=None, alias="qos")
     denied_qos: Names = ()
-    allowed_groups: Names | None = Field(default=None, alias="groups")
     nodes: Annotated[tuple[NodesProfile, ...], Field(strict=False)] = ()
 
 

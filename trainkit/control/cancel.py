@@ -15,7 +15,7 @@ from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, print_note, require_this_cluster, step_of
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, plural
 from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
@@ -184,25 +184,16 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
         "num_running": num_running,
         "num_waiting": num_pending,
     }
-    message = _group_message(group, num_running, num_pending, now, state, _grace_s(group))
-    return CancelResult(state, message, facts)
-
-
-def _group_message(
-    group: RunGroup, num_running: int, num_pending: int, now: bool, state: str, grace_s: float
-) -> str:
     if state == "ended":
-        return f"all runs of {group.path} have already ended"
-    done = {
-        "cancelled": f"{'run' if num_running == 1 else 'runs'} {'killed' if now else 'ended'}",
-        "cancelling": f"{'run is saving and ends' if num_running == 1 else 'runs are saving and end'} "
-        f"within {grace_s:g} s",
-    }[state]
-    parts = [f"{num_running:,} {done}"] if num_running else []
-    if num_pending:
-        parts.append(f"{num_pending:,} {'run' if num_pending == 1 else 'runs'} removed from the queue")
-    hint = f"; `trainkit status {quote(str(group.path))}` shows them" if state == "cancelling" else ""
-    return f"{', '.join(parts)}{hint}"
+        return CancelResult(state, f"all runs of {group.path} have already ended", facts)
+    done, shown = f" {'killed' if now else 'ended'}", ""
+    if state == "cancelling":
+        verb = " is saving and ends" if num_running == 1 else " are saving and end"
+        done = f"{verb} within {_grace_s(group):g} s"
+        shown = f"; `trainkit status {quote(str(group.path))}` shows them"
+    counts = ((num_running, done), (num_pending, " removed from the queue"))
+    message = ", ".join(f"{plural(count, 'run')}{text}" for count, text in counts if count)
+    return CancelResult(state, message + shown, facts)
 
 
 def _cancel_points(

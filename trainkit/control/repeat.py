@@ -16,11 +16,7 @@ from trainkit.run.record import CodeCopy, read_job
 from trainkit.run.registry import UnknownRun, find_run_or_group, one_run
 from trainkit.run.rundir import RunDir
 
-FOUND_HERE = {
-    "device": "device",
-    "resources.gpus_per_node": "workers_per_node",
-    "launch.backend": "backend",
-}
+FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
 """Keys that may be ``auto``, and the value of the plan that each became."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
 

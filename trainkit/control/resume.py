@@ -16,12 +16,7 @@ from shlex import quote
 from typing import Any
 
 from trainkit.backends import backend_of
-from trainkit.backends.jobs import (
-    live_entry,
-    recover_job_id,
-    require_not_running,
-    wait_until_out_of_queue,
-)
+from trainkit.backends.jobs import live_entry, recover_job_id, require_not_running, wait_until_out_of_queue
 from trainkit.backends.slurm import print_note, require_this_cluster
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
@@ -66,10 +61,7 @@ def refuse_by_hand(run: RunDir) -> None:
 
 
 def load_again(
-    run: RunDir,
-    overrides: Sequence[str],
-    flags: Mapping[str, tuple[str, object]],
-    profile: str | None = None,
+    run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]], profile: str | None = None
 ) -> tuple[LoadedConfig, Workload]:
     """The config of a run with changed values, and its workload."""
     refuse_by_hand(run)

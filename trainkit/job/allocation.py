@@ -27,11 +27,7 @@ from trainkit.job.attempt_end import (
     write_end,
 )
 from trainkit.job.attempt_watch import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
-from trainkit.job.claim_attempt import (
-    cancelled_attempt,
-    claim_attempt,
-    register_start,
-)
+from trainkit.job.claim_attempt import claim_attempt, register_start
 from trainkit.job.decision import (
     EARLY_S,
     RESTART_SIGNAL,
@@ -193,9 +189,7 @@ class Allocation:
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
-        entry = read_job(self.run).newest
-        port = choose_port(str(entry and entry.job_id), attempt.number)
-        return LocalAttemptWatch(attempt, plan, port)
+        return LocalAttemptWatch(attempt, plan, choose_port())
 
     def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Complete the outcome of an attempt from the state of the job and its hosts."""
@@ -261,9 +255,9 @@ class SlurmAllocation(Allocation):
             close_failed_starts(self.run, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
             return attempt
         log_line(f"nothing to do for job {self.job_id}: {attempt.reason}")
-        if attempt.is_cancelled and (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
+        if attempt.cancelled is not None:
             with contextlib.suppress(OSError):
-                write_end(cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
+                write_end(attempt.cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK
 
     def register(self, attempt: AttemptDir) -> str:

@@ -10,14 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, islice
 
-from trainkit.job.decision import (
-    FAILURES,
-    Decision,
-    Outcome,
-    RestartOptions,
-    decide,
-    decide_dead,
-)
+from trainkit.job.decision import FAILURES, Decision, Outcome, RestartOptions, decide, decide_dead
 from trainkit.job.failure.records import (
     agent_failure,
     dead_host_failure,
@@ -28,12 +21,7 @@ from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event, read_events
-from trainkit.run.files import (
-    parse_time,
-    read_jsonl_reversed,
-    seconds_between,
-    utc_now,
-)
+from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, utc_now
 from trainkit.run.manifest import published
 from trainkit.run.record import read_job, record_of
 from trainkit.run.rundir import AttemptDir

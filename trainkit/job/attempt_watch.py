@@ -104,11 +104,9 @@ class AttemptWatch(ProcessGroup):
         """Whether the attempt's folder has been missing for DELETED_AFTER_S. Raises OSError."""
         if self.attempt.path.is_dir():
             self._missing_since_s = None
-        elif self._missing_since_s is None:
-            self._missing_since_s = time.monotonic()
-        return (
-            self._missing_since_s is not None and time.monotonic() >= self._missing_since_s + DELETED_AFTER_S
-        )
+            return False
+        self._missing_since_s = self._missing_since_s or time.monotonic()
+        return time.monotonic() >= self._missing_since_s + DELETED_AFTER_S
 
 
 class LocalAttemptWatch(AttemptWatch):
@@ -213,7 +211,8 @@ class SlurmAttemptWatch(AttemptWatch):
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
-        restarts = plan.requeue.slow_hosts == "restart"
+        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        restarts = plan.requeue.slow_hosts == "restart" and len(hosts) > plan.fewest_nodes
         self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
         self.step = step
         self.supervisor_view = supervisor_view
@@ -258,8 +257,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self._end_if_superseded()
         self._forward_unconfirmed()
         self._end_after_failure()
-        self._leave_slow_host()
-        self._end_last_slice()
+        self._leave_early()
 
     def _end_if_superseded(self) -> None:
         """Have the ranks save and exit when another start of the job has claimed the next attempt.
@@ -299,27 +297,19 @@ class SlurmAttemptWatch(AttemptWatch):
                 self.outcome.stop_signal = self._requested_signal() or signal.SIGTERM.name
                 self.kill_after_grace()
 
-    def _leave_slow_host(self) -> None:
-        """Have the ranks save and exit, for the run to continue without a slow host."""
-        if self._slow_hosts is None or self.outcome.stop_signal is not None:
+    def _leave_early(self) -> None:
+        """Have the ranks save and exit, to continue without a slow host, or since the run's time is used."""
+        if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
-        found = self._slow_hosts.poll()
-        if found is None or SRUN not in self.running or self._signal_of_ranks() is not None:
+        slow = None if self._slow_hosts is None else self._slow_hosts.poll()
+        is_total_used = slow is None and time.monotonic() >= self._until_s
+        if not (slow or is_total_used) or self._signal_of_ranks() is not None:
             return
-        log_line(f"attempt {self.attempt.number}: restarts without {found.host}: {found.why}")
-        self.outcome.slow_host = found
-        self._ask_to_save()
-
-    def _end_last_slice(self) -> None:
-        """Have the ranks save and exit when the slices of the run have taken their total."""
-        if time.monotonic() < self._until_s or self.outcome.stop_signal is not None:
-            return
-        if SRUN in self.running and self._signal_of_ranks() is None:
-            log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
-            self.outcome.is_total_used = True
-            self._ask_to_save()
-
-    def _ask_to_save(self) -> None:
+        why = "the jobs of the run have taken their total time"
+        if slow is not None:
+            why = f"restarts without {slow.host}: {slow.why}"
+        log_line(f"attempt {self.attempt.number}: {why}")
+        self.outcome.slow_host, self.outcome.is_total_used = slow, is_total_used
         self.outcome.stop_signal = RESTART_SIGNAL
         self._unconfirmed_since_s = float("inf")
         self._notify_ranks()

@@ -20,7 +20,6 @@ from trainkit.run.record import (
     claim_entry,
     read_job,
     read_job_to_change,
-    record_of,
     reopen_attempt,
     set_follow_ups,
 )
@@ -39,8 +38,8 @@ class NothingToDo:
     """Why a start of a job runs no attempt."""
 
     reason: str
-    is_cancelled: bool = False
-    """Whether a person cancelled the job or its run."""
+    cancelled: AttemptDir | None = None
+    """The attempt to close, since the job was cancelled before it started any process."""
 
 
 def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | NothingToDo:
@@ -102,11 +101,13 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
     """`claim_attempt` with the lock held, when no other job carries the run."""
     refresh_listing(run.attempts_dir)
     job = read_job(run)
-    own = job.of_job(job_id)
-    follows = not own and job_id in (job.follow_ups or [])
+    own, newest = job.of_job(job_id), run.attempt(run.attempt_numbers()[-1])
+    follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
     if any(entry.is_cancelled for entry in own):
-        return NothingToDo("it was cancelled before it started", is_cancelled=True)
-    if follows and _has_ended(run):
+        is_open = own[-1].is_cancelled and not has_ended
+        closed = run.attempt(own[-1].attempt) if is_open else None
+        return NothingToDo("it was cancelled before it started", closed)
+    if follows and has_ended:
         return NothingToDo("the run has ended")
     # Slurm 24.11 starts a job that has requeued itself at a preemption once more after its end.
     if own and (end := read_end(run.attempt(own[-1].attempt))) is not None and end.action == "finished":
@@ -114,11 +115,11 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
     if own and own[-1].pid is None:
         claim_entry(run, own[-1].attempt, os.getpid())
         return run.attempt(own[-1].attempt)
-    newest = run.attempt(run.attempt_numbers()[-1])
     entry = job.of_attempt(newest.number)
     if entry.is_cancelled:
         # While another job ran that attempt.
-        return NothingToDo("the run was cancelled; `trainkit resume` starts it again", is_cancelled=True)
+        closed = None if own or has_ended else newest
+        return NothingToDo("the run was cancelled; `trainkit resume` starts it again", closed)
     if entry.attempt:
         newest = reopen_attempt(newest)
     # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
@@ -133,22 +134,6 @@ def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
     backend = LaunchPlan.read(attempt.plan_file).backend
     add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend)
     claim_entry(attempt.run, attempt.number, os.getpid())
-
-
-def _has_ended(run: RunDir) -> bool:
-    """Whether the newest attempt has recorded its end and no restart follows."""
-    return is_over(run.attempt(run.attempt_numbers()[-1]))
-
-
-def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
-    """The attempt to close when a job was cancelled before it started any process; None without one."""
-    if _has_ended(run):
-        return None
-    own = read_job(run).of_job(job_id)
-    if own:
-        return run.attempt(own[-1].attempt) if own[-1].is_cancelled else None
-    newest = run.attempt(run.attempt_numbers()[-1])
-    return newest if record_of(newest).is_cancelled else None
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

@@ -19,14 +19,7 @@ from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import (
-    RESUME_ACTIONS,
-    WITHOUT_RECORD,
-    Action,
-    AttemptEnd,
-    Cause,
-    RankFailure,
-)
+from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
@@ -38,8 +31,6 @@ FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
-MAX_SLOW_RESTARTS = 3
-"""Restarts of a run to continue without slow hosts: if that did not help, the hosts are not the reason."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
 MAX_DELAY_S = 60.0
@@ -206,7 +197,7 @@ def decide_dead(result: Outcome, previous: Sequence[AttemptEnd], policy: Requeue
     if result.lost_nodes:
         return decide(result, previous, policy, RestartOptions(requeue=True))
     reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
-    limit = _restarts_limit(previous, policy)
+    limit = restarts_limit(previous, policy)
     if limit is not None:
         return Decision("failed", f"{reason}; not started again: {limit}", EXIT_FAILED, "node_fail")
     return Decision("requeue", reason, EXIT_FAILED, "node_fail")
@@ -241,11 +232,11 @@ def _after_request(
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
-    summary += _BECAUSE[cause]
+    summary += _BECAUSE.get(cause, "")
     if result.slow_host is not None and cause == "slow_host":
         why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
         summary = why if saved else f"{why}; {summary}"
-    limit = _total_limit(result, policy) or _restarts_limit(previous, policy)
+    limit = _total_limit(result, policy) or restarts_limit(previous, policy)
     if cause not in ("asked", "slow_host", *policy.on):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
@@ -262,20 +253,7 @@ _BECAUSE: dict[Cause, str] = {
     "preempted": " at a preemption",
     "timeout": " before the time limit",
     "node_fail": " when a node failed",
-    "crash": "",
-    "hang": "",
-    "asked": "",
-    "slow_host": "",
-    "not_started": "",
 }
-
-
-def slow_restart_refusal(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    """Why the run is not restarted to continue without a slow host; None when it may be."""
-    count = sum(attempt.cause == "slow_host" for attempt in previous)
-    if count >= MAX_SLOW_RESTARTS:
-        return f"the run has restarted {plural(count, 'time')} to continue without slow hosts"
-    return _restarts_limit(previous, policy)
 
 
 def _after_failure(
@@ -323,7 +301,7 @@ def _restart_limit(
         return f"requeue.max_crashes is {policy.max_crashes}, and {attempts} saved nothing new"
     if _makes_no_progress(result, previous):
         return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {result.step}"
-    return _total_limit(result, policy) or _restarts_limit(previous, policy)
+    return _total_limit(result, policy) or restarts_limit(previous, policy)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
@@ -354,7 +332,8 @@ def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
     return f"its jobs have taken the {total} of resources.time; `trainkit resume` allows as much again"
 
 
-def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
+def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
+    """Why the run is not restarted once more: its interruptions are `requeue.max`; None when it may be."""
     # The end of a slice that has saved something is none of the interruptions that are counted.
     marks = [0, *(end.mark or 0 for end in previous)]
     ends = zip(previous, pairwise(marks), strict=True)

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
@@ -37,8 +37,6 @@ class HangRecord:
     time: str
     stack: tuple[str, ...]
     """The frames of its training thread, innermost first."""
-    is_final: bool = False
-    """Whether it waits for what a restart does not change either."""
 
     @property
     def summary(self) -> str:
@@ -58,7 +56,8 @@ def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
     for path in sorted(attempt.hangs_dir.glob("rank-*.json")):
         try:
             value = read_json(path)
-            records.append(HangRecord(**{**value, "stack": tuple(value["stack"])}))
+            known = {item.name: value[item.name] for item in fields(HangRecord)}
+            records.append(HangRecord(**{**known, "stack": tuple(value["stack"])}))
         except (OSError, ValueError, TypeError, KeyError):
             continue  # damaged: use the other reports
     return records
@@ -111,7 +110,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         message=message,
         exit_code=EXIT_STUCK,
         hint=CONNECT_HINT if behind.phase == "connect" and not missing else None,
-        final=any(record.is_final for record in records),
+        final=False,
     )
 
 

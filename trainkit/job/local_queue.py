@@ -64,7 +64,8 @@ class Place:
             ahead = None if now else self._ahead()
             if ahead is not None:
                 return f"waits behind {ahead}"
-            units = _gpus() if self.plan.device == "cuda" else _cores()
+            cores = {str(index): Unit(f"core {index}") for index in range(num_usable_cpus())}
+            units = _gpus() if self.plan.device == "cuda" else cores
             count = min(self.plan.world_size, len(units))
             taken, users = self._lock_free(units, count)
             if len(taken) < count and not now:
@@ -127,10 +128,6 @@ class Place:
 def _named(users: list[str]) -> str:
     more = f" and {len(users) - MAX_USERS:,} more" if len(users) > MAX_USERS else ""
     return f"{', '.join(users[:MAX_USERS])}{more}"
-
-
-def _cores() -> dict[str, Unit]:
-    return {str(index): Unit(f"core {index}") for index in range(num_usable_cpus())}
 
 
 def _gpus() -> dict[str, Unit]:

@@ -69,7 +69,7 @@ def end_notification(end: AttemptEnd) -> Notification | None:
     fields = (reason, state, end.step, failure.rank, failure.host)
     if end.action == "finished":
         return Notification("finished", "finished", "report", *fields)
-    first = _first_failure(failure)
+    first = "" if failure.message is None else f"; {failure.line}"
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
         if end.cause == "slow_host":
@@ -78,15 +78,6 @@ def end_notification(end: AttemptEnd) -> Notification | None:
     if state == "failed" or (state == "stopped" and end.cause is not None):
         return Notification("failed", f"{state}: {reason}{first}", "diagnose", *fields)
     return None
-
-
-def _first_failure(failure: RankFailure) -> str:
-    if failure.message is None:
-        return ""
-    who = "" if failure.rank is None else f"rank {failure.rank} on "
-    where = f"{who}{failure.host} failed first: " if failure.host else ""
-    kind = "" if failure.type == "exit" else f"{failure.type}: "
-    return f"; {where}{kind}{failure.message}"
 
 
 def event_notification(event: Event) -> Notification:

@@ -211,10 +211,8 @@ def exit_code(child: subprocess.Popen[bytes]) -> int:
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
     """Send SIGKILL to a child that is not reaped yet and to its process group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def first_failed(children: Sequence[subprocess.Popen[bytes]], timeout_s: float = math.inf) -> int | None:

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.errors import TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step, previous_ends
-from trainkit.job.decision import SlowHost, slow_restart_refusal
+from trainkit.job.decision import SlowHost, restarts_limit
 from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.notifications import Notification, Notifier, event_notification
 from trainkit.job.processes import log_line
-from trainkit.job.requeue import excludable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import (
     FAILED_SAVES,
@@ -58,48 +56,30 @@ class SlowHostWatch:
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
         """`hosts` are the good hosts of the allocation, as Slurm names them."""
-        self._attempt, self._plan, self._hosts = attempt, plan, hosts
+        self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
         self._events = JsonlTail(attempt.run.events_file, SLOWDOWN_EVENTS)
-        self._slow: dict[int, tuple[Event, float]] = {}
-        """Ranks that are slow: their event, and when it was read."""
-        self._kept: set[str] = set()
-        """Hosts that the run cannot do without."""
+        self._seen = Attempt(attempt.number)
+        self._since_s: dict[int, float] = {}
+        """When the slow ranks were first seen to be so."""
 
     def poll(self) -> SlowHost | None:
         """The host to continue without; None as long as there is none. Raises OSError."""
-        now_s = time.monotonic()
         for event in events_of(self._events.read()):
-            rank = event.rank
-            if event.attempt != self._attempt.number or rank is None:
-                continue  # a slow run has no rank
-            if event.name == "slow_rank":
-                self._slow.setdefault(rank, (event, now_s))
-            else:
-                self._slow.pop(rank, None)
-        for rank, (event, since_s) in self._slow.items():
-            host = str(event.host)
-            is_due = now_s - since_s >= self._plan.requeue.slow_after_s
-            if not is_due or host in self._kept or host not in self._hosts:
+            if event.attempt == self._attempt.number:
+                self._seen.add(event)
+        slow = [event for event in self._seen.slow.values() if event.host in self._hosts]
+        now_s = time.monotonic()
+        self._since_s = {event.rank or 0: self._since_s.get(event.rank or 0, now_s) for event in slow}
+        for event in slow:
+            if now_s - self._since_s[event.rank or 0] < self._policy.slow_after_s:
                 continue
-            refusal = self._refusal(host)
-            why = f"rank {rank} slow since step {event.count('since_step')} ({event.text('phase')})"
-            if refusal is None:
-                return SlowHost(host, why)
-            log_line(f"not restarting without {host} ({why}): {refusal}")
-            self._kept.add(host)
+            why = f"rank {event.rank} slow since step {event.count('since_step')} ({event.text('phase')})"
+            limit = restarts_limit(list(previous_ends(self._attempt).values()), self._policy)
+            if limit is None:
+                return SlowHost(str(event.host), why)
+            log_line(f"not restarting without {event.host} ({why}): {limit}")
+            self._hosts = ()
         return None
-
-    def _refusal(self, host: str) -> str | None:
-        """Why the run must not be stopped to continue without a host; None when it can continue."""
-        previous = list(previous_ends(self._attempt).values())
-        refusal = slow_restart_refusal(previous, self._plan.requeue)
-        if refusal is not None or len(self._hosts) > self._plan.fewest_nodes:
-            return refusal
-        try:
-            found = [] if self._plan.slurm is None else excludable([host], self._plan.slurm)
-        except TrainkitError as error:
-            return error.message
-        return None if found else "no spare node, and Slurm would not start the job on others"
 
 
 SILENCE_POLL_S = 10.0
@@ -179,7 +159,6 @@ class SilenceWatch:
         self._look_s = policy.look_s
         self._limit_s = float("inf") if policy.silence_s is None else policy.silence_s
         self._output = OutputWatch(attempt, self._look_s, with_logs=True)
-        self._started = utc_now()
         self._silent_s = 0.0
         self._look: Request | None = None
         self._look_until_s = 0.0
@@ -205,7 +184,7 @@ class SilenceWatch:
             if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
                 return
             self._look.withdraw()
-            self._silence = explain_silence(replies, self._started)
+            self._silence = explain_silence(replies)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
             if not self._attempt.has_rank_in_debugger:
@@ -252,7 +231,6 @@ class SilenceWatch:
                 usual_s=None,
                 time=utc_now(),
                 stack=(),
-                is_final=silence.is_left,
             )
             write_json(self._attempt.rank_hang(rank), asdict(record))
 

@@ -95,7 +95,7 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
         raise UsageError(
             f"RANK={found.rank} LOCAL_RANK={found.local_rank} do not fit "
-            f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.local_world_size}",
+            f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.local_world_size}"
         )
     return found
 

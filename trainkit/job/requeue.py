@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainkit.errors import EXIT_OK, EXIT_USAGE, TrainkitError
+from trainkit.errors import EXIT_OK, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
@@ -86,11 +86,15 @@ def resubmit(
             raise TrainkitError(f"job {entry.job_id} has taken the run over")
         if entry.is_cancelled:
             raise TrainkitError("it was cancelled meanwhile")
-        script = script_of_job(run, job_id).read_text(encoding="utf-8")
+        by_submitit = submitit_file(run, job_id, "submission.sh")
+        script = by_submitit if by_submitit.exists() else run.script_file
+        if not script.is_file():
+            raise TrainkitError(f"{script}, the script of job {job_id}, is missing")
+        text = script.read_text(encoding="utf-8")
         plan = LaunchPlan.read(newest.plan_file)
         following = retry_on_disk_error(lambda: reopen_attempt(newest))
         try:
-            write_atomic(following.script_file, script)
+            write_atomic(following.script_file, text)
             new_id = _submit(following, job_id, plan, exclude)
         except BaseException as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
@@ -108,18 +112,6 @@ def resubmit(
     return new_id
 
 
-def script_of_job(run: RunDir, job_id: str) -> Path:
-    """The batch script of a job of the run.
-
-    Raises TrainkitError when it is missing.
-    """
-    by_submitit = submitit_file(run, job_id, "submission.sh")
-    script = by_submitit if by_submitit.exists() else run.script_file
-    if not script.is_file():
-        raise TrainkitError(f"{script}, the script of job {job_id}, is missing")
-    return script
-
-
 def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Sequence[str]) -> str:
     assert plan.slurm is not None
     run, request = following.run, plan.slurm
@@ -134,11 +126,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     if task:
         options.append(f"--array={task}")
     new_id = submit_script(
-        following.script_file,
-        token=token,
-        cwd=run.path,
-        extra_argv=options,
-        notify=log_line,
+        following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
     copy_submitit_files(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
@@ -241,14 +229,10 @@ def main() -> int:
     """Watch the batch host of the job that this step belongs to until it dies; returns the exit code."""
     # The early notice is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    job_id = slurm_job_id()
-    if job_id is None:
-        print("error: this is not a step of a Slurm job", file=sys.stderr)
-        return EXIT_USAGE
     while True:
         time.sleep(HOST_POLL_S)
         try:
-            if requeue_if_down(job_id):
+            if requeue_if_down(str(slurm_job_id())):
                 return EXIT_OK
         except TrainkitError as error:
             print(f"{error.message}; retrying", flush=True)

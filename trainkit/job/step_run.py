@@ -131,9 +131,7 @@ def await_end(attempt: AttemptDir, place: HostPlace) -> None:
 
 
 def run_first_task(
-    attempt: AttemptDir,
-    show: Callable[[AttemptDir, threading.Event], None],
-    place: HostPlace | None = None,
+    attempt: AttemptDir, show: Callable[[AttemptDir, threading.Event], None], place: HostPlace | None = None
 ) -> Decision:
     """Run the first agent, which also prints rank 0's output and records how the attempt ended.
 

@@ -17,15 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.allocation import (
-    CANCELLED,
-    REQUEUE_PATIENCE_S,
-    Allocation,
-    SlurmAllocation,
-    query_job,
-)
+from trainkit.job.allocation import CANCELLED, REQUEUE_PATIENCE_S, Allocation, SlurmAllocation, query_job
 from trainkit.job.attempt_end import judge, state_after, write_end
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
@@ -295,17 +289,11 @@ class SubmititJob:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the supervisor; returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    # Everything after --step belongs to the step, options included.
-    if len(arguments) > 2 and arguments[1] == "--step":
-        return supervise_job(RunDir(arguments[0]), arguments[2:])
-    now = arguments[3:] == ["--now"]
-    if len(arguments) == 3 + now and arguments[1] == "--attempt" and arguments[2].isdigit():
-        _prepare_process()
-        return supervise(Allocation(RunDir(arguments[0]), int(arguments[2]), now=now))
-    usage = "usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N [--now] | --step ARGV…)"
-    print(usage, file=sys.stderr)
-    return EXIT_USAGE
+    run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
+    if kind == "--step":
+        return supervise_job(RunDir(run_dir), rest)
+    _prepare_process()
+    return supervise(Allocation(RunDir(run_dir), int(rest[0]), now="--now" in rest))
 
 
 # A Slurm job starts again later rather than take a held lock over: a host that Slurm has lost may only be cut

@@ -31,14 +31,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_foreign
-from trainkit.run.record import (
-    AttemptRecord,
-    CodeCopy,
-    JobRecord,
-    create_job,
-    next_attempt_number,
-    read_job,
-)
+from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, next_attempt_number, read_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
 
@@ -82,11 +75,7 @@ def create_run(
 
 
 def write_origin(
-    run: RunDir,
-    config: RunConfig,
-    plan: LaunchPlan,
-    argv: Sequence[str],
-    code_from: CodeCopy | None = None,
+    run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
     """Copy the code of a run and write provenance.json; returns the description of the copy.
 
@@ -117,7 +106,7 @@ def start_run(
     """
     try:
         with run_lock(run):
-            return start_attempt(run, config, plan, reason, foreground=reason == "run", now=now)
+            return start_attempt(run, config, plan, reason, now=now)
     except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)
@@ -125,17 +114,11 @@ def start_run(
 
 
 def start_attempt(
-    run: RunDir,
-    config: RunConfig,
-    plan: LaunchPlan,
-    reason: str,
-    *,
-    foreground: bool = False,
-    now: bool = False,
+    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `reason` is one of ``submit run requeue resume``; `foreground` and `now` are for local runs only.
+    `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -144,7 +127,7 @@ def start_attempt(
     if backend.template is not None:
         script = _script(run, job, config, plan)
         refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
-    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, foreground, now)
+    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, now)
     entry = backend.start(run, new)
     register(run, job.name)
     return entry

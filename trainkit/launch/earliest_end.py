@@ -123,7 +123,8 @@ def choose_nodes(
         return loaded, own, Choice((), None, why)
     wider, plan = loaded, own
     if isinstance(given.nodes, int):
-        sizes = sizes_around(given.nodes, max(map(_most_nodes, request.partitions)))
+        most = max(min(one.num_nodes, one.max_nodes or one.num_nodes) for one in request.partitions)
+        sizes = sizes_around(given.nodes, most)
         if len(sizes) > 1:
             nodes = ",".join(map(str, sizes))
             wider = with_values(loaded, {KEY: nodes}, f"--nodes auto: {nodes}")
@@ -236,11 +237,6 @@ def _gather(
             for (size, item, limit_s), why_not in zip(asked, misfits, strict=True)
         ]
         return [with_end(offer, config, now) for offer in offers], priority.result()
-
-
-def _most_nodes(partition: Partition) -> int:
-    """The most nodes of a job."""
-    return min(partition.num_nodes, partition.max_nodes or partition.num_nodes)
 
 
 def _limits(request: ResourceRequest, partition: Partition) -> list[float]:

@@ -337,7 +337,9 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
             found.append(("", f"{program} {problem[0]}", problem[1]))
         elif trains_here and key is not None and (problem := package_problem(packages, program)):
             found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
-        found += _tracker_problems(packages, program, trackers)
+        for name in (name for name in trackers if name not in packages.files):
+            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
         if module is not None and module not in packages.files:
             hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
             found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
@@ -351,13 +353,6 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
         found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
     return Environment(interpreter, tuple(found), torch, named)
-
-
-def _tracker_problems(packages: Packages, program: str, trackers: Sequence[str]) -> Iterator[KeyProblem]:
-    for name in trackers:
-        if name not in packages.files:
-            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
-            yield f"logging.{name}", f"is set, but {program} has no {name}", hint
 
 
 def _packages_of(

@@ -32,34 +32,32 @@ MAY_CHANGE = re.compile(r"not available|busy")
 
 
 @dataclass(frozen=True)
+class Answer:
+    """Slurm's answer to one request."""
+
+    start_time: datetime | None = None
+    """None if the job would not start, or Slurm gives no time."""
+    nodes: tuple[str, ...] = ()
+    remark: str = ""
+    """Why it names no time."""
+    refused: bool = False
+    """Whether Slurm would reject the job."""
+
+
+@dataclass(frozen=True)
 class Wait:
     """The estimate for one partition."""
 
     partition: str
     is_asked: bool
     """Whether the config requests it, or gets it by default."""
-    start_time: datetime | None
-    """None if the job would not start, or Slurm gives no time."""
-    nodes: tuple[str, ...] = ()
-    remark: str = ""
-    refused: bool = False
-    """Whether Slurm would reject the job."""
+    answer: Answer
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the time in ISO 8601."""
-        return asdict(self) | {"start_time": None if self.start_time is None else self.start_time.isoformat()}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Slurm's answer to one request."""
-
-    start_time: datetime | None = None
-    nodes: tuple[str, ...] = ()
-    remark: str = ""
-    """Why it names no time."""
-    refused: bool = False
-    """Whether Slurm would reject the job."""
+        start = self.answer.start_time
+        shown = {**asdict(self.answer), "start_time": None if start is None else start.isoformat()}
+        return {"partition": self.partition, "is_asked": self.is_asked, **shown}
 
 
 def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> list[Answer]:
@@ -118,7 +116,7 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
         zip(fitting, ask_starts([{**options, "partition": name} for name in fitting]), strict=True)
     )
     return [
-        Wait(name, name in names, **vars(answers.get(name) or Answer(remark=why_not)))
+        Wait(name, name in names, answers.get(name) or Answer(remark=why_not))
         for name, why_not in misfits.items()
     ]
 
@@ -137,8 +135,9 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | No
     now = datetime.now(timezone.utc) if now is None else now
     rows = [("partition", "would start", "")]
     for wait in waits:
-        start = "no" if wait.start_time is None else when(wait.start_time, now)
-        remark = wait.remark or f"on {_shortened(wait.nodes)}"
+        answer = wait.answer
+        start = "no" if answer.start_time is None else when(answer.start_time, now)
+        remark = answer.remark or f"on {_shortened(answer.nodes)}"
         rows.append((f"{wait.partition}{' (requested)' if wait.is_asked else ''}", start, remark))
     yield from table(rows, fit=fit).splitlines()
 

@@ -17,6 +17,7 @@ from trainkit.config.running import LaunchConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
+from trainkit.formats import plural
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import absolute_image, find_interpreter
 from trainkit.plan.facts import Interpreter
@@ -158,7 +159,7 @@ def _array_log(group: RunGroup) -> str:
 
 
 def _summary(run: RunDir, plan: LaunchPlan) -> str:
-    each = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
+    each = plural(plan.workers_per_node, "worker")
     spare = f", and {plan.spare_nodes} spare" if plan.spare_nodes else ""
     return f"{run.name}: {plan.shown_nodes} with {each} each{spare}, one Slurm task per {plan.per}"
 
@@ -196,7 +197,9 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         own = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""
         hint = "; ".join(filter(None, (names, own)))
         raise UsageError(f"{place}{type(error).__name__}: {error}", hint) from error
-    return _with_verbatim(_tidy(text))
+    return re.sub(
+        "\0([0-9a-f]*)\0", lambda found: bytes.fromhex(found[1]).decode(errors="surrogatepass"), _tidy(text)
+    )
 
 
 def _folders(project: Path) -> list[Path]:
@@ -243,12 +246,6 @@ def _tidy(text: str) -> str:
     """Remove trailing spaces and repeated empty lines; end with one newline."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n") + "\n"
-
-
-def _with_verbatim(text: str) -> str:
-    return re.sub(
-        "\0([0-9a-f]*)\0", lambda match: bytes.fromhex(match[1]).decode(errors="surrogatepass"), text
-    )
 
 
 def _place(error: BaseException, folders: list[Path]) -> str:

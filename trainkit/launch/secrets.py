@@ -53,15 +53,11 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
     return masked
 
 
-def secret_options(command: Sequence[str]) -> list[str]:
+def secret_options(command: Sequence[str]) -> Iterator[str]:
     """The options of a command whose values look like secrets, such as `--api-key`; not references."""
-    return list(dict.fromkeys(_secret_options(command)))
-
-
-def _secret_options(command: Sequence[str]) -> Iterator[str]:
     for word, following in pairwise([*command, ""]):
         if len(inner := word.split()) > 1:  # for `sh -c`
-            yield from _secret_options(inner)
+            yield from secret_options(inner)
             continue
         option, separator, value = word.partition("=")
         value = value if separator else following

@@ -58,8 +58,7 @@ def parse_array(text: str) -> ArraySpec:
     spec, percent, limit = text.strip().partition("%")
     if percent and not _LIMIT.fullmatch(limit):
         raise UsageError(
-            f"--array {text}: {limit!r} is not a number of concurrent tasks",
-            hint="for example --array 0-9%4",
+            f"--array {text}: {limit!r} is not a number of concurrent tasks", hint="for example --array 0-9%4"
         )
     indices = array_indices(spec) if spec or not percent else []
     if len(indices) > MAX_POINTS:
@@ -236,9 +235,7 @@ def plan_submission(
 
 
 def checked(
-    planned: list[PlannedPoint],
-    refused: Sequence[LoadedPoint],
-    array: ArraySpec | None,
+    planned: list[PlannedPoint], refused: Sequence[LoadedPoint], array: ArraySpec | None
 ) -> Submission:
     """The submission of points that must all have a plan and fit one array.
 

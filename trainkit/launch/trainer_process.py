@@ -102,11 +102,7 @@ def _problems(
 
 
 def _run(
-    what: str,
-    argv: Sequence[str],
-    text: str = "",
-    timeout_s: float | None = None,
-    folder: Path | None = None,
+    what: str, argv: Sequence[str], text: str = "", timeout_s: float | None = None, folder: Path | None = None
 ) -> str:
     """The output of a process; raises TrainkitError with its last line when it fails, and TimeoutExpired."""
     done = subprocess.run(

@@ -6,14 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainkit.run.end import Best, RankFailure
-from trainkit.run.files import (
-    Record,
-    append_jsonl,
-    read_jsonl,
-    read_jsonl_reversed,
-    read_record,
-    utc_now,
-)
+from trainkit.run.files import Record, append_jsonl, read_jsonl, read_jsonl_reversed, read_record, utc_now
 from trainkit.run.rundir import RunDir
 
 SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")

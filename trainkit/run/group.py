@@ -163,8 +163,7 @@ class RunGroup:
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{self.sweep_file} cannot be read: {error}",
-                hint="name one of its runs by its folder",
+                f"{self.sweep_file} cannot be read: {error}", hint="name one of its runs by its folder"
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
@@ -296,29 +295,23 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
 def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -> None:
     """Create the folder of a point's run; `job_id` is its task on Slurm, None without an attempt.
 
-    Raises UsageError when it cannot be written.
+    Under a temporary name at first: no reader sees a part of it. Raises UsageError when it cannot be written.
     """
+    run, stage = group.run(point.index), None
     try:
-        _create(group, point, job_id)
-    except OSError as error:
-        raise UsageError(
-            f"cannot create the run folder {group.run(point.index).path}: {error.strerror or error}",
-            hint="check the permissions of its parent folder and the free space of the disk",
-        ) from error
-
-
-def _create(group: RunGroup, point: Point, job_id: str | None) -> None:
-    """Create the folder under a temporary name and rename it, so that no reader sees a partial run."""
-    run = group.run(point.index)
-    stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
-    try:
+        stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
         _fill(stage, group, point, job_id)
         stage.path.rename(run.path)
     except BaseException as error:
-        shutil.rmtree(stage.path, ignore_errors=True)
-        # Another command, or the task itself, may have created it meanwhile.
-        if not (isinstance(error, OSError) and run.exists()):
+        if stage is not None:
+            shutil.rmtree(stage.path, ignore_errors=True)
+        if not isinstance(error, OSError):
             raise
+        if not run.exists():  # else another command, or the task itself, has created it meanwhile
+            raise UsageError(
+                f"cannot create the run folder {run.path}: {error.strerror or error}",
+                hint="check the permissions of its parent folder and the free space of the disk",
+            ) from error
 
 
 def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> None:
@@ -327,11 +320,7 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
     record = group.record
     stage.checkpoints_dir.mkdir(mode=0o700)
     create_job(
-        stage,
-        backend=record.backend,
-        name=f"{group.name}/{point.index}",
-        cwd=record.cwd,
-        code=record.code,
+        stage, backend=record.backend, name=f"{group.name}/{point.index}", cwd=record.cwd, code=record.code
     )
     plan = json.dumps(changed(record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
     config = dump(changed(record.config, point.config))

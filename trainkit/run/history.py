@@ -11,15 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.events import (
-    SILENCE_EVENTS,
-    SLOWDOWN_EVENTS,
-    Entry,
-    Event,
-    StepRecord,
-    events_of,
-    steps_of,
-)
+from trainkit.run.events import SILENCE_EVENTS, SLOWDOWN_EVENTS, Entry, Event, StepRecord, events_of, steps_of
 from trainkit.run.files import (
     JsonlTail,
     Record,

@@ -85,13 +85,15 @@ class Checkpoint:
         return read_record(Manifest, self.content())
 
 
+def _folders(checkpoints_dir: Path) -> list[Path]:
+    return sorted(checkpoints_dir.iterdir()) if checkpoints_dir.is_dir() else []
+
+
 def published(checkpoints_dir: Path) -> list[Checkpoint]:
     """The published checkpoints of a run, oldest first."""
-    if not checkpoints_dir.is_dir():
-        return []
     found = [
         Checkpoint(path, int(match[1]))
-        for path in checkpoints_dir.iterdir()
+        for path in _folders(checkpoints_dir)
         if (match := _PUBLISHED.fullmatch(path.name)) and path.is_dir()
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
@@ -105,16 +107,12 @@ def newest_checkpoint(checkpoints_dir: Path) -> str | None:
 
 def rejects(checkpoints_dir: Path) -> list[Path]:
     """Damaged checkpoints that were set aside."""
-    if not checkpoints_dir.is_dir():
-        return []
-    return sorted(p for p in checkpoints_dir.iterdir() if _REJECTED.fullmatch(p.name))
+    return [path for path in _folders(checkpoints_dir) if _REJECTED.fullmatch(path.name)]
 
 
 def partials(checkpoints_dir: Path) -> list[Path]:
     """Folders of saves that never finished."""
-    if not checkpoints_dir.is_dir():
-        return []
-    return sorted(p for p in checkpoints_dir.iterdir() if p.name.endswith(PARTIAL_SUFFIX))
+    return [path for path in _folders(checkpoints_dir) if path.name.endswith(PARTIAL_SUFFIX)]
 
 
 def file_hash(path: Path) -> str:
@@ -126,18 +124,13 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_damage(checkpoint: Checkpoint) -> str:
-    """The damage of a checkpoint as a sentence; empty when every file matches its manifest."""
-    try:
-        return plain_damage(checkpoint) or hash_damage(checkpoint)
-    except OSError as error:
-        return unreadable(error)
+def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
+    """The damage of a checkpoint as a sentence; empty when every file matches its manifest.
 
-
-def find_plain_damage(checkpoint: Checkpoint) -> str:
-    """As `find_damage`, but without reading the tensors: checks the manifest and the file sizes."""
+    Without `reads_tensors`, only the manifest and the file sizes are checked.
+    """
     try:
-        return plain_damage(checkpoint)
+        return plain_damage(checkpoint) or (hash_damage(checkpoint) if reads_tensors else "")
     except OSError as error:
         return unreadable(error)
 
@@ -252,9 +245,8 @@ def remove(path: Path) -> None:
 
 def remove_all(checkpoints_dir: Path) -> None:
     """Delete all checkpoints of a run, including unpublished ones."""
-    if checkpoints_dir.is_dir():
-        for path in checkpoints_dir.iterdir():
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    for path in _folders(checkpoints_dir):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def obsolete(checkpoints: Iterable[Checkpoint], keep_last: int, best_step: int | None) -> list[Checkpoint]:
@@ -312,7 +304,7 @@ def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
         reasons[name] = event.reason or ""
     found = []
     for checkpoint in published(run.checkpoints_dir):
-        damage, path = find_plain_damage(checkpoint), checkpoint.path
+        damage, path = find_damage(checkpoint, reads_tensors=False), checkpoint.path
         state = "damaged" if damage else "published"
         found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
     found += [

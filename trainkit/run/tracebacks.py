@@ -18,10 +18,8 @@ _EXCEPTION = re.compile(r"([^\W\d][\w.<>]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank(\d+)\]: ?")
 """The prefix that torch adds to the lines of a traceback in a multi-rank job."""
 _FIRST_LINE = re.compile(r"\[rank(?P<rank>\d+)\]: (?:Traceback \(|  \+ Exception Group Traceback \()")
-_GROUP = re.compile(r"  \+ Exception Group (Traceback .*)")
+_GROUP = "+ Exception Group Traceback ("
 _MARGIN = re.compile(r" +(?:\| ?|\+(?=-))")
-_SEPARATOR = re.compile(r"-\+?-{3}")
-"""Between the exceptions of a group, without the margin; with a plus sign, a group begins."""
 LAUNCHER_ERROR = "ChildFailedError"
 """The exception that torchrun raises when a rank fails; it does not name the cause."""
 MAX_LINES_AFTER = 20
@@ -81,13 +79,9 @@ def users_line(traceback: Sequence[str]) -> CodeLine | None:
             text = source.strip() if source.startswith("    ") else ""
             return CodeLine(frame["file"], int(frame["line"]), text)
         before = traceback[max(0, index - 2) : index]
-        if traceback[index].startswith("Traceback ") and not any(map(_is_chain, before)):
+        if traceback[index].startswith("Traceback ") and not any(one.startswith(_CHAINED) for one in before):
             return None
     return None
-
-
-def _is_chain(line: str) -> bool:
-    return line.startswith(_CHAINED)
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Raised:
     """The line of its type and message."""
     type: str
     message: str
-    """Its first line; for a group, with the first exception in it."""
+    """Its first line."""
     code: CodeLine | None
     """The innermost line of the user's own code."""
     tail: list[str]
@@ -107,7 +101,7 @@ class Raised:
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
     """The exception whose traceback ends a program's output; None if the output does not end with one."""
-    found = _without_groups(
+    found = _without_margins(
         [(index, _RANK_PREFIX.sub("", line, count=1)) for index, line in enumerate(lines)]
     )
     raised, launched = _last(found), False
@@ -123,7 +117,7 @@ def exception_of(lines: Sequence[str], rank: int) -> Raised | None:
     """The uncaught exception of a rank, according to torch's prefix; None without one."""
     prefix = f"[rank{rank}]: "
     own = [(index, line[len(prefix) :]) for index, line in enumerate(lines) if line.startswith(prefix)]
-    return _last(_without_groups(own))
+    return _last(_without_margins(own))
 
 
 def first_raising_rank(lines: Sequence[str]) -> tuple[int, int] | None:
@@ -156,47 +150,11 @@ def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
     return False
 
 
-def _without_groups(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The numbered lines, with each exception group as one traceback that ends with its first exception."""
-    found: list[tuple[int, str]] = []
-    position = 0
-    while position < len(lines):
-        head, end = _GROUP.fullmatch(lines[position][1]), position + 1
-        if head is None:
-            found.append(lines[position])
-        else:
-            while end < len(lines) and _MARGIN.match(lines[end][1]):
-                end += 1
-            body = [(index, _MARGIN.sub("", line, count=1)) for index, line in lines[position + 1 : end]]
-            found += [(lines[position][0], head[1]), *_one_traceback(body)]
-        position = end
-    return found
-
-
-def _one_traceback(body: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The frames of a group and of the first exception in it, and a line that names both."""
-    sections: list[list[tuple[int, str]]] = [[]]
-    for index, line in body:
-        if not _SEPARATOR.match(line):
-            sections[-1].append((index, line))
-        elif len(sections) > 1 and not line.startswith("-+"):
-            break  # the end of an exception that is no group
-        else:
-            sections.append([])
-    *groups, first = sections
-    own = next((one for one in sections[0] if not one[1].startswith(" ")), (body[0][0] if body else 0, ""))
-    frames = [one for section in sections for one in section if one[1].startswith(" ")]
-    if not groups:
-        return [*frames, own]
-    leaf = _last(first)
-    name = (
-        (f"{leaf.type}: {leaf.message}" if leaf.message else leaf.type)
-        if leaf
-        else first[0][1]
-        if first
-        else ""
-    )
-    return [*frames, (own[0], f"{own[1]}, the first: {name}")]
+def _without_margins(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """The numbered lines; those of an exception group without the margins that Python draws."""
+    if not any(_GROUP in line for _, line in lines):
+        return list(lines)
+    return [(index, _MARGIN.sub("", line, count=1)) for index, line in lines]
 
 
 def is_quit(kind: str) -> bool:

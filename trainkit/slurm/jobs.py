@@ -159,11 +159,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
         state = state_in_queue(word, restart_count)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
         info = JobInfo(
-            job_id=number
-            if task in ("", "N/A")
-            else f"{array}_{task}"
-            if task.isdigit()
-            else f"{array}_[{task}]",
+            job_id=number if task in ("", "N/A") else f"{array}_{task if task.isdigit() else f'[{task}]'}",
             state=state,
             slurm_state=word,
             reason="" if reason in ("None", "N/A") else reason,
@@ -197,10 +193,8 @@ def _query_accounting(missing: Sequence[str]) -> tuple[dict[str, JobInfo], str]:
     try:
         text = _run_sacct(f"--jobs={bases}")
     except TrainkitError as error:
-        return (
-            {},
-            f"squeue no longer lists it, and accounting does not answer: {error.message.splitlines()[-1]}",
-        )
+        problem = error.message.splitlines()[-1]
+        return {}, f"squeue no longer lists it, and accounting does not answer: {problem}"
     return parse_accounting(text), UNKNOWN_JOB
 
 

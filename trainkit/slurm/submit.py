@@ -101,11 +101,7 @@ def submit_script(
 
 
 def submit_once(
-    submit: Callable[[], str],
-    *,
-    token: str,
-    script: str = "",
-    notify: Callable[[str], None],
+    submit: Callable[[], str], *, token: str, script: str = "", notify: Callable[[str], None]
 ) -> str:
     """Call `submit` until exactly one job exists, even if its answers are lost; return the job id.
 

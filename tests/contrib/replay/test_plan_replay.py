@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         record(run, step, step_s=60.0)
     for step in (4, 8):
         run.checkpoint_dir(step).mkdir(parents=True)
-    monkeypatch.setattr(replay, "find_plain_damage", lambda checkpoint: "")
+    monkeypatch.setattr(replay, "find_damage", lambda checkpoint, reads_tensors: "")
     return run
 
 

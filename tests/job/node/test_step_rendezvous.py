@@ -223,32 +223,29 @@ def test_a_notice_before_the_ranks_are_started_is_written_down_once(
     assert [event["signal"] for event in read_jsonl(run.events_file)] == events
 
 
-def test_candidates_are_outside_the_ephemeral_range_and_differ_by_job_and_attempt():
-    first = candidate_ports("local-1", 1, (32768, 60999))
-    assert len(set(first)) == 64
-    assert all(10_000 <= port < 32768 or 60999 < port < 65_000 for port in first)
-    assert first == candidate_ports("local-1", 1, (32768, 60999))
-    assert first[0] != candidate_ports("local-1", 2, (32768, 60999))[0]
-    assert first[0] != candidate_ports("local-2", 1, (32768, 60999))[0]
+@pytest.mark.parametrize("text", ["20000\t30000\n", "1024 65535", None])
+def test_a_port_is_outside_the_ephemeral_range(text, tmp_path, monkeypatch):
+    file = tmp_path / "range"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(rendezvous, "EPHEMERAL_RANGE", file)
+    low, high = map(int, (text or "32768 60999").split())
+    found = candidate_ports()
+    assert ephemeral_range() == (low, high)
+    assert len(set(found)) == (0 if high > 65_000 else 64)
+    assert all(10_000 <= port < low or high < port < 65_000 for port in found)
+    assert is_free(choose_port())
 
 
-def test_no_candidates_when_everything_is_ephemeral():
-    assert candidate_ports("local-1", 1, (1024, 65535)) == []
-
-
-def test_ephemeral_range_of_a_file(tmp_path):
-    (tmp_path / "range").write_text("20000\t30000\n")
-    assert ephemeral_range(str(tmp_path / "range")) == (20000, 30000)
-    assert ephemeral_range(str(tmp_path / "missing")) == (32768, 60999)
-
-
-def test_taken_port_is_passed_over():
-    wanted = choose_port("local-1", 1)
+def test_taken_port_is_passed_over(monkeypatch):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", wanted))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
+        wanted = taken.getsockname()[1]
         assert not is_free(wanted)
-        assert choose_port("local-1", 1) != wanted
+        other = choose_port()
+        monkeypatch.setattr(rendezvous, "candidate_ports", lambda: [wanted, other])
+        assert choose_port() == other
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from trainkit.contrib.doctor.environment import check_python, check_torch, num_g
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.health import host_memory_gib
-from trainkit.job.node.rendezvous import candidate_ports, choose_port, ephemeral_range, is_free
+from trainkit.job.node.rendezvous import candidate_ports, choose_port, is_free
 from trainkit.job.node.worker_env import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.preflight import (
     Finding,
@@ -75,7 +75,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     port = 0
     with contextlib.suppress(TrainkitError):  # `check_ports` reports it
-        port = choose_port(str(os.getpid()), 0)
+        port = choose_port()
     return NodeReport(
         own_host(),
         num_gpus(request),
@@ -271,7 +271,7 @@ def check_interface(request: Request) -> Finding:
 
 def check_ports() -> Finding:
     """A port at which rank 0 can listen."""
-    candidates = candidate_ports(str(os.getpid()), 0, ephemeral_range())
+    candidates = candidate_ports()
     num_free = sum(map(is_free, candidates))
     value = f"{num_free} of {len(candidates)} tried ports are free"
     if candidates and not num_free:

@@ -35,7 +35,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
 from trainkit.run.events import training_curve
 from trainkit.run.files import parse_time, read_json, write_json
-from trainkit.run.manifest import find_plain_damage, published
+from trainkit.run.manifest import find_damage, published
 from trainkit.run.record import AttemptRecord, create_job, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -167,7 +167,7 @@ def _start_step(run: RunDir, first: int) -> int:
     intact = [
         checkpoint.step
         for checkpoint in published(run.checkpoints_dir)
-        if checkpoint.step < first and not find_plain_damage(checkpoint)
+        if checkpoint.step < first and not find_damage(checkpoint, reads_tensors=False)
     ]
     begin = min(start.step for start in attempt_starts(run).values())
     if not intact and begin > 0:
@@ -362,7 +362,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 
 
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
-    port, size = choose_port(str(os.getpid()), attempt.number), plan.world_size
+    port, size = choose_port(), plan.world_size
     procs: list[subprocess.Popen[bytes]] = []
     plan = replace(plan, env={**plan.env, **code_variables(attempt.run, plan.env)})
     try:

@@ -18,12 +18,7 @@ from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure, first_of, rank_failures
-from trainkit.run.files import (
-    as_utc,
-    refresh_listing,
-    utc_now,
-    write_json,
-)
+from trainkit.run.files import as_utc, refresh_listing, utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
@@ -60,11 +55,7 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def killed_rank(
-    attempt: AttemptDir,
-    worker: int,
-    exit_code: int,
-    seen: RankExit | None = None,
-    has_launcher: bool = True,
+    attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None, has_launcher: bool = True
 ) -> RankExit | None:
     """The rank whose death has ended a launcher or a script that starts ranks; None without one.
 

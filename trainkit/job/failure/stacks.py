@@ -24,8 +24,8 @@ from pathlib import Path
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
 from trainkit.job.signals import STACKS_SIGNAL
-from trainkit.run.files import as_utc, parse_time, read_json, utc_now, write_json
-from trainkit.run.process import PROC, process_stat
+from trainkit.run.files import as_utc, read_json, utc_now, write_json
+from trainkit.run.process import process_stat
 from trainkit.run.rundir import AttemptDir
 
 POLL_S = 0.1
@@ -48,8 +48,8 @@ class Reply:
     """Seconds since the rank entered that phase."""
     problem: str = ""
     """Why there are no stacks."""
-    locks: Sequence[LockFile] = ()
-    """The lock files that a rank that did not reply itself may wait for."""
+    lock: LockFile | None = None
+    """The one that a rank that did not reply itself may wait for."""
 
     @property
     def main_stack(self) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ class Request:
         for path in sorted(self.replies_dir.glob("rank-*.json")):
             try:
                 value = read_json(path)
-                locks = tuple(LockFile(**lock) for lock in value.get("locks", ()))
-                found.append(Reply(**{**value, "locks": locks}))
+                lock = value.get("lock")
+                found.append(Reply(**{**value, "lock": lock and LockFile(**lock)}))
             except (OSError, ValueError, TypeError, AttributeError):
                 continue  # damaged: that rank counts as one without a reply
         return found
@@ -145,36 +145,18 @@ class Silence:
     rank: int | None = None
     host: str | None = None
     lock: str | None = None
-    is_left: bool = False
-    """Whether a rank certainly waits for that lock file, which was there before and no process has open."""
 
 
-def explain_silence(replies: Sequence[Reply], started: str = "") -> Silence:
-    """What the ranks of an attempt wait for that began at the time `started`, from their stacks and locks."""
-    found = [(reply, lock) for reply in replies for lock in reply.locks]
-    holders = {lock.path: f"{lock.holder} on {reply.host}" for reply, lock in reversed(found) if lock.holder}
-    in_the_way = [
-        lock
-        for reply, lock in found
-        # A rank with a stack that does not show that it waits has the lock itself, or works next to a holder.
-        if lock.is_certain or not reply.threads or not lock.holder
-    ]
-    if in_the_way:
-        # Of several, the one that a stack shows, then one that nobody releases, then the newest.
-        lock = max(in_the_way, key=lambda lock: (lock.is_certain, lock.path not in holders, lock.time))
-        seen = [(reply, other) for reply, other in found if other.path == lock.path]
-        hosts = ", ".join(sorted({reply.host for reply, _ in seen}))
-        first, *others = [reply for reply, other in seen if other.is_certain >= lock.is_certain]
-        more = f" (and {len(others)} more)" if others else ""
+def explain_silence(replies: Sequence[Reply]) -> Silence:
+    """What the ranks of an attempt wait for, from their stacks and the lock files in their way."""
+    waiting = [(reply, reply.lock) for reply in replies if reply.lock is not None]
+    if waiting:
+        first, lock = max(waiting, key=lambda item: item[1].is_certain)
+        others = sum(other.path == lock.path for _, other in waiting) - 1
+        more = f" (and {others} more)" if others else ""
         waits = "waits" if lock.is_certain else "may wait"
-        text = (
-            f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}, "
-            f"which {holders.get(lock.path, f'no process on {hosts}')} has open"
-        )
-        made, began = parse_time(lock.time), parse_time(started)
-        is_older = made is not None and began is not None and made < began
-        is_left = lock.is_certain and lock.path not in holders and is_older
-        return Silence(text, first.rank, first.host, lock.path, is_left)
+        text = f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}"
+        return Silence(text, first.rank, first.host, lock.path)
     if not replies:
         return Silence("none of its ranks could be looked at in time")
     groups = group_replies(replies)
@@ -254,7 +236,7 @@ def spy_on(rank: int, pid: int) -> Reply:
     problem = describe_state(pid)
     if spy is None:
         problem = problem or "py-spy, which can read its stacks, is not installed"
-        return Reply(rank, host, pid, "", problem=problem, locks=find_locks(pid))
+        return Reply(rank, host, pid, "", problem=problem, lock=find_lock(pid))
     for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
             threads = _spy(spy, candidate)
@@ -262,8 +244,8 @@ def spy_on(rank: int, pid: int) -> Reply:
             problem = problem or f"py-spy: {error}"
         else:
             found = Reply(rank, host, candidate, "py-spy", threads)
-            return replace(found, locks=find_locks(candidate, found.main_stack))
-    return Reply(rank, host, pid, "", problem=problem, locks=find_locks(pid))
+            return replace(found, lock=find_lock(candidate, found.main_stack))
+    return Reply(rank, host, pid, "", problem=problem, lock=find_lock(pid))
 
 
 def _spy(spy: str, pid: int) -> dict[str, list[str]]:
@@ -297,55 +279,23 @@ class LockFile:
 
     path: str
     time: str
-    """When it was created: it is empty, so that is when it was last changed."""
+    """When it was made: it is empty, so that is when it was last changed."""
     is_certain: bool
-    """Whether the stack of the rank shows that it waits for such a file, and this is the newest."""
-    holder: str
-    """The process on the host of the rank that has it open, as ``process 7 (python)``; empty if none has.
-
-    It can be the rank itself, if its stack does not show that it waits.
-    """
+    """Whether the stack of the rank shows that it waits for such a file, and this is the only one."""
 
 
-def find_locks(pid: int, stack: Sequence[str] = ()) -> list[LockFile]:
-    """The lock files that a process may wait for, the newest first; with its stack, only those that matter.
-
-    These are the one that it waits for, and those that are held: what one rank holds can be what another one
-    waits for.
-    """
+def find_lock(pid: int, stack: Sequence[str] = ()) -> LockFile | None:
+    """The newest lock file that a process may wait for; with its stack, only if that shows that it waits."""
+    if stack and not any(WAITS_FOR_LOCK in frame for frame in stack[:3]):
+        return None
     environ = processes.environ_of(pid)
     folder = next((Path(environ[name], below) for name, below in EXTENSIONS if environ.get(name)), None)
     found = []
     for path in () if folder is None else (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
         with contextlib.suppress(OSError):  # released meanwhile
-            found.append((path.stat().st_mtime, path))
-    waits = any(WAITS_FOR_LOCK in frame for frame in stack[:3])
-    locks = []
-    for index, (time_s, path) in enumerate(sorted(found, reverse=True)):
-        is_awaited = waits and index == 0
-        holder = _holder(path, other_than=pid if is_awaited else None)
-        if is_awaited or holder or not stack:
-            time = as_utc(datetime.fromtimestamp(time_s, timezone.utc), "seconds")
-            # Of several, an older one may be the one.
-            locks.append(LockFile(str(path), time, is_awaited and len(found) == 1, holder))
-    return locks
-
-
-def _holder(path: Path, other_than: int | None) -> str:
-    """A process of this host that has a file open; of other users' processes nothing is known."""
-    real = os.path.realpath(path)
-    for process in PROC.iterdir():
-        if not process.name.isdigit() or int(process.name) == other_than:
-            continue
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if any(_target(link) == real for link in (process / "fd").iterdir()):
-                name = (process / "comm").read_text().strip()
-                return f"process {process.name} ({name})"
-    return ""
-
-
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""  # closed meanwhile
+            found.append((path.stat().st_mtime, str(path)))
+    if not found:
+        return None
+    time_s, file = max(found)
+    time = as_utc(datetime.fromtimestamp(time_s, timezone.utc), "seconds")
+    return LockFile(file, time, bool(stack) and len(found) == 1)

@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
-from trainkit.job.failure.records import (
-    killed_rank,
-    lost_host_failure,
-    record_refusal,
-    record_silent_death,
-)
+from trainkit.job.failure.records import killed_rank, lost_host_failure, record_refusal, record_silent_death
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler, count_oom_kills
 from trainkit.job.node.rendezvous import (

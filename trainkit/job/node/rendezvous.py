@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import secrets
 import signal
 import socket
@@ -17,11 +16,7 @@ from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event, read_events
-from trainkit.run.files import (
-    read_record,
-    wait_for_json,
-    write_json_in_place,
-)
+from trainkit.run.files import read_record, wait_for_json, write_json_in_place
 from trainkit.run.record import RendezvousRecord
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.hosts import node_addr
@@ -32,31 +27,24 @@ LOCAL_ADDR = "127.0.0.1"
 NUM_CANDIDATES = 64
 LOWEST_PORT = 10_000
 HIGHEST_PORT = 65_000
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 DEFAULT_EPHEMERAL = (32_768, 60_999)
 
 
-def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
+def ephemeral_range() -> tuple[int, int]:
     """The range of ports that the kernel uses for outgoing connections, as (first, last), both included."""
     try:
-        low, high = Path(path).read_text().split()
+        low, high = EPHEMERAL_RANGE.read_text().split()
         return int(low), int(high)
     except (OSError, ValueError):
         return DEFAULT_EPHEMERAL
 
 
-def port_pool(ephemeral: tuple[int, int]) -> list[int]:
-    """The ports that a rendezvous may use: all those outside the ephemeral range."""
-    low, high = ephemeral
-    return [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
-
-
-def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> list[int]:
-    """Ports outside the ephemeral range, in an order that depends on the job and the attempt.
-
-    Empty if the ephemeral range covers all ports.
-    """
-    pool = port_pool(ephemeral)
-    return random.Random(f"{job_id}/{attempt}").sample(pool, min(NUM_CANDIDATES, len(pool)))
+def candidate_ports() -> list[int]:
+    """Random ports that no outgoing connection gets; empty if the kernel uses all ports for these."""
+    low, high = ephemeral_range()
+    pool = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
+    return secrets.SystemRandom().sample(pool, min(NUM_CANDIDATES, len(pool)))
 
 
 def is_free(port: int) -> bool:
@@ -69,9 +57,9 @@ def is_free(port: int) -> bool:
     return True
 
 
-def choose_port(job_id: str, attempt: int) -> int:
+def choose_port() -> int:
     """A free port on this machine for the rendezvous of an attempt; raises TrainkitError if there is none."""
-    candidates = candidate_ports(job_id, attempt, ephemeral_range())
+    candidates = candidate_ports()
     if not candidates:
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -296,7 +284,7 @@ def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousR
 
     Only the user can read the file.
     """
-    port = choose_port(task.key, attempt.number)
+    port = choose_port()
     record = RendezvousRecord(task.key, task.step_id, addr, port, new_nonce(), list(task.hosts))
     write_json_in_place(attempt.rendezvous_file, asdict(record))
     return record

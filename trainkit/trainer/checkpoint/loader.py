@@ -22,7 +22,7 @@ from trainkit.run.manifest import (
     Checkpoint,
     Manifest,
     best_step,
-    find_plain_damage,
+    find_damage,
     hash_damage,
     is_newer,
     partials,
@@ -302,7 +302,9 @@ def _find(path: Path) -> tuple[str, int] | None:
     if (folder / BEST_LINK / MANIFEST_NAME).is_file():
         return _find(folder / BEST_LINK)
     # By its file sizes: the ranks verify the hashes together.
-    whole = [checkpoint for checkpoint in published(folder) if not find_plain_damage(checkpoint)]
+    whole = [
+        checkpoint for checkpoint in published(folder) if not find_damage(checkpoint, reads_tensors=False)
+    ]
     return (str(whole[-1].path), whole[-1].step) if whole else None
 
 
