@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
+from trainkit.backends.jobs import live_entry
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
     ConfigRequest,
@@ -27,13 +28,15 @@ from trainkit.cli.options import (
     trust_option,
 )
 from trainkit.cli.output import echo_json
+from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import JsonObject, rank_list
-from trainkit.run.rundir import RUNS_FOLDER
-
-if TYPE_CHECKING:
-    from trainkit.job.failure.stacks import Reply
-    from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_replies
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.group import RunGroup
+from trainkit.run.record import read_job
+from trainkit.run.registry import find_bench_folder, find_run, find_run_or_group
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 
 WAIT_S = 20.0
 """Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
@@ -52,10 +55,6 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
     For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    from trainkit.control.cancel import cancel_group, cancel_run
-    from trainkit.run.group import RunGroup
-    from trainkit.run.registry import find_bench_folder, find_run_or_group
-
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
         return cancel_bench(folder, now=now, wait=wait, as_json=as_json)
@@ -73,7 +72,6 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) -> int:
     """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
     from trainkit.bench.run_bench import have_ended, query_bench_status, read_bench
-    from trainkit.control.cancel import cancel_group
 
     bench = read_bench(folder)
     groups, problems, facts = bench.groups, list[TrainkitError](), list[JsonObject]()
@@ -116,8 +114,6 @@ def requeue(run_name: str, as_json: bool) -> int:
     """
     from trainkit.cli.logs import print_started
     from trainkit.control.resume import requeue_run
-    from trainkit.run.record import read_job
-    from trainkit.run.registry import find_run
 
     run = find_run(run_name, to_change=True)
     refuse_untrusted(run.path)
@@ -145,9 +141,6 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
     is installed.
     """
-    from trainkit.job.failure.stacks import explain_silence, group_replies
-    from trainkit.run.registry import find_run
-
     run = find_run(run_name)
     attempt, replies, silent = _ask_stacks(run, rank)
     groups = group_replies(replies)
@@ -179,9 +172,6 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
     Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
     """
-    from trainkit.job.failure.stacks import gather
-    from trainkit.plan.launch import LaunchPlan
-
     attempt = _running_attempt(run)
     world_size = LaunchPlan.read(attempt.plan_file).world_size
     if rank is not None and rank >= world_size:
@@ -204,8 +194,6 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
 def _running_attempt(run: RunDir) -> AttemptDir:
     """The attempt whose ranks are running; raises UsageError when there is none."""
-    from trainkit.backends.jobs import live_entry
-
     entry = live_entry(run, "stacks")
     if entry is None:
         raise UsageError(
@@ -255,7 +243,6 @@ def _position(group: Sequence[Reply]) -> str:
 def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
     from trainkit.control import shell
-    from trainkit.run.registry import find_run
 
     shell.attach(find_run(run_name), node)
 
@@ -271,7 +258,6 @@ def debug(run_name: str, rank: int) -> int:
     --debug` starts a run with a terminal.
     """
     from trainkit.control import shell
-    from trainkit.run.registry import find_run
 
     shell.debug(_running_attempt(find_run(run_name)), rank)
     return EXIT_OK

@@ -29,6 +29,7 @@ from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail
+from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
@@ -115,7 +116,6 @@ def command(
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
     """A function that lists the selected logs of an attempt."""
     from trainkit.observe.attempt_files import log_of, ranks_of_nodes
-    from trainkit.run.history import read_plan
 
     def logs_of(attempt: AttemptDir) -> list[Path]:
         if all_ranks:

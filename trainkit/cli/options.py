@@ -16,11 +16,13 @@ import click
 
 from trainkit.cli.help import Command, complete_config, complete_profile, complete_run, complete_setting
 from trainkit.errors import UsageError
+from trainkit.folders import QUICKSTART, default_config
+from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
+from trainkit.run.owner import refuse_foreign
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
-    from trainkit.plan.workload import Workload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
@@ -50,7 +52,6 @@ class ConfigRequest:
         from trainkit.cluster.target import load_with_cluster
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at
-        from trainkit.plan.workload import name_of
 
         load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
         name = name_of(self.argv)
@@ -73,7 +74,6 @@ class ConfigRequest:
             return self.load(target)
         except InvalidConfig as error:
             from trainkit.launch.plan_run import planning_error
-            from trainkit.plan.workload import TRAINER
 
             raise planning_error(error, workload or TRAINER, target=target) from None
 
@@ -142,8 +142,6 @@ trust_option = click.option(
 def refuse_untrusted(folder: Path) -> None:
     """Raise UsageError where another user could replace files of a run, unless --trust is given."""
     if not click.get_current_context().meta.get(_TRUST):
-        from trainkit.run.owner import refuse_foreign
-
         refuse_foreign(folder, "`--trust` executes it as you all the same")
 
 
@@ -234,8 +232,6 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
 
     Empty for a COMMAND, which the shipped quickstart does not describe.
     """
-    from trainkit.folders import QUICKSTART, default_config
-
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
@@ -372,8 +368,6 @@ class WithTrailingCommand(Command):
 
 def trailing_workload(launcher: str) -> Workload:
     """The command after ``--``, or the trainer without ``--``; UsageError for the trainer with a launcher."""
-    from trainkit.plan.workload import workload_of
-
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")

@@ -10,12 +10,13 @@ import click
 
 from trainkit.cli.help import Command, examples, terminal_width
 from trainkit.cli.options import ConfigRequest, config_options, json_option
+from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
-from trainkit.formats import plural
+from trainkit.formats import gib, plural
+from trainkit.plan.gpus import Hardware, find_hardware
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.plan.gpus import Hardware
     from trainkit.plan.layouts import Choice
     from trainkit.plan.model_shape import ModelShape
 
@@ -70,9 +71,7 @@ def command(
 
 
 def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
-    from trainkit.cluster.machine import detect_machine
     from trainkit.cluster.target import LOCAL, make_target
-    from trainkit.plan.gpus import find_hardware
 
     # Slurm is queried only if the type or number of GPUs is missing.
     is_given = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
@@ -141,7 +140,6 @@ class _Planned:
 
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
-        from trainkit.formats import gib
         from trainkit.plan.layout_advice import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
