@@ -58,8 +58,7 @@ class ComparedRun:
 def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     """Compare runs: what each reached, and the config keys in which they differ.
 
-    A group of runs or a bench stands for all of its runs that have started. `trainkit report RUN --compare
-    RUN2` draws the curves of two.
+    A group of runs or a bench stands for all of its runs that have started.
     """
     now = datetime.now(timezone.utc).timestamp()
     runs = list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())
