@@ -136,13 +136,15 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     world_size = plan.count("world_size")
     nodes = read_nodes(run)
     config = flat_config(run)
+    times = [(item.submitted, item.started) for item in attempts]
+    waits = [max(0.0, end - begin) for begin, end in times if begin is not None and end is not None]
     goodput = spent["productive"] / allocated_s if allocated_s > 0 and curves.is_measured else None
     return Report(
         status=status,
         verdict=_verdict(status, goodput, attempts),
         attempts=attempts,
         allocated_s=allocated_s,
-        queued_s=_queued_s(attempts),
+        queued_s=sum(waits) if waits else None,
         spent=spent,
         percent={} if total <= 0 else {name: round(100 * spent[name] / total, 1) for name in spent},
         goodput=goodput,
@@ -328,15 +330,6 @@ def _advice(
             )
         found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
     return found
-
-
-def _queued_s(attempts: list[Attempt]) -> float | None:
-    waits = [
-        max(0.0, item.started - item.submitted)
-        for item in attempts
-        if item.started is not None and item.submitted is not None
-    ]
-    return sum(waits) if waits else None
 
 
 def _last_time(history: RunHistory) -> float | None:

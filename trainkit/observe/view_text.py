@@ -93,7 +93,9 @@ def _title(view: RunView, size: Size) -> Text:
     if status.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
         facts.append(f"{plural(status.num_nodes, 'node')} x {plural(status.workers_per_node, kind)}")
-    return _spread(left, Text(DOT.join(facts), DIM), size.width)
+    right = Text(DOT.join(facts), DIM)
+    gap = size.width - len(left) - len(right)
+    return Text.assemble(left, " " * gap, right) if gap >= 2 else left
 
 
 def _sentence(view: RunView, size: Size) -> list[Text]:
@@ -314,12 +316,6 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 def _line(label: str, value: Text) -> Text:
     return Text.assemble((label.ljust(LABEL), DIM), value)
-
-
-def _spread(left: Text, right: Text, width: int) -> Text:
-    """One text at the left and one at the right; the right one is dropped if there is no space for it."""
-    gap = width - len(left) - len(right)
-    return Text.assemble(left, " " * gap, right) if gap >= 2 else left
 
 
 def _rule(text: str, size: Size) -> Text:
