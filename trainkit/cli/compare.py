@@ -48,10 +48,7 @@ class ComparedRun:
     run_dir: str
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"),
-)
+@click.command(cls=Command, epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"))
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line of comma-separated values per run.")
 @json_option

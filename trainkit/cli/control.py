@@ -277,11 +277,7 @@ def debug(run_name: str, rank: int) -> int:
 @shape_options
 @click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
 def shell(
-    config: str | None,
-    profile: str | None,
-    overrides: tuple[str, ...],
-    dry_run: bool,
-    **typed: Any,
+    config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
 ) -> int:
     """Allocate nodes and open a shell on the first one, with the environment of a job.
 

@@ -95,10 +95,7 @@ set_option = click.option(
     help="Set one config value; repeatable.",
 )
 profile_option = click.option(
-    "--profile",
-    metavar="NAME",
-    shell_complete=complete_profile,
-    help="Profile applied over the config.",
+    "--profile", metavar="NAME", shell_complete=complete_profile, help="Profile applied over the config."
 )
 backend_option = click.option(
     "--backend",
@@ -242,12 +239,7 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
 
 def _request_options(function: Function, *shape: Callable[[Any], Any], unless: str | None = None) -> Function:
     @functools.wraps(function)
-    def wrapper(
-        config: str | None,
-        profile: str | None,
-        overrides: tuple[str, ...],
-        **others: Any,
-    ) -> Any:
+    def wrapper(config: str | None, profile: str | None, overrides: tuple[str, ...], **others: Any) -> Any:
         chooses = others["nodes"] == AUTO
         if chooses:
             others["nodes"] = None

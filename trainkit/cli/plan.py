@@ -86,8 +86,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
     unknown, simulate = "whose memory is unknown", "`trainkit check --simulate-world N` simulates a step of"
     loaded.require_decoder(
-        (unknown, "`trainkit plan` needs the task causal_lm"),
-        (unknown, f"{simulate} your own architecture"),
+        (unknown, "`trainkit plan` needs the task causal_lm"), (unknown, f"{simulate} your own architecture")
     )
     vocab_size = loaded.config.model.vocab_size
     if vocab_size is None:

@@ -16,10 +16,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit report last", "trainkit report last --json"),
-)
+@click.command(cls=Command, epilog=examples("trainkit report last", "trainkit report last --json"))
 @run_argument
 @json_option
 def command(run_name: str, as_json: bool) -> int:

@@ -48,11 +48,7 @@ from trainkit.run.rundir import RunDir
 @slurm_options
 @set_option
 @backend_option
-@click.option(
-    "--new-code",
-    is_flag=True,
-    help="Use the current code instead of the run's snapshot.",
-)
+@click.option("--new-code", is_flag=True, help="Use the current code instead of the run's snapshot.")
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @now_option
 @trust_option

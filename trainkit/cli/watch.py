@@ -21,8 +21,7 @@ PIPE_WIDTH = 120
 
 
 @click.command(
-    cls=Command,
-    epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once"),
+    cls=Command, epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once")
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option(

@@ -19,22 +19,9 @@ from trainkit.formats import rank_list
 from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.observe.advice import collective_values, hang_values, missing_rank_values, run_values
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
-from trainkit.observe.logs import (
-    Evidence,
-    Match,
-    Text,
-    clean,
-    num_lines_of_message,
-    record_text,
-)
+from trainkit.observe.logs import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, fill, load_signatures
-from trainkit.run.end import (
-    SIGNALLED,
-    RankFailure,
-    rank_failures,
-    read_end,
-    signal_name,
-)
+from trainkit.run.end import SIGNALLED, RankFailure, rank_failures, read_end, signal_name
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import CodeLine, Raised, exception_of, users_line
 from trainkit.slurm.jobs import JobInfo

@@ -289,11 +289,7 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
 
 
 def _advice(
-    config: FlatConfig,
-    attempts: list[Attempt],
-    nodes: list[NodeUse],
-    status: RunStatus,
-    curves: Curves,
+    config: FlatConfig, attempts: list[Attempt], nodes: list[NodeUse], status: RunStatus, curves: Curves
 ) -> list[Advice]:
     found = []
     longest_s = max((attempt.allocated_s for attempt in attempts), default=0.0)

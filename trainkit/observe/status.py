@@ -232,11 +232,7 @@ class RunStatus:
 
 
 def read_status(
-    history: RunHistory,
-    job: JobRecord,
-    alive: bool | None,
-    now: datetime,
-    slurm_job: JobInfo | None = None,
+    history: RunHistory, job: JobRecord, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
     """The status of a run with this job.json, whose events are read on.
 
@@ -445,11 +441,7 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def _warnings(
-    run: RunDir,
-    state: str,
-    own_metrics: list[StepRecord],
-    metrics_age_s: float | None,
-    entry: AttemptRecord,
+    run: RunDir, state: str, own_metrics: list[StepRecord], metrics_age_s: float | None, entry: AttemptRecord
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:

@@ -27,14 +27,7 @@ from trainkit.observe.group import (
     count_states,
     state_counts,
 )
-from trainkit.observe.page import (
-    Chart,
-    FlatConfig,
-    Line,
-    dot_chart,
-    line_chart,
-    render_page,
-)
+from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import Record, numbers, parse_records, read_object, reversed_lines, sampled_lines

@@ -22,13 +22,7 @@ MIN_NOTICES = 2
 WIDE, TALL = 120, 40
 MAX_SPARKLINE = 200
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
-STATE_STYLES = {
-    "running": GOOD,
-    "finished": GOOD,
-    "failed": BAD,
-    "died": BAD,
-    "unknown": BAD,
-}
+STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
 """State -> style; the others are in `WATCH`. The state is always named too."""
 CURVE_NAMES = {"loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
 
