@@ -14,7 +14,7 @@ import click
 
 from trainkit.backends.jobs import require_not_running
 from trainkit.cli.help import Group, examples, terminal_width
-from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
+from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import size, table
@@ -70,7 +70,7 @@ def ls(run_name: str, as_json: bool) -> int:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
+@click.option("--step", type=INDEX, metavar="N", help="Only the checkpoint of this step.")
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
@@ -97,11 +97,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 )
 @run_argument
 @click.option(
-    "--keep-last",
-    type=click.IntRange(min=1),
-    metavar="N",
-    required=True,
-    help="Number of newest checkpoints to keep.",
+    "--keep-last", type=COUNT, metavar="N", required=True, help="Number of newest checkpoints to keep."
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_option
@@ -139,7 +135,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
 )
 @run_argument
 @click.option("--out", "out_name", type=click.Path(path_type=Path), required=True, help="Folder to create.")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
+@click.option("--step", type=INDEX, metavar="N", help="The checkpoint of this step.")
 @click.option(
     "--format",
     "format_name",

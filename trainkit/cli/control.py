@@ -15,6 +15,7 @@ import click
 from trainkit.backends.jobs import live_entry
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
+    INDEX,
     ConfigRequest,
     config_argument,
     config_flags,
@@ -133,7 +134,7 @@ def requeue(run_name: str, as_json: bool) -> int:
     epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
 )
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Print all threads of this rank.")
+@click.option("--rank", type=INDEX, metavar="R", help="Print all threads of this rank.")
 @json_option
 def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
@@ -234,11 +235,7 @@ def _position(group: Sequence[Reply]) -> str:
 @click.command(cls=Command, epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
 @run_argument
 @click.option(
-    "--node",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Node of the job, counted from 0; default: 0.",
+    "--node", type=INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
 )
 def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
@@ -249,7 +246,7 @@ def attach(run_name: str, node: int) -> NoReturn:
 
 @click.command(cls=Command, epilog=examples("trainkit debug last", "trainkit debug last --rank 5"))
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), default=0, metavar="R", help="The rank; default: 0.")
+@click.option("--rank", type=INDEX, default=0, metavar="R", help="The rank; default: 0.")
 def debug(run_name: str, rank: int) -> int:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 

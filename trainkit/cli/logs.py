@@ -19,7 +19,7 @@ import click
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
-from trainkit.cli.options import run_argument
+from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import echo_json, escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.formats import plural, relative_path, there_are
@@ -51,19 +51,11 @@ SHOW_S = 0.1
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Rank to print; default: 0.")
-@click.option(
-    "--node", type=click.IntRange(min=0), metavar="N", help="Print all ranks of this node and its agent."
-)
+@click.option("--rank", type=INDEX, metavar="R", help="Rank to print; default: 0.")
+@click.option("--node", type=INDEX, metavar="N", help="Print all ranks of this node and its agent.")
 @click.option("--all", "all_ranks", is_flag=True, help="Print all ranks, agents and the supervisor.")
-@click.option(
-    "--attempt",
-    "number",
-    type=click.IntRange(min=1),
-    metavar="A",
-    help="Attempt to print; default: the newest.",
-)
-@click.option("--lines", type=click.IntRange(min=0), metavar="N", help="Print only the last N lines.")
+@click.option("--attempt", "number", type=COUNT, metavar="A", help="Attempt to print; default: the newest.")
+@click.option("--lines", type=INDEX, metavar="N", help="Print only the last N lines.")
 def command(
     run_name: str,
     following: bool,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
+COUNT, INDEX = click.IntRange(min=1), click.IntRange(min=0)
 AUTO = "auto"
 
 
@@ -171,7 +172,7 @@ class NodesType(click.IntRange):
 NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
 gpus_per_node_option = click.option(
     "--gpus-per-node",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="GPUs per node; worker processes per node on a machine without GPUs.",
 )
@@ -217,10 +218,8 @@ def one_node_config_options(function: Function) -> Function:
     gpus = "GPUs to use; number of worker processes on a machine without GPUs."
     return _request_options(
         function,
-        click.option("--gpus-per-node", "--nproc", type=click.IntRange(min=1), metavar="N", help=gpus),
-        click.option(
-            "--nodes", type=click.IntRange(min=1), metavar="N", help="Number of hosts, with --node-rank."
-        ),
+        click.option("--gpus-per-node", "--nproc", type=COUNT, metavar="N", help=gpus),
+        click.option("--nodes", type=COUNT, metavar="N", help="Number of hosts, with --node-rank."),
     )
 
 

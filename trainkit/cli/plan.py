@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli.help import Command, examples, terminal_width
-from trainkit.cli.options import ConfigRequest, config_options, json_option
+from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import gib, plural
@@ -31,16 +31,11 @@ if TYPE_CHECKING:
     ),
 )
 @config_options
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Total number of GPUs, in full nodes.")
+@click.option("--gpus", type=COUNT, metavar="N", help="Total number of GPUs, in full nodes.")
 @click.option("--gpu-type", "planned_type", metavar="TYPE", help="GPU type; default: that of the run.")
 @click.option("--all", "show_all", is_flag=True, help="Also list layouts that do not fit.")
 @click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="Maximum number of layouts.",
+    "--limit", type=COUNT, default=10, show_default=True, metavar="N", help="Maximum number of layouts."
 )
 @json_option
 def command(
