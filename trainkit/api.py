@@ -19,20 +19,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
+from trainkit.backends.jobs import liveness_probe, query_job_status
+from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import rank_list, relative_path
-from trainkit.run.group import RunGroup
+from trainkit.function import ARGV, CALL_FILE, CALLS_FOLDER, Call, by_value, dumps, read_pickle, result_file
+from trainkit.observe.group import GroupStatus, PointStatus
+from trainkit.observe.logs import run_is_over
+from trainkit.observe.status import ACTIVE_STATES, RunStatus, read_status
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.workload import Workload, workload_of
+from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.events import read_metrics
+from trainkit.run.files import write_atomic
+from trainkit.run.group import RunGroup, create_task_run, group_of
+from trainkit.run.history import RunHistory
+from trainkit.run.owner import refuse_foreign
+from trainkit.run.record import read_job
+from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
     from trainkit.cli.options import ConfigRequest
     from trainkit.config import LoadedConfig
-    from trainkit.function import Call
     from trainkit.launch.submission import ArraySpec, LoadedPoint
-    from trainkit.observe.group import GroupStatus, PointStatus
-    from trainkit.observe.status import RunStatus
-    from trainkit.plan.workload import Workload
-    from trainkit.run.end import AttemptEnd
 
 Config = str | Path | Mapping[str, Any] | None
 """A file, the name of a shipped config, or its sections: a dictionary or OmegaConf's ``DictConfig``."""
@@ -141,8 +152,6 @@ def map_array(
 
 def runs() -> list[Run | Group]:
     """All runs and groups that are known on this machine, the newest first."""
-    from trainkit.run.registry import iter_known_runs
-
     return [Group(known.run.path) if known.is_group else Run(known.run.path) for known in iter_known_runs()]
 
 
@@ -150,8 +159,6 @@ class Run:
     """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none, or several."""
 
     def __init__(self, run: str | Path | RunDir) -> None:
-        from trainkit.run.registry import find_run
-
         self._folder = run if isinstance(run, RunDir) else find_run(str(run), to_change=True)
 
     @property
@@ -162,18 +169,11 @@ class Run:
     @property
     def name(self) -> str:
         """Its name, that of its config, script or function."""
-        from trainkit.run.record import read_job
-
         return read_job(self._folder).name or self.path.name
 
     @property
     def status(self) -> RunStatus:
         """What ``trainkit status`` shows: ``state``, ``step``, ``loss``, ``attempt``, ``job_id`` and more."""
-        from trainkit.backends.jobs import query_job_status
-        from trainkit.observe.status import read_status
-        from trainkit.run.history import RunHistory
-        from trainkit.run.record import read_job
-
         record = read_job(self._folder)
         job = query_job_status(self._folder, record, _warn)
         now = datetime.now(timezone.utc)
@@ -185,7 +185,6 @@ class Run:
     def _point(self) -> PointStatus | None:
         """What its group says of it, until it starts."""
         from trainkit.cli.status import query_group
-        from trainkit.run.group import group_of
 
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
@@ -203,10 +202,6 @@ class Run:
 
     def _polls(self) -> Iterator[float]:
         """The seconds until its state is read again, until it has ended."""
-        from trainkit.backends.jobs import liveness_probe
-        from trainkit.observe.logs import run_is_over
-        from trainkit.observe.status import ACTIVE_STATES
-
         while (point := self._point()) is not None:
             if point.state not in ACTIVE_STATES:
                 return
@@ -217,8 +212,6 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl, each step once; ``pandas.DataFrame`` makes a table of them."""
-        from trainkit.run.events import read_metrics
-
         return read_metrics(self._folder)
 
     def logs(self, rank: int = 0) -> str:
@@ -228,16 +221,11 @@ class Run:
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
-        from trainkit.control.cancel import cancel_run
-        from trainkit.run.group import create_task_run
-
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=_warn)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
-        from trainkit.run.group import create_task_run
-        from trainkit.run.owner import refuse_foreign
 
         run = create_task_run(self._folder)
         refuse_foreign(run.path, "`trainkit resume --trust` executes it as you all the same")
@@ -255,11 +243,6 @@ class Run:
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """The values of all ranks; raises like `result`."""
-        from trainkit.function import read_pickle, result_file
-        from trainkit.plan.launch import LaunchPlan
-        from trainkit.run.end import read_end
-        from trainkit.run.owner import refuse_foreign
-
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
@@ -328,8 +311,6 @@ class Group(Sequence[Run]):
     """A group of runs, by its folder or name: a sequence of `Run`. Raises UsageError if there is none."""
 
     def __init__(self, group: str | Path) -> None:
-        from trainkit.run.registry import find_run_or_group
-
         found = find_run_or_group(str(group), to_change=True)
         if not isinstance(found, RunGroup):
             raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
@@ -377,8 +358,6 @@ class Group(Sequence[Run]):
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Cancel all runs that have not ended."""
-        from trainkit.control.cancel import cancel_group
-
         cancel_group(self._group, now=now, wait=wait)
 
     def resume(self) -> Group:
@@ -419,8 +398,6 @@ def _given(
     launcher: str = "python",
 ) -> _Given:
     from trainkit.cli.options import ConfigRequest
-    from trainkit.function import ARGV
-    from trainkit.plan.workload import workload_of
 
     function = work if callable(work) else None
     if sum((function is not None, bool(command), not callable(work) and work is not None)) != 1:
@@ -477,8 +454,6 @@ def _plain(value: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] = {}) -> Call:
-    from trainkit.function import Call
-
     if isinstance(function, partial):  # so that a method `checkpoint` of its function is found
         return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))
@@ -530,11 +505,8 @@ def _start(
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
-    from trainkit.function import CALL_FILE, CALLS_FOLDER, by_value, dumps
     from trainkit.launch.start import create_submission, start_submission
     from trainkit.launch.submission import plan_submission
-    from trainkit.run.files import write_atomic
-    from trainkit.slurm.client import require_controller
 
     where = None if run_dir is None else Path(run_dir)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]

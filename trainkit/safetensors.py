@@ -181,11 +181,7 @@ def write_safetensors(
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [position, end],
-        }
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_LENGTH.size)

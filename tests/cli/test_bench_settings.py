@@ -11,8 +11,8 @@ from steering import Desk
 from tests.support.benches import train_made_up
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
+from trainkit.cli import control
 from trainkit.cli.main import main
-from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import CancelResult
 from trainkit.errors import UsageError
 from trainkit.job import group_parts
@@ -280,7 +280,7 @@ def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "") -> list
         facts = {"run_dir": str(group.path), "state": "cancelled"}
         return CancelResult("cancelled", "2 runs killed", facts)
 
-    monkeypatch.setattr(control_cancel, "cancel_group", cancel)
+    monkeypatch.setattr(control, "cancel_group", cancel)
     return names
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program
+from trainkit.cli import plan
 from trainkit.cli.main import main
+from trainkit.cluster.machine import Machine
 from trainkit.plan.layout_advice import HEADER
 
 GIB = 2**30
@@ -128,10 +130,8 @@ def test_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from trainkit.cluster import machine
-
-    nothing = machine.Machine(2, 0, (), "there is no NVIDIA driver on this machine")
-    monkeypatch.setattr(machine, "detect_machine", lambda: nothing)
+    nothing = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+    monkeypatch.setattr(plan, "detect_machine", lambda: nothing)
     assert main(["plan", config, *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -11,13 +11,14 @@ import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
 from tests.support.sweeps import made_up_sweep
+from trainkit import api
 from trainkit.api import Run
 from trainkit.backends.local import LocalBackend
+from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run import owner
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -150,7 +151,8 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
     def refuse(folder: Path, hint: str) -> None:
         raise UsageError(f"whose is {folder}?", hint=hint)
 
-    monkeypatch.setattr(owner, "refuse_foreign", refuse)
+    for module in (options, api):
+        monkeypatch.setattr(module, "refuse_foreign", refuse)
     argv = [str(first.path) if word == "RUN" else word for word in command.split()]
     assert main(argv) == 2
     said = capsys.readouterr().err

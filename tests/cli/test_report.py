@@ -20,17 +20,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("more", [[], ["--sweep"]])
-def test_a_group_has_a_page_with_and_without_sweep(
-    place: Path, more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "mine", *more]) == 0
+def test_a_group_has_a_page(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "mine"]) == 0
     assert capsys.readouterr().out == f"{place / 'mine' / 'report.html'}\n"
     assert "3 runs, 1 failed, 2 finished" in (place / "mine" / "report.html").read_text()
 
 
 def test_json_has_the_points_failures_first(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    assert main(["report", "mine", "--sweep", "--json"]) == 0
+    assert main(["report", "mine", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["report"] == str(place / "mine" / "report.html")
     assert [(point["index"], point["state"]) for point in value["points"]] == [
@@ -41,19 +38,6 @@ def test_json_has_the_points_failures_first(capsys: pytest.CaptureFixture[str], 
     assert value["best"]["values"] == {"optimizer.lr": 3e-4}
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["mine/0", "--sweep"], "mine/0 is a single run, not a group of runs or a bench"),
-        (["mine", "--compare", "mine/0"], "--compare compares two runs, but mine is a group of runs"),
-        (["mine/0", "--compare", "mine"], "mine is a group of 3 runs"),
-    ],
-)
-def test_what_was_typed_wrong(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", *args, "--json"]) == 2
-    assert message in json.loads(capsys.readouterr().out)["error"]
-
-
 def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = place / "mine" / "report.html"
     page.mkdir()
@@ -62,7 +46,7 @@ def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_point_of_a_sweep_has_a_report_of_its_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "mine/1", "--compare", "mine/0"]) == 0
+    assert main(["report", "mine/1"]) == 0
     assert capsys.readouterr().out == f"{place / 'mine' / '1' / 'report.html'}\n"
 
 

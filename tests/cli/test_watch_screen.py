@@ -135,7 +135,7 @@ def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyP
         cancelled.append((run.path, options["now"]))
         return CancelResult("cancelling", "4711 is saving", {})
 
-    monkeypatch.setattr("trainkit.control.cancel.cancel_run", cancel)
+    monkeypatch.setattr("trainkit.cli.watch_screen.cancel_run", cancel)
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")

@@ -249,16 +249,6 @@ def test_the_page_is_well_formed_escaped_and_refers_to_nothing(run):
     assert page.tags.count("path") >= 4
 
 
-def test_a_comparison_shows_both_runs_and_the_keys_that_differ(run):
-    report = report_of(run)
-    other = report_of(run)
-    other.config["optimizer.lr"] = 0.125
-    text = render_report(report, other)
-    assert f"{run.path.parent.name}/run (compared)" in text  # both have the same name
-    assert "<td>optimizer.lr" in text
-    assert "0.125" in text
-
-
 def test_charts_keep_the_ends_of_their_values():
     assert line_chart("empty", []) is None
     assert nice_ticks(0.3, 9.6, 4) == [0.0, 5.0, 10.0]

@@ -37,13 +37,13 @@ def chromium(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of a run, of two runs compared, and of sweeps with one and two keys."""
+    """The page of a run, and of sweeps with one and two keys."""
     folder = tmp_path_factory.mktemp("pages")
     two = made_up_sweep(
         folder / "two", {"optimizer.lr": [1e-4, 3e-4, 1e-3], "optimizer.name": ["adamw", "sgd"]}, failed=3
     )
     one = made_up_sweep(folder / "one", {"optimizer.lr": [10**-n for n in range(1, 9)]})
-    run, other = two.run(0), two.run(2)
+    run = two.run(0)
     for index in range(20):
         append_jsonl(
             run.events_file,
@@ -63,7 +63,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     append_jsonl(run.health_file(NODE), {"cpu_percent": 50.0, "job_mem_gib": 1.0, "mem_total_gib": 8.0})
     texts = {
         "run": render_report(report_of(run)),
-        "compared": render_report(report_of(run), report_of(other)),
         "one key": render_sweep(
             read_sweep(sweep_of_group(one, GroupFiles(one).status({}, NOW)), NOW.timestamp())
         ),
@@ -83,12 +82,6 @@ def report_of(run: RunDir):
 
 CHARTS = {
     "run": [["c0", "c1"], ["c0"], ["c0"], ["c0"]],
-    "compared": [
-        ["c0", "c1", "c2"],
-        ["c2"],
-        ["c2"],
-        ["c0", "c2"],
-    ],  # equal lines cover those of the first run
     "one key": [["c0", "c1"], ["c0"], ["c0"]],
     "two keys": [["c0", "c1"], ["c0", "c1"], ["c0"], ["c0"]],
 }

@@ -67,29 +67,19 @@ def test_deepspeed(tmp_path: Path) -> None:
     text = """
 train: {device_batch_size: 4, global_batch_size: 64, steps: 100, grad_clip: 0.5}
 optimizer: {lr: 1.0e-3, lr_scale: sqrt, lr_scale_base: 2}
-schedule: {warmup_steps: 10}
 parallel: {zero: 2, offload: true}
-precision: {dtype: fp16, init_loss_scale: 1024, loss_scale_growth_interval: 500}
+precision: {dtype: fp16}
 """
     assert json.loads(given(tmp_path, "deepspeed", text).files[DS_CONFIG]) == {
         "train_micro_batch_size_per_gpu": 4,
         "train_batch_size": 64,
         "gradient_accumulation_steps": 2,
-        "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 500},
+        "fp16": {"enabled": True},
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 2.0e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-        },
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": 100,
-                "warmup_num_steps": 10,
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.1,
-            },
         },
     }
 
@@ -126,12 +116,7 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
         ("parallel: {tp: 2}", "parallel.tp: is 2, which --launcher deepspeed does not pass on"),
         ("name: mine", "{ds_config} needs a batch size: DeepSpeed has no default"),
         ("parallel: {dp_shard: 4, dp_replicate: 2}", "is 4, but ZeRO shards over all 8 processes"),
-        ("schedule: {name: wsd}", "schedule.name: is wsd, which DeepSpeed does not have"),
-        ("schedule: {name: linear}", "is 0.1, but DeepSpeed's linear decay ends at 0"),
-        ("schedule: {name: cosine}", "train.steps: is not set, but the schedule needs a number of steps"),
-        ("schedule: {warmup_steps: 0}", "is 0, but DeepSpeed warms up over at least 2 steps"),
         ("optimizer: {name: adamw_8bit}", "optimizer.name: is adamw_8bit, which DeepSpeed does not have"),
-        ("precision: {init_loss_scale: 1000}", "is 1000, but DeepSpeed needs a power of 2"),
     ],
 )
 def test_deepspeed_refuses(tmp_path: Path, text: str, words: str) -> None:
@@ -218,12 +203,10 @@ def test_lightning_fills_in_what_the_command_asks_for(tmp_path: Path) -> None:
 def test_megatron(tmp_path: Path) -> None:
     text = """
 seed: 1
-model: {preset: 8b}
 data: {seq_len: 2048}
 parallel: {tp: 2, pp: 2, sequence_parallel: true, activation_checkpointing: full}
 train: {device_batch_size: 8, global_batch_size: 32, steps: 1000, grad_clip: null}
 optimizer: {lr: 1.0e-4, betas: [0.9, 0.98]}
-schedule: {name: cosine}
 precision: {dtype: bf16}
 """
     assert given(tmp_path, "megatron", text).files[MEGATRON_ARGS].splitlines() == [
@@ -244,24 +227,6 @@ precision: {dtype: bf16}
         "--lr 0.0001",
         "--adam-beta1 0.9",
         "--adam-beta2 0.98",
-        "--lr-decay-style cosine",
-        "--lr-warmup-iters 20",
-        "--min-lr 1e-05",
-        "--num-layers 32",
-        "--hidden-size 4096",
-        "--ffn-hidden-size 14336",
-        "--num-attention-heads 32",
-        "--group-query-attention",
-        "--num-query-groups 8",
-        "--swiglu",
-        "--normalization RMSNorm",
-        "--norm-epsilon 1e-05",
-        "--disable-bias-linear",
-        "--position-embedding-type rope",
-        "--rotary-base 500000",
-        "--untie-embeddings-and-output-weights",
-        "--hidden-dropout 0.0",
-        "--attention-dropout 0.0",
     ]
 
 
@@ -275,5 +240,4 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
     for words in (("--train-iters", "9"), ("--train-iters=9",)):
         with pytest.raises(ConfigError, match="--train-iters is in the command, and a key of the config"):
             launcher_input(job, ("pretrain_gpt.py", *words), "megatron")
-    assert "optimizer.lr: is not set" in refusal(tmp_path, "megatron", "schedule: {name: cosine}")
     assert "does not pass on" in refusal(tmp_path, "megatron", "parallel: {offload: true}")

@@ -10,13 +10,7 @@ from shlex import quote
 from typing import Literal
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.backends.jobs import (
-    JobQuery,
-    liveness_probe,
-    query_job_status,
-    query_known_jobs,
-    utc_clock,
-)
+from trainkit.backends.jobs import JobQuery, liveness_probe, query_job_status, query_known_jobs, utc_clock
 from trainkit.backends.slurm import print_note
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
@@ -24,13 +18,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
 from trainkit.job.group_parts import recover_parts
 from trainkit.launch.create import defer_sigint
-from trainkit.observe.group import (
-    NOT_STARTED,
-    GroupFiles,
-    GroupStatus,
-    PointStatus,
-    state_counts,
-)
+from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus, state_counts
 from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import REPEAT

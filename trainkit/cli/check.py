@@ -14,6 +14,7 @@ from trainkit.cli.help import Command, examples, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
+from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
@@ -82,7 +83,6 @@ def command(
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.queue_estimate import wait_lines
     from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
-    from trainkit.run.rundir import RUNS_FOLDER
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")

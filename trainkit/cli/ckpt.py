@@ -9,19 +9,29 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.backends.jobs import require_not_running
 from trainkit.cli.help import Group, examples, terminal_width
-from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
+from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import size, table
-
-if TYPE_CHECKING:
-    from trainkit.run.manifest import Checkpoint, ListedCheckpoint
-    from trainkit.run.rundir import RunDir
+from trainkit.job.processes import module_argv
+from trainkit.run.manifest import (
+    Checkpoint,
+    ListedCheckpoint,
+    best_step,
+    find_damage,
+    list_checkpoints,
+    newest_intact,
+    obsolete,
+    published,
+    remove,
+)
+from trainkit.run.registry import find_run
+from trainkit.run.rundir import RunDir, run_lock
 
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
@@ -47,9 +57,6 @@ def ls(run_name: str, as_json: bool) -> int:
 
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
-    from trainkit.run.manifest import list_checkpoints
-    from trainkit.run.registry import find_run
-
     run = find_run(run_name)
     listed = list_checkpoints(run)
     if as_json:
@@ -63,16 +70,13 @@ def ls(run_name: str, as_json: bool) -> int:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
+@click.option("--step", type=INDEX, metavar="N", help="Only the checkpoint of this step.")
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
 
     Changes nothing: resuming skips damaged checkpoints.
     """
-    from trainkit.run.manifest import find_damage
-    from trainkit.run.registry import find_run
-
     results = []
     for checkpoint in _wanted(find_run(run_name), step):
         damage = find_damage(checkpoint)
@@ -93,11 +97,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 )
 @run_argument
 @click.option(
-    "--keep-last",
-    type=click.IntRange(min=1),
-    metavar="N",
-    required=True,
-    help="Number of newest checkpoints to keep.",
+    "--keep-last", type=COUNT, metavar="N", required=True, help="Number of newest checkpoints to keep."
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_option
@@ -106,11 +106,6 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
 
     Refused while the run is running. Checkpoints set aside as damaged are kept.
     """
-    from trainkit.backends.jobs import require_not_running
-    from trainkit.run.manifest import best_step, newest_intact, obsolete, published, remove
-    from trainkit.run.registry import find_run
-    from trainkit.run.rundir import run_lock
-
     run = find_run(run_name)
     with run_lock(run):
         require_not_running(run, "ckpt prune")
@@ -140,7 +135,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
 )
 @run_argument
 @click.option("--out", "out_name", type=click.Path(path_type=Path), required=True, help="Folder to create.")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
+@click.option("--step", type=INDEX, metavar="N", help="The checkpoint of this step.")
 @click.option(
     "--format",
     "format_name",
@@ -166,9 +161,6 @@ def export(
 
     With model.lora only the adapters are written, as peft does, unless --merge is given.
     """
-    from trainkit.job.processes import module_argv
-    from trainkit.run.registry import find_run
-
     run = find_run(run_name)
     refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
@@ -208,8 +200,6 @@ def export(
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     """The checkpoint of a step, else the best one, else the newest intact one."""
-    from trainkit.run.manifest import best_step, find_damage, newest_intact
-
     there = _wanted(run, step)
     best = [item for item in there if item.step == best_step(run.checkpoints_dir)]
     chosen = newest_intact(best) or newest_intact(there)
@@ -222,8 +212,6 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
 
 
 def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
-    from trainkit.run.manifest import published
-
     there = published(run.checkpoints_dir)
     if not there:
         raise UsageError(

@@ -48,18 +48,14 @@ class ComparedRun:
     run_dir: str
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"),
-)
+@click.command(cls=Command, epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"))
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line of comma-separated values per run.")
 @json_option
 def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     """Compare runs: what each reached, and the config keys in which they differ.
 
-    A group of runs or a bench stands for all of its runs that have started. `trainkit report RUN --compare
-    RUN2` draws the curves of two.
+    A group of runs or a bench stands for all of its runs that have started.
     """
     now = datetime.now(timezone.utc).timestamp()
     runs = list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())

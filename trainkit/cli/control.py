@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
+from trainkit.backends.jobs import live_entry
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
+    INDEX,
     ConfigRequest,
     config_argument,
     config_flags,
@@ -27,13 +29,15 @@ from trainkit.cli.options import (
     trust_option,
 )
 from trainkit.cli.output import echo_json
+from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import JsonObject, rank_list
-from trainkit.run.rundir import RUNS_FOLDER
-
-if TYPE_CHECKING:
-    from trainkit.job.failure.stacks import Reply
-    from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_replies
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.group import RunGroup
+from trainkit.run.record import read_job
+from trainkit.run.registry import find_bench_folder, find_run, find_run_or_group
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 
 WAIT_S = 20.0
 """Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
@@ -52,10 +56,6 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
     For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    from trainkit.control.cancel import cancel_group, cancel_run
-    from trainkit.run.group import RunGroup
-    from trainkit.run.registry import find_bench_folder, find_run_or_group
-
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
         return cancel_bench(folder, now=now, wait=wait, as_json=as_json)
@@ -73,7 +73,6 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) -> int:
     """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
     from trainkit.bench.run_bench import have_ended, query_bench_status, read_bench
-    from trainkit.control.cancel import cancel_group
 
     bench = read_bench(folder)
     groups, problems, facts = bench.groups, list[TrainkitError](), list[JsonObject]()
@@ -116,8 +115,6 @@ def requeue(run_name: str, as_json: bool) -> int:
     """
     from trainkit.cli.logs import print_started
     from trainkit.control.resume import requeue_run
-    from trainkit.run.record import read_job
-    from trainkit.run.registry import find_run
 
     run = find_run(run_name, to_change=True)
     refuse_untrusted(run.path)
@@ -137,7 +134,7 @@ def requeue(run_name: str, as_json: bool) -> int:
     epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
 )
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Print all threads of this rank.")
+@click.option("--rank", type=INDEX, metavar="R", help="Print all threads of this rank.")
 @json_option
 def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
@@ -145,9 +142,6 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
     is installed.
     """
-    from trainkit.job.failure.stacks import explain_silence, group_replies
-    from trainkit.run.registry import find_run
-
     run = find_run(run_name)
     attempt, replies, silent = _ask_stacks(run, rank)
     groups = group_replies(replies)
@@ -179,9 +173,6 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
     Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
     """
-    from trainkit.job.failure.stacks import gather
-    from trainkit.plan.launch import LaunchPlan
-
     attempt = _running_attempt(run)
     world_size = LaunchPlan.read(attempt.plan_file).world_size
     if rank is not None and rank >= world_size:
@@ -204,8 +195,6 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
 def _running_attempt(run: RunDir) -> AttemptDir:
     """The attempt whose ranks are running; raises UsageError when there is none."""
-    from trainkit.backends.jobs import live_entry
-
     entry = live_entry(run, "stacks")
     if entry is None:
         raise UsageError(
@@ -246,23 +235,18 @@ def _position(group: Sequence[Reply]) -> str:
 @click.command(cls=Command, epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
 @run_argument
 @click.option(
-    "--node",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Node of the job, counted from 0; default: 0.",
+    "--node", type=INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
 )
 def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
     from trainkit.control import shell
-    from trainkit.run.registry import find_run
 
     shell.attach(find_run(run_name), node)
 
 
 @click.command(cls=Command, epilog=examples("trainkit debug last", "trainkit debug last --rank 5"))
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), default=0, metavar="R", help="The rank; default: 0.")
+@click.option("--rank", type=INDEX, default=0, metavar="R", help="The rank; default: 0.")
 def debug(run_name: str, rank: int) -> int:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
@@ -271,7 +255,6 @@ def debug(run_name: str, rank: int) -> int:
     --debug` starts a run with a terminal.
     """
     from trainkit.control import shell
-    from trainkit.run.registry import find_run
 
     shell.debug(_running_attempt(find_run(run_name)), rank)
     return EXIT_OK
@@ -291,11 +274,7 @@ def debug(run_name: str, rank: int) -> int:
 @shape_options
 @click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
 def shell(
-    config: str | None,
-    profile: str | None,
-    overrides: tuple[str, ...],
-    dry_run: bool,
-    **typed: Any,
+    config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
 ) -> int:
     """Allocate nodes and open a shell on the first one, with the environment of a job.
 

@@ -131,10 +131,7 @@ def prepare(
 
 @command.command(
     short_help="Check every line of texts and every byte of shards.",
-    epilog=examples(
-        "trainkit data validate stdlib",
-        "trainkit data validate stdlib --json",
-    ),
+    epilog=examples("trainkit data validate stdlib", "trainkit data validate stdlib --json"),
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
 @_tokenizer_option

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.backends.jobs import query_attempt_status
 from trainkit.cli.help import Command, examples, warn
-from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK
+from trainkit.run.registry import find_attempt, find_run
 
 if TYPE_CHECKING:
     from trainkit.observe.diagnose import Diagnosis
@@ -34,11 +36,7 @@ _UNBROKEN = "\0"
 )
 @run_argument
 @click.option(
-    "--attempt",
-    "number",
-    type=click.IntRange(min=1),
-    metavar="A",
-    help="Attempt to diagnose; default: the newest.",
+    "--attempt", "number", type=COUNT, metavar="A", help="Attempt to diagnose; default: the newest."
 )
 @json_option
 def command(run_name: str, number: int | None, as_json: bool) -> int:
@@ -47,9 +45,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
     rank, where no known cause explains the failure.
     """
-    from trainkit.backends.jobs import query_attempt_status
     from trainkit.observe.diagnose import diagnose
-    from trainkit.run.registry import find_attempt, find_run
 
     run = find_run(run_name)
     attempt = find_attempt(run, number)

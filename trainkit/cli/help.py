@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from trainkit.cli.usage import CommandGroup
+from trainkit.folders import shipped_config_names, shipped_configs
 
 SECTIONS = {
     "What": (
@@ -45,7 +46,7 @@ SECTIONS = {
         "--test-notification",
     ),
     "Output": (
-        *("--follow", "--interval", "--once", "--lines", "--limit", "--show-origin", "--compare", "--out"),
+        *("--follow", "--interval", "--once", "--lines", "--limit", "--show-origin", "--out"),
         *("--json", "--csv", "--help"),
     ),
 }
@@ -129,8 +130,6 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
 
 def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """CONFIG: YAML files and folders here, and the names of shipped configs."""
-    from trainkit.folders import shipped_config_names
-
     here = sorted(Path().glob(f"{incomplete}*")) if not Path(incomplete).is_absolute() else []
     found = {f"{path}/": "" for path in here if path.is_dir()}
     found |= {str(path): "" for path in here if path.suffix in (".yaml", ".yml")}
@@ -140,8 +139,6 @@ def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 def complete_profile(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """Profiles of the project and shipped ones."""
-    from trainkit.folders import shipped_configs
-
     folders = (Path("profiles"), Path("configs/profiles"), shipped_configs() / "profiles")
     names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     return _starting(dict.fromkeys(names, ""), incomplete)

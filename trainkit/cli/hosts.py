@@ -10,16 +10,28 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit import __version__
+from trainkit.cli.logs import kept_terminal, print_end, print_started, show_rank_0
 from trainkit.cli.options import combined
 from trainkit.errors import UsageError
+from trainkit.job.failure.records import record_refusal
+from trainkit.job.node.host_rendezvous import refuse_wrong_master
+from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace, await_plan
+from trainkit.job.step_run import (
+    announce,
+    await_end,
+    await_first_host,
+    exit_code_of,
+    run_first_task,
+    run_host,
+    withdraw,
+)
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.record import AttemptRecord
+from trainkit.run.rundir import AttemptDir, RunDir, become_sole_supervisor, claim_place
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import RunConfig
-    from trainkit.job.node.rendezvous import HostPlace
-    from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.record import AttemptRecord
-    from trainkit.run.rundir import AttemptDir, RunDir
 
 MAX_DIFFERENCES = 5
 LOCK_TIMEOUT_S = 10.0
@@ -49,8 +61,6 @@ def host_place(
 
     Raises UsageError when some are missing or the node rank is not one of the nodes.
     """
-    from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace
-
     given = {
         "--nodes": nodes,
         "--node-rank": node_rank,
@@ -98,11 +108,6 @@ def run_on_hosts(
     others take part in the attempt that it announces if their own config and plan are the same. All hosts
     return the same code.
     """
-    from trainkit.cli.logs import kept_terminal, print_end, print_started, show_rank_0
-    from trainkit.job.node.host_rendezvous import refuse_wrong_master
-    from trainkit.job.step_run import announce, await_end, exit_code_of, run_first_task, run_host, withdraw
-    from trainkit.run.rundir import become_sole_supervisor, claim_place
-
     if place.node_rank == 0:
         refuse_wrong_master(place)
         run, name, entry = start()
@@ -133,10 +138,6 @@ def _join(
     Raises UsageError if the place is taken, and for another config or plan; the start then fails on all.
     """
     from trainkit.config import read_effective
-    from trainkit.job.failure.records import record_refusal
-    from trainkit.job.node.rendezvous import await_plan
-    from trainkit.job.step_run import await_first_host
-    from trainkit.run.rundir import claim_place
 
     click.echo(f"joining {place.first} as node {place.node_rank}", err=True)
     attempt, version = await_first_host(folder, place, named)

@@ -16,6 +16,7 @@ import click
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.folders import FIRST_RUN
 
 TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -50,7 +51,6 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     from trainkit.cluster.discovery import discover_cluster
     from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
     from trainkit.cluster.profile import user_folder
-    from trainkit.folders import FIRST_RUN
 
     if task is not None:
         if name is not None:

@@ -19,7 +19,7 @@ import click
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
-from trainkit.cli.options import run_argument
+from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import echo_json, escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.formats import plural, relative_path, there_are
@@ -29,6 +29,7 @@ from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
 from trainkit.run.files import JsonlTail
+from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
@@ -50,19 +51,11 @@ SHOW_S = 0.1
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Rank to print; default: 0.")
-@click.option(
-    "--node", type=click.IntRange(min=0), metavar="N", help="Print all ranks of this node and its agent."
-)
+@click.option("--rank", type=INDEX, metavar="R", help="Rank to print; default: 0.")
+@click.option("--node", type=INDEX, metavar="N", help="Print all ranks of this node and its agent.")
 @click.option("--all", "all_ranks", is_flag=True, help="Print all ranks, agents and the supervisor.")
-@click.option(
-    "--attempt",
-    "number",
-    type=click.IntRange(min=1),
-    metavar="A",
-    help="Attempt to print; default: the newest.",
-)
-@click.option("--lines", type=click.IntRange(min=0), metavar="N", help="Print only the last N lines.")
+@click.option("--attempt", "number", type=COUNT, metavar="A", help="Attempt to print; default: the newest.")
+@click.option("--lines", type=INDEX, metavar="N", help="Print only the last N lines.")
 def command(
     run_name: str,
     following: bool,
@@ -115,7 +108,6 @@ def command(
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
     """A function that lists the selected logs of an attempt."""
     from trainkit.observe.attempt_files import log_of, ranks_of_nodes
-    from trainkit.run.history import read_plan
 
     def logs_of(attempt: AttemptDir) -> list[Path]:
         if all_ranks:

@@ -16,14 +16,17 @@ import click
 
 from trainkit.cli.help import Command, complete_config, complete_profile, complete_run, complete_setting
 from trainkit.errors import UsageError
+from trainkit.folders import QUICKSTART, default_config
+from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
+from trainkit.run.owner import refuse_foreign
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
-    from trainkit.plan.workload import Workload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
+COUNT, INDEX = click.IntRange(min=1), click.IntRange(min=0)
 AUTO = "auto"
 
 
@@ -50,7 +53,6 @@ class ConfigRequest:
         from trainkit.cluster.target import load_with_cluster
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at
-        from trainkit.plan.workload import name_of
 
         load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
         name = name_of(self.argv)
@@ -73,7 +75,6 @@ class ConfigRequest:
             return self.load(target)
         except InvalidConfig as error:
             from trainkit.launch.plan_run import planning_error
-            from trainkit.plan.workload import TRAINER
 
             raise planning_error(error, workload or TRAINER, target=target) from None
 
@@ -95,10 +96,7 @@ set_option = click.option(
     help="Set one config value; repeatable.",
 )
 profile_option = click.option(
-    "--profile",
-    metavar="NAME",
-    shell_complete=complete_profile,
-    help="Profile applied over the config.",
+    "--profile", metavar="NAME", shell_complete=complete_profile, help="Profile applied over the config."
 )
 backend_option = click.option(
     "--backend",
@@ -142,8 +140,6 @@ trust_option = click.option(
 def refuse_untrusted(folder: Path) -> None:
     """Raise UsageError where another user could replace files of a run, unless --trust is given."""
     if not click.get_current_context().meta.get(_TRUST):
-        from trainkit.run.owner import refuse_foreign
-
         refuse_foreign(folder, "`--trust` executes it as you all the same")
 
 
@@ -176,7 +172,7 @@ class NodesType(click.IntRange):
 NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
 gpus_per_node_option = click.option(
     "--gpus-per-node",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="GPUs per node; worker processes per node on a machine without GPUs.",
 )
@@ -222,10 +218,8 @@ def one_node_config_options(function: Function) -> Function:
     gpus = "GPUs to use; number of worker processes on a machine without GPUs."
     return _request_options(
         function,
-        click.option("--gpus-per-node", "--nproc", type=click.IntRange(min=1), metavar="N", help=gpus),
-        click.option(
-            "--nodes", type=click.IntRange(min=1), metavar="N", help="Number of hosts, with --node-rank."
-        ),
+        click.option("--gpus-per-node", "--nproc", type=COUNT, metavar="N", help=gpus),
+        click.option("--nodes", type=COUNT, metavar="N", help="Number of hosts, with --node-rank."),
     )
 
 
@@ -234,8 +228,6 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
 
     Empty for a COMMAND, which the shipped quickstart does not describe.
     """
-    from trainkit.folders import QUICKSTART, default_config
-
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
@@ -246,12 +238,7 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
 
 def _request_options(function: Function, *shape: Callable[[Any], Any], unless: str | None = None) -> Function:
     @functools.wraps(function)
-    def wrapper(
-        config: str | None,
-        profile: str | None,
-        overrides: tuple[str, ...],
-        **others: Any,
-    ) -> Any:
+    def wrapper(config: str | None, profile: str | None, overrides: tuple[str, ...], **others: Any) -> Any:
         chooses = others["nodes"] == AUTO
         if chooses:
             others["nodes"] = None
@@ -372,8 +359,6 @@ class WithTrailingCommand(Command):
 
 def trailing_workload(launcher: str) -> Workload:
     """The command after ``--``, or the trainer without ``--``; UsageError for the trainer with a launcher."""
-    from trainkit.plan.workload import workload_of
-
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")

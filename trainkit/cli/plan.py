@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli.help import Command, examples, terminal_width
-from trainkit.cli.options import ConfigRequest, config_options, json_option
+from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
+from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
-from trainkit.formats import plural
+from trainkit.formats import gib, plural
+from trainkit.plan.gpus import Hardware, find_hardware
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.plan.gpus import Hardware
     from trainkit.plan.layouts import Choice
     from trainkit.plan.model_shape import ModelShape
 
@@ -30,16 +31,11 @@ if TYPE_CHECKING:
     ),
 )
 @config_options
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Total number of GPUs, in full nodes.")
+@click.option("--gpus", type=COUNT, metavar="N", help="Total number of GPUs, in full nodes.")
 @click.option("--gpu-type", "planned_type", metavar="TYPE", help="GPU type; default: that of the run.")
 @click.option("--all", "show_all", is_flag=True, help="Also list layouts that do not fit.")
 @click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="Maximum number of layouts.",
+    "--limit", type=COUNT, default=10, show_default=True, metavar="N", help="Maximum number of layouts."
 )
 @json_option
 def command(
@@ -70,9 +66,7 @@ def command(
 
 
 def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
-    from trainkit.cluster.machine import detect_machine
     from trainkit.cluster.target import LOCAL, make_target
-    from trainkit.plan.gpus import find_hardware
 
     # Slurm is queried only if the type or number of GPUs is missing.
     is_given = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
@@ -87,8 +81,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
     unknown, simulate = "whose memory is unknown", "`trainkit check --simulate-world N` simulates a step of"
     loaded.require_decoder(
-        (unknown, "`trainkit plan` needs the task causal_lm"),
-        (unknown, f"{simulate} your own architecture"),
+        (unknown, "`trainkit plan` needs the task causal_lm"), (unknown, f"{simulate} your own architecture")
     )
     vocab_size = loaded.config.model.vocab_size
     if vocab_size is None:
@@ -141,7 +134,6 @@ class _Planned:
 
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
-        from trainkit.formats import gib
         from trainkit.plan.layout_advice import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)

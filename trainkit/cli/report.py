@@ -6,23 +6,20 @@ from datetime import datetime, timezone
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples, warn
+from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_json
-from trainkit.errors import EXIT_OK, TrainkitError, UsageError
+from trainkit.cli.status import find_any, look_at, query_group
+from trainkit.errors import EXIT_OK, TrainkitError
+from trainkit.run.files import write_atomic
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit report last", "trainkit report last --json"),
-)
+@click.command(cls=Command, epilog=examples("trainkit report last", "trainkit report last --json"))
 @run_argument
-@click.option(
-    "--compare", "other_name", metavar="RUN2", shell_complete=complete_run, help="Compare with a run."
-)
-@click.option("--sweep", "is_sweep", is_flag=True, help="RUN is a group of runs or a bench; else an error.")
 @json_option
-def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool) -> int:
+def command(run_name: str, as_json: bool) -> int:
     """Write report.html in the folder of RUN and print its path.
 
     The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
@@ -31,31 +28,16 @@ def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool
     For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
     first, the results by each swept key, and the curves over each other.
     """
-    from trainkit.cli.status import find_any, look_at, query_group
     from trainkit.observe.page import REPORT_FILE
     from trainkit.observe.report import read_report, render_report
     from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
-    from trainkit.run.files import write_atomic
-    from trainkit.run.group import RunGroup
-    from trainkit.run.registry import find_run
-    from trainkit.run.rundir import RunDir
 
     found = find_any(run_name, groups_of_bench=True)
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
-        if is_sweep:
-            problem = f"{run_name} is a single run, not a group of runs or a bench"
-            raise UsageError(problem, hint="remove --sweep")
-        other_run = None if other_name is None else find_run(other_name)
         report = read_report(*look_at(found)[:2], now)
-        other = None if other_run is None else read_report(*look_at(other_run)[:2], now)
-        folder, page, value = found.path, render_report(report, other), report.to_dict()
-        if other is not None:
-            value["compared"] = other.to_dict()
+        folder, page, value = found.path, render_report(report), report.to_dict()
     else:
-        if other_name is not None:
-            problem = f"--compare compares two runs, but {run_name} is a group of runs"
-            raise UsageError(problem, hint="remove it")
         if isinstance(found, RunGroup):
             sweep = sweep_of_group(found, query_group(found))
         else:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
+from trainkit.cli.logs import follow_detachable, print_created, print_started, run_word
 from trainkit.cli.options import (
     backend_option,
     config_flags,
@@ -27,9 +27,11 @@ from trainkit.cli.options import (
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
-
-if TYPE_CHECKING:
-    from trainkit.run.group import RunGroup
+from trainkit.plan.launch import describe_plan
+from trainkit.run.group import RunGroup
+from trainkit.run.manifest import published
+from trainkit.run.registry import find_run_or_group, one_run
+from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -46,11 +48,7 @@ if TYPE_CHECKING:
 @slurm_options
 @set_option
 @backend_option
-@click.option(
-    "--new-code",
-    is_flag=True,
-    help="Use the current code instead of the run's snapshot.",
-)
+@click.option("--new-code", is_flag=True, help="Use the current code instead of the run's snapshot.")
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @now_option
 @trust_option
@@ -80,7 +78,6 @@ def command(
     on Slurm, or on this machine. With --node-rank, --master-addr and --master-port it runs in the foreground
     on several hosts, as `trainkit run` does.
     """
-    from trainkit.cli.logs import print_created, print_started, run_word
     from trainkit.control.resume import (
         changes,
         copy_newest_checkpoint,
@@ -91,10 +88,6 @@ def command(
         resume_run,
     )
     from trainkit.launch.create import create_run, start_run
-    from trainkit.plan.launch import describe_plan
-    from trainkit.run.group import RunGroup
-    from trainkit.run.manifest import published
-    from trainkit.run.registry import find_run_or_group, one_run
 
     named = find_run_or_group(run_name, to_change=True)
     refuse_untrusted(named.path)
@@ -154,15 +147,11 @@ def command(
     if not follow:
         click.echo(f"`trainkit logs {run_word(run)} -f` follows its log", err=True)
         return EXIT_OK
-    from trainkit.cli.logs import follow_detachable
-
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
 
 
 def _resume_group(group: RunGroup, as_json: bool) -> int:
-    from trainkit.cli.logs import run_word
     from trainkit.control.resume import resume_group
-    from trainkit.run.rundir import RunDir
 
     job_id = resume_group(group)
     if as_json:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainkit.backends import backend_of
 from trainkit.cli.help import Command, examples
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
+from trainkit.cli.logs import follow_run, kept_terminal, print_created, print_end, print_started, show_rank_0
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
@@ -29,14 +31,26 @@ from trainkit.cli.options import (
 )
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
+from trainkit.job.node.rendezvous import master_address
+from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
+from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
+from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.job.step_run import (
+    announce,
+    await_announcement,
+    exit_code_of,
+    run_first_task,
+    run_task,
+    withdraw,
+)
+from trainkit.plan.launch import DebugPlan, LaunchPlan, describe_plan
+from trainkit.plan.workload import Workload
+from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
+from trainkit.slurm.control import kill_steps
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
-    from trainkit.job.node.slurm_step import SlurmTask
-    from trainkit.plan.launch import DebugPlan, LaunchPlan
-    from trainkit.plan.workload import Workload
-    from trainkit.run.record import AttemptRecord
-    from trainkit.run.rundir import AttemptDir, RunDir
 
 
 @click.command(
@@ -81,13 +95,10 @@ def command(
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
-    from trainkit.cli.logs import follow_run, print_created, print_started
     from trainkit.cluster.target import Target
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.disk import disk_forecast
     from trainkit.launch.plan_run import gather, plan_run
-    from trainkit.plan.launch import describe_plan
-    from trainkit.run.rundir import RUNS_FOLDER
 
     workload = trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
@@ -101,8 +112,6 @@ def command(
             hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
         )
     if place is None and "SLURM_STEP_ID" in os.environ:
-        from trainkit.job.node.slurm_step import find_slurm_task
-
         task = find_slurm_task()
         if task is not None and task.num_tasks > 1:
             return run_in_step(request, workload, run_dir, task)
@@ -110,8 +119,6 @@ def command(
     if place is not None:
         target = hosts_target(place)
     else:
-        from trainkit.job.rank_env import refuse_foreign_ranks
-
         refuse_foreign_ranks()
     loaded = request.load_to_plan(workload, target)
     if place is None and loaded.config.resources.most_nodes != 1:
@@ -155,8 +162,6 @@ def command(
 
 def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
     """How a run is debugged, as typed; UsageError where that cannot be."""
-    from trainkit.plan.launch import DebugPlan
-
     mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
     if mode not in ("", "debugpy") or not rank.isdecimal() or (mode and post_mortem):
         raise UsageError(
@@ -205,16 +210,11 @@ class _Forwarder:
         self.num_sent = 0
 
     def install(self) -> None:
-        from trainkit.job.signals import NOTICE_SIGNALS
-
         for number in (*NOTICE_SIGNALS, signal.SIGTSTP):
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir) -> None:
         """Forward the signals received since the last call."""
-        from trainkit.backends import backend_of
-        from trainkit.run.record import read_job
-
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
@@ -241,17 +241,6 @@ SRUN_READ_S = 1.0
 
 def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask) -> int:
     """Run CONFIG or a COMMAND as this task of the step; returns the exit code of this task."""
-    from trainkit.cli.logs import kept_terminal, print_end, show_rank_0
-    from trainkit.job.step_run import (
-        announce,
-        await_announcement,
-        exit_code_of,
-        run_first_task,
-        run_task,
-        withdraw,
-    )
-    from trainkit.run.rundir import RUNS_FOLDER
-
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
         found = await_announcement(folder, task)
@@ -275,8 +264,6 @@ def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None,
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
     """Print the error and kill the step, whose other tasks cannot be reached; returns the exit code."""
-    from trainkit.slurm.control import kill_steps
-
     click.echo(error.render(), err=True)
     # srun loses output that it has not read when the step ends.
     time.sleep(SRUN_READ_S)
@@ -295,10 +282,8 @@ def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
 ) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
-    from trainkit.cli.logs import print_created
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.plan_run import gather, plan_run
-    from trainkit.plan.launch import describe_plan
 
     procs = request.flags.get("resources.gpus_per_node")
     sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))
@@ -374,10 +359,6 @@ def _rank_here() -> tuple[dict[str, Any], str]:
 
     Raises UsageError when variables contradict each other.
     """
-    from trainkit.job.node.rendezvous import master_address
-    from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
-    from trainkit.job.rank_env import find_rank_env
-
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return vars(find_rank_env()), "RANK is set"
     task = find_slurm_task()

@@ -12,26 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.backends.jobs import (
-    JobQuery,
-    job_status,
-    open_job_ids,
-    query_job_status,
-    query_known_jobs,
-)
+from trainkit.backends.jobs import JobQuery, job_status, open_job_ids, query_job_status, query_known_jobs
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, relative_path, short_keys, table
 from trainkit.job.group_parts import recover_parts
-from trainkit.observe.group import (
-    GroupFiles,
-    GroupStatus,
-    PointStatus,
-    most_relevant,
-    state_counts,
-)
+from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.status import Restart, RunStatus, failure_lines, read_status
 from trainkit.run.end import Best, read_newest_end
 from trainkit.run.files import Record
@@ -80,9 +68,7 @@ def command(
     --json always prints all runs, newest first.
     """
     if where or tags or sort_key is not None:
-        from trainkit.cli.choose_runs import (  # what knows the config is slow to import
-            parse_choice,
-        )
+        from trainkit.cli.choose_runs import parse_choice  # what knows the config is slow to import
 
         if run_name is not None:
             text = f"--where, --tag and --sort choose among all runs, but {run_name} is named"
@@ -213,9 +199,7 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
 
 
 def read_all(
-    max_ended: int | None,
-    query: JobQuery,
-    histories: dict[Path, RunHistory],
+    max_ended: int | None, query: JobQuery, histories: dict[Path, RunHistory]
 ) -> tuple[list[RunStatus | GroupStatus], int]:
     """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
 

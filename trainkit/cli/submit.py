@@ -29,15 +29,18 @@ from trainkit.cli.options import (
 )
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
+from trainkit.folders import find_shipped_config
 from trainkit.formats import JsonObject, shown_value
+from trainkit.plan.launch import describe_plan
+from trainkit.plan.workload import Workload
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.control.repeat import RepeatedRun
     from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
-    from trainkit.plan.workload import Workload
     from trainkit.run.record import CodeCopy
 
 
@@ -197,7 +200,6 @@ def command(
     string, [1,2],[3,4] are two lists.
     """
     from trainkit.launch.submission import plan_submission
-    from trainkit.plan.launch import describe_plan
 
     group, workload = GroupRequest(sweeps, array), trailing_workload(launcher)
     folder = named_folder(run_dir)
@@ -245,8 +247,6 @@ def command(
     ):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
-        from trainkit.slurm.client import require_controller
-
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only, as_json)
@@ -296,8 +296,6 @@ def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
     """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
-    from trainkit.folders import find_shipped_config
-
     is_config = request.path in ("", "-") or Path(request.path).expanduser().is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None

@@ -12,15 +12,16 @@ import click
 from trainkit.cli.help import Command, complete_run, examples
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
+from trainkit.cli.status import find_any, look_at, show_runs
 from trainkit.errors import EXIT_OK
+from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
 PIPE_WIDTH = 120
 
 
 @click.command(
-    cls=Command,
-    epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once"),
+    cls=Command, epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once")
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option(
@@ -41,9 +42,6 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
     terminal, prints once.
     """
-    from trainkit.cli.status import find_any, look_at, show_runs
-    from trainkit.run.rundir import RunDir
-
     found = None if run_name is None else find_any(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         from trainkit.cli.watch_screen import watch

@@ -26,8 +26,10 @@ from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import SlurmPoller, job_status, open_job_ids, utc_clock
+from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.output import replaced
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
+from trainkit.control.cancel import cancel_run
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.logs import last_texts
@@ -45,7 +47,9 @@ from trainkit.observe.view_text import (
 )
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
+from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
+from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -217,9 +221,7 @@ class RunScreen(ReadingScreen):
         self.app.push_screen(TextScreen(self._diagnosis, 24 * 3600.0))
 
     def _diagnosis(self) -> list[Text]:
-        from trainkit.cli.diagnose import diagnosis_text
         from trainkit.observe.diagnose import diagnose
-        from trainkit.run.registry import find_attempt
 
         job, attempt = self._job, find_attempt(self.run_dir, None)
         found = diagnose(attempt, job.alive, job.job)
@@ -249,13 +251,10 @@ class RunScreen(ReadingScreen):
         self.notify(text, markup=False)
 
     def _cancel(self) -> str:
-        from trainkit.control.cancel import cancel_run
-
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
         from trainkit.control.resume import requeue_run
-        from trainkit.run.owner import refuse_foreign
 
         refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
         entry, is_started = requeue_run(self.run_dir)

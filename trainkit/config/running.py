@@ -21,11 +21,7 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
 SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
 SlurmTime = Annotated[
-    str,
-    Field(
-        pattern=SLURM_TIME,
-        json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'},
-    ),
+    str, Field(pattern=SLURM_TIME, json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'})
 ]
 
 
@@ -33,8 +29,7 @@ class ParallelConfig(Section):
     """Parallel layout; the product of the degrees is the number of processes."""
 
     dp_replicate: DataParallelDegree = Field(
-        default=1,
-        description="Number of model replicas; -1 derives it from the number of processes.",
+        default=1, description="Number of model replicas; -1 derives it from the number of processes."
     )
     dp_shard: DataParallelDegree = Field(
         default=-1,
@@ -124,10 +119,7 @@ class ResourcesConfig(Section):
         description="Memory per node, in Slurm's format.",
         json_schema_extra={"allowed": 'an amount such as "64G"'},
     )
-    time: SlurmTime | None = Field(
-        default="01:00:00",
-        description="Time limit of a job, in Slurm's format.",
-    )
+    time: SlurmTime | None = Field(default="01:00:00", description="Time limit of a job, in Slurm's format.")
     time_min: SlurmTime | None = Field(
         default=None,
         description="Shortest time limit that the job may get: Slurm lowers its limit to start it sooner.",
@@ -191,8 +183,7 @@ class LaunchConfig(Section):
     """How the processes are started."""
 
     backend: Literal["auto", "sbatch", "submitit", "local"] = Field(
-        default="auto",
-        description="Where the job starts; auto: Slurm where there is one, else this machine.",
+        default="auto", description="Where the job starts; auto: Slurm where there is one, else this machine."
     )
     cluster: OneLine | None = Field(
         default=None, description="Name of the cluster profile; null selects the one for this cluster."
@@ -201,8 +192,7 @@ class LaunchConfig(Section):
     env: dict[str, str] = Field(default={}, description="Environment variables for every process.")
     modules: tuple[OneLine, ...] = list_field((), "Environment modules to load.")
     python: OneLine | None = Field(
-        default=None,
-        description="Python interpreter; null uses that of venv, conda, uv or container.",
+        default=None, description="Python interpreter; null uses that of venv, conda, uv or container."
     )
     venv: OneLine | None = Field(default=None, description="Virtual environment to activate.")
     conda: OneLine | None = Field(default=None, description="Conda environment to activate (experimental).")
@@ -279,8 +269,7 @@ class RequeueConfig(Section):
         description="Seconds for which a rank must stay slow before slow_hosts: restart restarts the run.",
     )
     follow_ups: NotNegative = Field(
-        default=0,
-        description="Jobs that wait in the queue to continue the run, for nodes without scontrol.",
+        default=0, description="Jobs that wait in the queue to continue the run, for nodes without scontrol."
     )
 
 

@@ -134,8 +134,7 @@ class TrainConfig(Section):
         default=50, description="Steps between validations; null never validates."
     )
     eval_batches: AtLeastOne | None = Field(
-        default=None,
-        description="Maximum batches of global_batch_size per validation; null reads all.",
+        default=None, description="Maximum batches of global_batch_size per validation; null reads all."
     )
     eval_at_start: bool = Field(default=True, description="Validate once before the first step.")
     log_every: AtLeastOne = Field(default=10, description="Steps between log lines.")
@@ -195,8 +194,7 @@ class PrecisionConfig(Section):
         description="Consecutive steps without overflow before the loss scale doubles (fp16 only).",
     )
     tf32: bool = Field(
-        default=False,
-        description="Multiply matrices in TF32 on a GPU, faster and less exact (fp32 only).",
+        default=False, description="Multiply matrices in TF32 on a GPU, faster and less exact (fp32 only)."
     )
     float8: bool = Field(
         default=False,

@@ -277,8 +277,7 @@ def _input(
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
         raise UsageError(
-            f"data source {path} cannot be read: permission denied",
-            hint="make it readable (chmod u+r)",
+            f"data source {path} cannot be read: permission denied", hint="make it readable (chmod u+r)"
         )
     return Input(path, name, role, form, compressed, status.st_size, status.st_mtime_ns)
 

@@ -240,11 +240,8 @@ class AttemptEvents:
         self._numbered: deque[tuple[int, Event]] = deque(maxlen=MAX_EVENTS)
         """The last events, with the numbers of their lines."""
         self._seen = Attempt(attempt.number)
-        with contextlib.suppress(OSError):  # missing, or on a disk that fails
-            self._read()
-
-    def _read(self) -> None:
-        with self._attempt.run.events_file.open("rb") as stream:
+        # The file may be missing, or on a disk that fails.
+        with contextlib.suppress(OSError), self._attempt.run.events_file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 for event in filter(self._is_before, events_of(map(_without_lists, parse_records([line])))):
                     self._numbered.append((number, event))

@@ -19,22 +19,9 @@ from trainkit.formats import rank_list
 from trainkit.job.failure.launcher_report import RankExit, first_exit
 from trainkit.observe.advice import collective_values, hang_values, missing_rank_values, run_values
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
-from trainkit.observe.logs import (
-    Evidence,
-    Match,
-    Text,
-    clean,
-    num_lines_of_message,
-    record_text,
-)
+from trainkit.observe.logs import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, fill, load_signatures
-from trainkit.run.end import (
-    SIGNALLED,
-    RankFailure,
-    rank_failures,
-    read_end,
-    signal_name,
-)
+from trainkit.run.end import SIGNALLED, RankFailure, rank_failures, read_end, signal_name
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import CodeLine, Raised, exception_of, users_line
 from trainkit.slurm.jobs import JobInfo
@@ -132,7 +119,10 @@ class _Case:
     def diagnosis(self) -> Diagnosis:
         if self.end.state == "finished":
             return self._nothing("the run finished")
-        if not self.has_ended and not self.records and not self._is_over():
+        job = self.slurm_job
+        # A job that waits to start again has an attempt that was interrupted.
+        is_over = job is not None and (job.is_terminal or job.state is JobState.REQUEUED)
+        if not (self.has_ended or self.records or is_over or self.alive is False):
             silence = self._best(self.events.texts(only_silence=True)) if self.alive else None
             if silence is not None:
                 return replace(self._found(silence), state="running")
@@ -145,7 +135,7 @@ class _Case:
         if match is not None:
             return self._found(match)
         if self.first is None and self.end.state == "stopped":
-            return self._nothing("the run stopped: " + str(self.end.reason))
+            return self._nothing(f"the run stopped: {self.end.reason}")
         return self._unknown()
 
     # What is searched.
@@ -483,12 +473,6 @@ class _Case:
             earlier=earlier_failures(self.run, self.attempt.number),
             **({"state": state, "time": time} | values),
         )
-
-    def _is_over(self) -> bool:
-        job = self.slurm_job
-        # A job that waits to start again has an attempt that was interrupted.
-        has_ended = job is not None and (job.is_terminal or job.state is JobState.REQUEUED)
-        return self.alive is False or has_ended
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:

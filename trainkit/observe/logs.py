@@ -186,12 +186,7 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
     # An exception's message may have lines of its own: they count as one.
     line = clean(" ".join(message.split()))
     return Text(
-        str(path.relative_to(root)),
-        "record",
-        [line],
-        failure.rank,
-        failure.host,
-        json_line(path, "message"),
+        str(path.relative_to(root)), "record", [line], failure.rank, failure.host, json_line(path, "message")
     )
 
 

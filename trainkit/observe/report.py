@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
@@ -138,13 +136,15 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     world_size = plan.count("world_size")
     nodes = read_nodes(run)
     config = flat_config(run)
+    times = [(item.submitted, item.started) for item in attempts]
+    waits = [max(0.0, end - begin) for begin, end in times if begin is not None and end is not None]
     goodput = spent["productive"] / allocated_s if allocated_s > 0 and curves.is_measured else None
     return Report(
         status=status,
         verdict=_verdict(status, goodput, attempts),
         attempts=attempts,
         allocated_s=allocated_s,
-        queued_s=_queued_s(attempts),
+        queued_s=sum(waits) if waits else None,
         spent=spent,
         percent={} if total <= 0 else {name: round(100 * spent[name] / total, 1) for name in spent},
         goodput=goodput,
@@ -204,50 +204,32 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
     return found
 
 
-def render_report(report: Report, other: Report | None = None) -> str:
-    """The page of a report; with `other`, of both side by side."""
+def render_report(report: Report) -> str:
+    """The page of a report."""
     failed = report.status.failure
     return render_page(
         TEMPLATE,
         title=report.status.name,
         report=report,
         status=report.status,
-        other=other,
         failure=[] if failed is None else failure_lines(failed, shlex.quote(report.status.run_dir)),
         labels=CATEGORIES,
-        names=_names(report, other),
-        charts=_charts(report, other),
+        charts=_charts(report),
         timeline=_timeline(report),
         command=shlex.join(Record(report.provenance).texts("argv")),
-        changed=[] if other is None else _changed(report.config, other.config),
     )
 
 
-def _names(report: Report, other: Report | None) -> tuple[str, str]:
-    """What the runs are called: two by their folders, since points of a sweep have one name."""
-    if other is None:
-        return report.status.name, ""
-    first, second = ("/".join(Path(item.status.run_dir).parts[-2:]) for item in (report, other))
-    return first, second
-
-
-def _charts(report: Report, other: Report | None) -> list[Chart]:
-    names = _names(report, other)
+def _charts(report: Report) -> list[Chart]:
     marks = [
         (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
-    shown = [(report, names[0], "c0", "c1", "")]
-    if other is not None:
-        shown.append((other, f"{names[1]} (compared)", "c2", "c3", " (compared)"))
     charts = []
     for curve in CURVES:
-        lines = [
-            Line(points, color, name if index == 0 else "")
-            for one, name, color, _, _ in shown
-            for index, points in enumerate(one.curves[curve].values())
-        ]
+        curves = enumerate(report.curves[curve].values())
+        lines = [Line(points, "c0", "" if index else report.status.name) for index, points in curves]
         if curve == "loss":
-            lines += [Line(one.val_loss, color, f"validation{end}") for one, _, _, color, end in shown]
+            lines.append(Line(report.val_loss, "c1", "validation"))
         charts.append(line_chart(TITLES[curve], lines, marks))
     return [chart for chart in charts if chart is not None]
 
@@ -288,15 +270,6 @@ def _timeline(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def _changed(own: FlatConfig, other: FlatConfig) -> list[tuple[str, str, str]]:
-    keys = sorted(own.keys() | other.keys())
-    return [
-        (key, json.dumps(own.get(key)), json.dumps(other.get(key)))
-        for key in keys
-        if own.get(key) != other.get(key)
-    ]
-
-
 ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"cancelled": "was cancelled"}
 """State of a run that has ended -> the verb of the verdict."""
 
@@ -316,11 +289,7 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
 
 
 def _advice(
-    config: FlatConfig,
-    attempts: list[Attempt],
-    nodes: list[NodeUse],
-    status: RunStatus,
-    curves: Curves,
+    config: FlatConfig, attempts: list[Attempt], nodes: list[NodeUse], status: RunStatus, curves: Curves
 ) -> list[Advice]:
     found = []
     longest_s = max((attempt.allocated_s for attempt in attempts), default=0.0)
@@ -357,15 +326,6 @@ def _advice(
             )
         found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
     return found
-
-
-def _queued_s(attempts: list[Attempt]) -> float | None:
-    waits = [
-        max(0.0, item.started - item.submitted)
-        for item in attempts
-        if item.started is not None and item.submitted is not None
-    ]
-    return sum(waits) if waits else None
 
 
 def _last_time(history: RunHistory) -> float | None:

@@ -232,11 +232,7 @@ class RunStatus:
 
 
 def read_status(
-    history: RunHistory,
-    job: JobRecord,
-    alive: bool | None,
-    now: datetime,
-    slurm_job: JobInfo | None = None,
+    history: RunHistory, job: JobRecord, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
     """The status of a run with this job.json, whose events are read on.
 
@@ -253,11 +249,11 @@ def read_status(
     last = metrics[-1] if metrics else StepRecord({})
     step, loss, has_log = last.count("step"), last.number("loss"), False
     if plan.is_command and attempt is not None and not metrics:
-        log = run.attempt(attempt).rank_log(0)
-        has_log = log.exists()
+        printed = run.attempt(attempt).rank_log(0)
+        has_log = printed.exists()
         if has_log and "log_pattern" not in plan.values:  # the agents of an earlier version found no curve
             config = read_config(run.config_file)
-            step, loss = printed_metrics(log, None if config is None else config.logging.pattern)
+            step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
@@ -268,6 +264,8 @@ def read_status(
         reason = "a rank waits at breakpoint() for `trainkit debug`, or is in it"
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
+    file = None if dead is None else batch_log(run, job, dead.job_id)
+    log = None if file is None else read_log(file, file.parent, "srun")
     is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
     slowdowns = list(seen.slow.values()) if is_known else []
     metrics_age_s = seconds_between(last.text("time"), now)
@@ -306,7 +304,7 @@ def read_status(
         ],
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if dead is None else _last_lines(batch_log(run, job, dead.job_id)),
+        batch_log=[] if log is None else list(log.lines[-BATCH_LOG_LINES:]),
         num_starts=sum(one.started is not None for one in attempts),
         attempt_nodes=[one.num_nodes for one in attempts if one.num_nodes is not None],
         partition=seen.partition,
@@ -323,11 +321,6 @@ def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFai
         return None if end is None else end.verdict
     first = first_of(rank_failures(attempt))
     return None if first is None else replace(first[1], more={})
-
-
-def _last_lines(log: Path) -> list[str]:
-    text = read_log(log, log.parent, "srun")
-    return [] if text is None else list(text.lines[-BATCH_LOG_LINES:])
 
 
 def attempt_state(
@@ -448,11 +441,7 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def _warnings(
-    run: RunDir,
-    state: str,
-    own_metrics: list[StepRecord],
-    metrics_age_s: float | None,
-    entry: AttemptRecord,
+    run: RunDir, state: str, own_metrics: list[StepRecord], metrics_age_s: float | None, entry: AttemptRecord
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:

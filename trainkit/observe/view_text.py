@@ -22,13 +22,7 @@ MIN_NOTICES = 2
 WIDE, TALL = 120, 40
 MAX_SPARKLINE = 200
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
-STATE_STYLES = {
-    "running": GOOD,
-    "finished": GOOD,
-    "failed": BAD,
-    "died": BAD,
-    "unknown": BAD,
-}
+STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
 """State -> style; the others are in `WATCH`. The state is always named too."""
 CURVE_NAMES = {"loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
 
@@ -93,7 +87,9 @@ def _title(view: RunView, size: Size) -> Text:
     if status.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
         facts.append(f"{plural(status.num_nodes, 'node')} x {plural(status.workers_per_node, kind)}")
-    return _spread(left, Text(DOT.join(facts), DIM), size.width)
+    right = Text(DOT.join(facts), DIM)
+    gap = size.width - len(left) - len(right)
+    return Text.assemble(left, " " * gap, right) if gap >= 2 else left
 
 
 def _sentence(view: RunView, size: Size) -> list[Text]:
@@ -314,12 +310,6 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 def _line(label: str, value: Text) -> Text:
     return Text.assemble((label.ljust(LABEL), DIM), value)
-
-
-def _spread(left: Text, right: Text, width: int) -> Text:
-    """One text at the left and one at the right; the right one is dropped if there is no space for it."""
-    gap = width - len(left) - len(right)
-    return Text.assemble(left, " " * gap, right) if gap >= 2 else left
 
 
 def _rule(text: str, size: Size) -> Text:

@@ -52,7 +52,9 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
     if total is None:
         candidates = [(device, 1)]
     else:
-        pairs = (pair for size in _device_sizes(request) for pair in _accumulations(request, layout, size))
+        # Larger device batches than configured might not fit in memory.
+        sizes = range(device if DEVICE in request.fixed else 1, device + 1)
+        pairs = (pair for size in sizes for pair in _accumulations(request, layout, size))
         candidates = sorted(set(pairs), key=lambda pair: _preference(request, layout.dp, *pair))
     for size, steps in candidates:
         for microbatches in _microbatches(request, layout, size):
@@ -68,12 +70,6 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
 def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: int) -> Batch:
     total = size * layout.dp * steps
     return Batch(size, steps, total, total * seq_len, microbatches if layout.pp > 1 else None)
-
-
-def _device_sizes(request: BatchRequest) -> range:
-    """The device batch sizes to try; larger ones than configured might not fit in memory."""
-    size = request.device_batch_size
-    return range(size if DEVICE in request.fixed else 1, size + 1)
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:

@@ -122,7 +122,8 @@ def find_gpu(name: str) -> Gpu | None:
     if "MIG" in words:
         return None
     for row, sizes, links, peak in _ROWS:
-        if _is_called(words, row):
+        parts = row.upper().split()
+        if set(parts) <= set(words) or "".join(parts) in words:  # rtx4090 is RTX 4090
             # Numbers that may be memory sizes in GB.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
             return _gpu(row, sizes, links, peak, named)
@@ -132,12 +133,6 @@ def find_gpu(name: str) -> Gpu | None:
 def known_gpus() -> tuple[str, ...]:
     """The names that `find_gpu` knows, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
-
-
-def _is_called(words: list[str], row: str) -> bool:
-    """Whether a name contains all words of a row, also without spaces: ``rtx4090`` is ``RTX 4090``."""
-    parts = row.upper().split()
-    return all(part in words for part in parts) or "".join(parts) in words
 
 
 def _gpu(row: str, sizes: dict[int, int], links: _Links, peak: float | None, named: list[int]) -> Gpu:

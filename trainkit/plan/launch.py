@@ -338,18 +338,7 @@ class LaunchPlan:
         values["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
         notify = _known(NotifyPolicy, values.get("notify", {}))
         values["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
-        for name in (
-            "command",
-            "python",
-            "trackers",
-            "node_sizes",
-            "warnings",
-            "launcher_keys",
-            "replay",
-            "after",
-        ):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         if values.get("debug") is not None:
             values["debug"] = DebugPlan(**_known(DebugPlan, values["debug"]))
         if values.get("slurm") is not None:

@@ -1,12 +1,12 @@
 """What a launcher's own tool gets from the config: its config file, its flags, or values for the command.
 
-Only keys that the user set are passed on, so that every other default stays that of the tool.
+Only keys that the user set are passed on, so that every other default stays that of the tool. Model and
+learning rate schedule are the script's own.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,15 +17,11 @@ from trainkit.formats import JsonObject
 from trainkit.plan.batch import DEVICE, GLOBAL, BatchRequest, make_batch, scaled_lr
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, Batch, Layout
 from trainkit.plan.layout_rules import make_layout
-from trainkit.plan.model_shape import resolve_model_shape
 
-SECTIONS = ("seed", "model", "data", "train", "optimizer", "schedule", "precision", "parallel")
+SECTIONS = ("seed", "data", "train", "optimizer", "precision", "parallel")
 """The keys and sections that can reach a launcher."""
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-MIN_DS_WARMUP = 2
 RECOMPUTE = "parallel.activation_checkpointing"
-ANY_VOCABULARY = 1
-"""The size of the vocabulary is passed on only if it was set, so that no tokenizer is read."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,12 @@ def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherI
 
     Raises ConfigError for values that the tool has no counterpart for.
     """
-    tools = {"accelerate": _accelerate, "deepspeed": _deepspeed, "lightning": _lightning}
-    tools["megatron"] = _megatron
+    tools = {
+        "accelerate": _accelerate,
+        "deepspeed": _deepspeed,
+        "lightning": _lightning,
+        "megatron": _megatron,
+    }
     return tools[launcher](job, command) if launcher in tools else LauncherInput()
 
 
@@ -157,8 +157,7 @@ def _accelerate_problems(job: Job) -> Iterator[tuple[str, str]]:
     if parallel.activation_checkpointing == "selective" and job.has(RECOMPUTE):
         yield RECOMPUTE, "is selective, which accelerate does not have"
     if job.shards and job.device == "cpu":
-        message = f"is {parallel.dp_shard}, but accelerate shards models on GPUs only"
-        yield "parallel.dp_shard", message
+        yield "parallel.dp_shard", f"is {parallel.dp_shard}, but accelerate shards models on GPUs only"
     if not job.shards and parallel.offload and job.has("parallel.offload"):
         yield "parallel.offload", "is true, but accelerate offloads sharded parameters only"
 
@@ -174,13 +173,8 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
     layout = Layout(dp_shard=job.world_size)
     config, batch = job.loaded.config, job.batch(layout)
     assert batch is not None
-    precision, parallel, optimizer = config.precision, config.parallel, config.optimizer
+    dtype, parallel, optimizer = config.precision.dtype, config.parallel, config.optimizer
     is_global = job.has(GLOBAL) and config.train.global_batch_size is not None
-    scaling = job.only_set(
-        ("precision.init_loss_scale", "initial_scale_power", int(math.log2(precision.init_loss_scale))),
-        ("precision.loss_scale_growth_interval", "loss_scale_window", precision.loss_scale_growth_interval),
-    )
-    enabled = {"enabled": True, **(scaling if precision.dtype == "fp16" else {})}
     zero: JsonObject = {"stage": 0 if parallel.dp_shard == 1 else parallel.zero}
     if parallel.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -199,60 +193,27 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         (DEVICE, "train_micro_batch_size_per_gpu", batch.device_batch_size),
         (GLOBAL, "train_batch_size", batch.global_batch_size if is_global else None),
         (DEVICE, "gradient_accumulation_steps", batch.accumulation_steps if is_global else None),
-        ("precision.dtype", precision.dtype, None if precision.dtype == "fp32" else enabled),
+        ("precision.dtype", dtype, None if dtype == "fp32" else {"enabled": True}),
         ("train.grad_clip", "gradient_clipping", config.train.grad_clip),
         ("parallel", "zero_optimization", zero if has_zero else None),
         ("optimizer", "optimizer", {"type": "AdamW", "params": params}),
-        ("schedule", "scheduler", _ds_schedule(job, job.lr(layout))),
     )
     return LauncherInput(files={DS_CONFIG: json.dumps(value, indent=2) + "\n"})
 
 
-def _ds_schedule(job: Job, lr: float) -> JsonObject:
-    schedule, steps = job.loaded.config.schedule, job.loaded.config.train.steps
-    params: JsonObject = {"warmup_num_steps": schedule.warmup_steps, "warmup_type": "linear"}
-    if schedule.name == "cosine":
-        params = {"total_num_steps": steps, **params, "cos_min_ratio": schedule.min_lr_ratio}
-        return {"type": "WarmupCosineLR", "params": params}
-    params |= {"warmup_min_lr": 0.0, "warmup_max_lr": lr}
-    if schedule.name == "linear":
-        return {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, **params}}
-    return {"type": "WarmupLR", "params": params}
-
-
 def _deepspeed_problems(job: Job) -> Iterator[tuple[str, str]]:
     config = job.loaded.config
-    parallel, schedule, optimizer = config.parallel, config.schedule, config.optimizer.name
+    parallel, optimizer = config.parallel, config.optimizer.name
     if not job.has(DEVICE) and (not job.has(GLOBAL) or config.train.global_batch_size is None):
         yield DEVICE, "is not set, and {ds_config} needs a batch size: DeepSpeed has no default"
-    if parallel.dp_shard not in (-1, 1, job.world_size) or (
-        parallel.dp_replicate > 1 and parallel.dp_shard != 1
-    ):
-        message = (
-            f"is {parallel.dp_shard}, but ZeRO shards over all {job.world_size} processes: -1, or 1 for none"
-        )
+    copies, shards = parallel.dp_replicate, parallel.dp_shard
+    if shards not in (-1, 1, job.world_size) or (copies > 1 and shards != 1):
+        message = f"is {shards}, but ZeRO shards over all {job.world_size} processes: -1, or 1 for none"
         yield "parallel.dp_shard", message
     if parallel.offload and parallel.dp_shard == 1:
         yield "parallel.offload", "is true, but DeepSpeed offloads what it shards"
     if optimizer != "adamw" and job.has("optimizer"):
         yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not have"
-    if math.log2(config.precision.init_loss_scale) % 1 and job.has("precision.init_loss_scale"):
-        message = f"is {config.precision.init_loss_scale:g}, but DeepSpeed needs a power of 2"
-        yield "precision.init_loss_scale", message
-    if not job.has("schedule"):
-        return
-    if schedule.name == "wsd":
-        yield "schedule.name", "is wsd, which DeepSpeed does not have"
-    if schedule.name == "linear" and schedule.min_lr_ratio != 0:
-        message = f"is {schedule.min_lr_ratio:g}, but DeepSpeed's linear decay ends at 0"
-        yield "schedule.min_lr_ratio", message
-    if schedule.name in ("linear", "constant") and not job.has("optimizer"):
-        yield "optimizer.lr", f"is not set, but DeepSpeed needs it for the schedule {schedule.name}"
-    if schedule.name != "constant" and (config.train.steps is None or not job.has("train.steps")):
-        yield "train.steps", "is not set, but the schedule needs a number of steps"
-    if schedule.warmup_steps < MIN_DS_WARMUP:
-        message = f"is {schedule.warmup_steps}, but DeepSpeed warms up over at least {MIN_DS_WARMUP} steps"
-        yield "schedule.warmup_steps", message
 
 
 # Lightning
@@ -311,27 +272,23 @@ def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
 def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
     """Flag -> value, which is empty for a switch."""
     config = job.loaded.config
-    parallel, train, optimizer, precision = config.parallel, config.train, config.optimizer, config.precision
-    schedule, recompute, batch = config.schedule, parallel.activation_checkpointing, job.batch(layout)
-    sequence = parallel.sequence_parallel and layout.tp > 1
+    train, optimizer, dtype, batch = config.train, config.optimizer, config.precision.dtype, job.batch(layout)
+    recompute = config.parallel.activation_checkpointing
+    sequence = config.parallel.sequence_parallel and layout.tp > 1
     # A microbatch of a pipeline: what trainkit divides a device batch into.
     micro = batch and batch.device_batch_size // (batch.pp_microbatches or 1)
     whole = batch and batch.global_batch_size if train.global_batch_size is not None else None
-    is_wsd, recomputes, lr = schedule.name == "wsd", recompute == "full", job.lr(layout)
-    is_fp16 = precision.dtype == "fp16"
-    scale = precision.init_loss_scale if is_fp16 else None
-    window = precision.loss_scale_growth_interval if is_fp16 else None
     return job.only_set(
         ("parallel.tp", "--tensor-model-parallel-size", layout.tp),
         ("parallel.pp", "--pipeline-model-parallel-size", layout.pp),
         ("parallel.cp", "--context-parallel-size", layout.cp),
         ("parallel.sequence_parallel", "--sequence-parallel", "" if sequence else None),
         (RECOMPUTE, "--recompute-granularity", None if recompute == "none" else recompute),
-        (RECOMPUTE, "--recompute-method", "uniform" if recomputes else None),
-        (RECOMPUTE, "--recompute-num-layers", 1 if recomputes else None),
+        (RECOMPUTE, "--recompute-method", "uniform" if recompute == "full" else None),
+        (RECOMPUTE, "--recompute-num-layers", 1 if recompute == "full" else None),
         (DEVICE, "--micro-batch-size", micro),
         (GLOBAL, "--global-batch-size", whole),
-        ("precision.dtype", f"--{precision.dtype}", None if precision.dtype == "fp32" else ""),
+        ("precision.dtype", f"--{dtype}", None if dtype == "fp32" else ""),
         ("seed", "--seed", config.seed),
         ("data.seq_len", "--seq-length", config.data.seq_len),
         ("data.seq_len", "--max-position-embeddings", config.data.seq_len),
@@ -339,59 +296,17 @@ def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
         ("train.log_every", "--log-interval", train.log_every),
         ("train.eval_every", "--eval-interval", train.eval_every),
         ("train.grad_clip", "--clip-grad", train.grad_clip or 0.0),
-        ("optimizer.lr", "--lr", lr),
+        ("optimizer.lr", "--lr", job.lr(layout)),
         ("optimizer.weight_decay", "--weight-decay", optimizer.weight_decay),
         ("optimizer.betas", "--adam-beta1", optimizer.betas[0]),
         ("optimizer.betas", "--adam-beta2", optimizer.betas[1]),
         ("optimizer.eps", "--adam-eps", optimizer.eps),
-        ("precision.init_loss_scale", "--initial-loss-scale", scale),
-        ("precision.loss_scale_growth_interval", "--loss-scale-window", window),
-        ("schedule", "--lr-decay-style", schedule.name.upper() if is_wsd else schedule.name),
-        ("schedule", "--lr-warmup-iters", schedule.warmup_steps),
-        ("schedule", "--min-lr", None if schedule.name == "constant" else schedule.min_lr_ratio * lr),
-        ("schedule", "--lr-wsd-decay-style", "linear" if is_wsd else None),
-        ("schedule", "--lr-wsd-decay-iters", schedule.decay_steps if is_wsd else None),
-        *(_megatron_model(job) if job.has("model") else ()),
     )
-
-
-def _megatron_model(job: Job) -> Iterator[tuple[str, str, object]]:
-    """The whole model: a Llama-style decoder differs from Megatron's GPT in more than its sizes."""
-    shape = resolve_model_shape(job.loaded.config.model, ANY_VOCABULARY)
-    is_grouped = shape.num_kv_heads != shape.num_heads
-    flags: dict[str, object] = {
-        "--num-layers": shape.num_layers,
-        "--hidden-size": shape.dim,
-        "--ffn-hidden-size": shape.ffn_dim,
-        "--num-attention-heads": shape.num_heads,
-        "--group-query-attention": "" if is_grouped else None,
-        "--num-query-groups": shape.num_kv_heads if is_grouped else None,
-        "--swiglu": "",
-        "--normalization": "RMSNorm",
-        "--norm-epsilon": shape.norm_eps,
-        "--disable-bias-linear": "",
-        "--add-qkv-bias": "" if shape.qkv_bias else None,
-        "--position-embedding-type": "rope",
-        "--rotary-base": f"{shape.rope_theta:.0f}",
-        "--untie-embeddings-and-output-weights": None if shape.tie_embeddings else "",
-        "--hidden-dropout": shape.dropout,
-        "--attention-dropout": "0.0",
-    }
-    yield from (("model", flag, value) for flag, value in flags.items())
-    yield "model.vocab_size", "--vocab-size", shape.vocab_size
 
 
 def _megatron_problems(job: Job) -> Iterator[tuple[str, str]]:
     config = job.loaded.config
     if config.optimizer.name != "adamw" and job.has("optimizer.name"):
         yield "optimizer.name", f"is {config.optimizer.name}, which Megatron does not have"
-    if job.has("schedule") and not job.has("optimizer.lr"):
-        yield "optimizer.lr", "is not set, but Megatron needs the learning rate with a schedule"
-    if job.has("schedule") and config.schedule.name == "wsd" and config.schedule.decay_steps is None:
-        yield "schedule.decay_steps", "is null, but Megatron has no default for it"
-    values = {
-        f"model.{name}": getattr(config.model, name) for name in ("hf", "lora", "init_from", "rope_scaling")
-    }
-    for key, value in {"parallel.offload": config.parallel.offload or None, **values}.items():
-        if value is not None and job.has(key):
-            yield key, "is set, which --launcher megatron does not pass on"
+    if config.parallel.offload and job.has("parallel.offload"):
+        yield "parallel.offload", "is true, which --launcher megatron does not pass on"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from trainkit.config.schema import RunConfig
 from trainkit.formats import GIB, gib, plural, table
 from trainkit.plan.gpus import Hardware
-from trainkit.plan.layout_rules import describe_layout, yaml_text
+from trainkit.plan.layout_rules import DEGREES, describe_layout, yaml_text
 from trainkit.plan.layouts import Choice, best_on_layout, choose
 from trainkit.plan.memory import state_bytes
 
@@ -117,17 +118,13 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
         del wanted["parallel.zero"]  # there is nothing to gather
-    return {key: value for key, value in wanted.items() if _configured(config, key) not in (value, DERIVED)}
+    own = {key: attrgetter(key)(config) for key in wanted}
+    return {key: value for key, value in wanted.items() if own[key] not in (value, DERIVED)}
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
     """The ``--set`` flags for `settings`."""
     return [f"--set {key}={yaml_text(value)}" for key, value in values.items()]
-
-
-def _configured(config: RunConfig, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _losses(choice: Choice) -> list[str]:
@@ -156,16 +153,13 @@ CONFIGURED = "*"
 """Marks the layout of the config."""
 
 
-NUM_DEGREES = 5
-
-
 def table_lines(
     choices: Sequence[Choice], configured: Choice | None, best: Choice | None, fit: int | None = None
 ) -> list[str]:
     """Format choices as lines: GiB of memory, GiB sent per GPU and step, time relative to the best choice."""
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
-    return table(rows, right=numbers, fit=fit, num_keys=1 + NUM_DEGREES).splitlines()
+    return table(rows, right=numbers, fit=fit, num_keys=1 + len(DEGREES)).splitlines()
 
 
 def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:

@@ -161,15 +161,15 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
     if batch is None or draft.problems:
         raise ConfigError(draft.problems)
+    has_slices = slurm is not None and config.resources.slice is not None
+    total_s = time_limit_s(str(config.resources.time)) if has_slices else None
     return LaunchPlan(
         backend=target.backend,
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
         env={**given.env, **config.launch.env},
         network=config.launch.network,
-        requeue=replace(
-            _policy(RequeuePolicy, config.requeue), total_s=None if slurm is None else _total_s(config)
-        ),
+        requeue=replace(_policy(RequeuePolicy, config.requeue), total_s=total_s),
         notify=_policy(NotifyPolicy, config.notify),
         spare_nodes=0 if slurm is None else config.resources.spare_nodes,
         per=per,
@@ -224,12 +224,6 @@ def _policy(policy: type[Policy], section: RequeueConfig | NotifyConfig) -> Poli
     """The values of a section that the job needs."""
     known = (field.name for field in fields(policy) if field.name in type(section).model_fields)
     return policy(**{name: getattr(section, name) for name in known})
-
-
-def _total_s(config: RunConfig) -> float | None:
-    """The time that the slices of a run may take together; None without slices."""
-    resources = config.resources
-    return None if resources.slice is None else time_limit_s(str(resources.time))
 
 
 def _silence_reason(policy: RequeuePolicy) -> str:

@@ -67,7 +67,8 @@ class SlurmDraft(LaunchDraft):
             reason = "1: a CPU node has one worker unless resources.gpus_per_node is set"
             self.reasons["workers_per_node"] = reason
             return 1
-        count = self._gpus_per_node()
+        # As many as each of the partitions with GPUs has.
+        count = min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
         if partition is None or not self.nodes:
             message = "is auto, but the number of GPUs per node is unknown"
             self._unknown("resources.gpus_per_node", message, "set it, or choose another partition")
@@ -87,10 +88,6 @@ class SlurmDraft(LaunchDraft):
     def _where(self) -> str:
         names = listed(self.kinds, "or")
         return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
-
-    def _gpus_per_node(self) -> int:
-        """As many GPUs per node as each of the partitions with GPUs has."""
-        return min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
 
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
         """The most GPUs per node that enough nodes have; the overall maximum if there are too few."""

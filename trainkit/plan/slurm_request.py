@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,10 @@ def make_request(
         sbatch["mail-user"] = config.notify.mail
         sbatch["mail-type"] = ",".join(MAIL_TYPES[event] for event in config.notify.on if event in MAIL_TYPES)
     sbatch["signal"] = notice
-    sbatch |= _requeue_option(config.requeue.on, expedite)
+    if any(cause in config.requeue.on for cause in SLURM_REQUEUE_CAUSES):
+        sbatch["requeue"] = "expedite" if expedite else True
+    else:
+        sbatch["no-requeue"] = True
     sbatch |= resources.extra
     srun: Options = {
         "nodes": resources.most_nodes,
@@ -153,13 +156,6 @@ def make_request(
         **config.launch.srun_extra,
     }
     return SlurmRequest(sbatch, srun)
-
-
-def _requeue_option(on: Collection[str], expedite: bool) -> Options:
-    """The option that sets whether Slurm itself may requeue the job."""
-    if not any(cause in on for cause in SLURM_REQUEUE_CAUSES):
-        return {"no-requeue": True}
-    return {"requeue": "expedite" if expedite else True}
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
