@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
-from trainkit.errors import TrainkitError, UsageError
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.formats import rank_list, relative_path
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -446,14 +446,35 @@ def _name_of(function: Callable[..., Any]) -> str:
 def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
     """Config values by dotted key, each with its origin; of a key that both have, that of the options."""
     from trainkit.cli.options import FLAGS
+    from trainkit.config.schema import is_known
 
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
         config = cast("Mapping[str, Any]", OmegaConf.to_container(config, resolve=True))
     flags = {key: (f"config[{key!r}]", value) for key, value in _keys(config)}
+    problems = [
+        Problem(name, "unknown argument", f"{name}={value!r}", _meant_argument(name))
+        for name, value in options.items()
+        if name not in FLAGS and not is_known(tuple(name.split(".")))
+    ]
+    if problems:
+        raise ConfigError(problems)
     named = {FLAGS.get(name, name): value for name, value in options.items()}
     return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
+
+
+def _meant_argument(name: str) -> str:
+    """The hint of an unknown argument: what was meant, as it is written in Python."""
+    from trainkit.cli.options import FLAGS
+    from trainkit.config.schema import meant
+
+    key = meant(tuple(name.split(".")))
+    if key is None:
+        return "`trainkit schema` prints every key"
+    section, _, leaf = key.partition(".")
+    arguments = {flag_key: argument for argument, flag_key in FLAGS.items()}
+    return f"did you mean {arguments.get(key) or (section + (leaf and f'={{{leaf!r}: …}}'))}?"
 
 
 def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

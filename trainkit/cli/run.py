@@ -87,7 +87,7 @@ def command(
     from trainkit.launch.disk import disk_forecast
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.plan.launch import describe_plan
-    from trainkit.run.rundir import RUNS_FOLDER
+    from trainkit.run.rundir import RUNS_FOLDER, next_name
 
     workload = trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
@@ -126,10 +126,10 @@ def command(
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     if debug_plan is not None:
         plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
-    if place is None or place.node_rank == 0:
-        click.echo(describe_plan(plan, loaded.config.name), err=True)
-    forwarder = _Forwarder()
     folder = named_folder(run_dir)
+    if place is None or place.node_rank == 0:
+        click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
+    forwarder = _Forwarder()
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
 
@@ -299,6 +299,7 @@ def _start_in_step(
     from trainkit.launch.create import create_run, start_run
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.plan.launch import describe_plan
+    from trainkit.run.rundir import next_name
 
     procs = request.flags.get("resources.gpus_per_node")
     sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))
@@ -308,8 +309,8 @@ def _start_in_step(
     }
     loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(workload, target)
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
-    click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
+    click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
     entry = start_run(created.run, loaded.config, plan, "run")

@@ -30,7 +30,7 @@ from trainkit.cli.options import (
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.formats import JsonObject, shown_value
-from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
@@ -237,7 +237,7 @@ def command(
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
     # Of a run on this machine, this is what a dry run shows: there is no script.
     is_shown = dry_run and plan.slurm is None and not as_json
-    click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
+    click.echo(describe_plan(plan, next_name(submission.points[0].config.name, folder)), err=not is_shown)
     for line in (
         *([] if repeated is None or group else _changes(repeated, submission, request)),
         *submission_warnings(submission, folder, workload, starts=not dry_run),
