@@ -20,6 +20,7 @@ import trainkit
 from trainkit import api
 from trainkit.errors import ConfigError, UsageError
 from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
+from trainkit.run import registry
 from trainkit.run.files import read_json, write_atomic
 from trainkit.run.record import create_job
 from trainkit.run.registry import register
@@ -265,6 +266,14 @@ def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
         register(run, "same")
     with pytest.raises(UsageError, match="2 runs are called same"):
         api.Run("same")
+
+
+def test_what_a_command_prints_is_a_warning(folder: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(registry, "index_file", lambda: Path(os.devnull, "runs.jsonl"))
+    with pytest.warns(UserWarning, match=r"cannot write /dev/null/runs\.jsonl .*: refer to the run by its"):
+        run = trainkit.submit(command=["true"], now=True)
+    run.wait(LIMIT_S)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow(seconds=15)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, notes_as_warnings
 from trainkit.formats import rank_list, relative_path
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -226,6 +226,7 @@ class Run:
         log = self._folder.attempt(max(self._folder.attempt_numbers(), default=0)).rank_log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
+    @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
         from trainkit.control.cancel import cancel_run
@@ -233,6 +234,7 @@ class Run:
 
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=_warn)
 
+    @notes_as_warnings()
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
@@ -375,12 +377,14 @@ class Group(Sequence[Run]):
         self.wait(timeout_s)
         return [run.result() for run in self]
 
+    @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Cancel all runs that have not ended."""
         from trainkit.control.cancel import cancel_group
 
         cancel_group(self._group, now=now, wait=wait)
 
+    @notes_as_warnings()
     def resume(self) -> Group:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
         from trainkit.control.resume import resume_group
@@ -539,6 +543,7 @@ def _shown(value: Any) -> str | int | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
+@notes_as_warnings()
 def _start(
     points: Iterable[LoadedPoint],
     array: ArraySpec | None,
