@@ -352,6 +352,7 @@ def test_an_array_of_eight_and_a_sweep() -> None:
     assert ([run.name for run in group[2:4]], group[-1].result()[0]) == (["eight/2", "eight/3"], 17)
     assert group.status.states == {"finished": 8}
     assert api.Group("eight").path == group.path
+    assert {one.name for one in api.runs()} == {"eight"}
     swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
     assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
     assert [point.values for point in swept.status.points][1] == {"one": 1, "other": 4}

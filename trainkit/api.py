@@ -344,6 +344,11 @@ class Group(Sequence[Run]):
         return self._group.path
 
     @property
+    def name(self) -> str:
+        """Its name, that of its config or function."""
+        return self._group.name
+
+    @property
     def status(self) -> GroupStatus:
         """What ``trainkit status`` shows of a group: the state and result of each run."""
         from trainkit.cli.status import query_group
