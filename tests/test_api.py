@@ -20,6 +20,7 @@ import trainkit
 from trainkit import api
 from trainkit.errors import ConfigError, UsageError
 from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
+from trainkit.run import registry
 from trainkit.run.files import read_json, write_atomic
 from trainkit.run.record import create_job
 from trainkit.run.registry import register
@@ -193,6 +194,10 @@ def test_what_cannot_be_pickled_leaves_no_folder() -> None:
         ((add,), {"command": ["true"]}, "not one thing to run, but none or several"),
         (("quickstart", 1), {}, "1 arguments, but no function"),
         (("quickstart",), {"train": {"stepz": 5}}, "train.stepz=5: train.stepz: unknown key"),
+        (("quickstart",), {"nodez": 2}, "nodez=2: nodez: unknown argument\n\nhint: did you mean nodes?"),
+        (("quickstart",), {"gpus": 2}, "did you mean gpus_per_node?"),
+        (("quickstart",), {"lr": 2}, "did you mean optimizer={'lr': …}?"),
+        (("quickstart",), {"nam": "a", "qqqqq": 1}, "did you mean name?\nqqqqq=1: qqqqq: unknown argument"),
         (("quickstart",), {"train.steps": -1}, "train.steps=-1: train.steps: must be a whole number"),
         (({"train": {"steps": "ten"}},), {}, "config['train.steps']: train.steps: must be"),
         (("quickstart",), {"time": "soon"}, "resources.time: must be a time such as"),
@@ -261,6 +266,14 @@ def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
         register(run, "same")
     with pytest.raises(UsageError, match="2 runs are called same"):
         api.Run("same")
+
+
+def test_what_a_command_prints_is_a_warning(folder: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(registry, "index_file", lambda: Path(os.devnull, "runs.jsonl"))
+    with pytest.warns(UserWarning, match=r"cannot write /dev/null/runs\.jsonl .*: refer to the run by its"):
+        run = trainkit.submit(command=["true"], now=True)
+    run.wait(LIMIT_S)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow(seconds=15)
@@ -339,6 +352,7 @@ def test_an_array_of_eight_and_a_sweep() -> None:
     assert ([run.name for run in group[2:4]], group[-1].result()[0]) == (["eight/2", "eight/3"], 17)
     assert group.status.states == {"finished": 8}
     assert api.Group("eight").path == group.path
+    assert {one.name for one in api.runs()} == {"eight"}
     swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
     assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
     assert [point.values for point in swept.status.points][1] == {"one": 1, "other": 4}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.backends.jobs import liveness_probe, query_job_status
 from trainkit.control.cancel import cancel_group, cancel_run
-from trainkit.errors import TrainkitError, UsageError
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, notes_as_warnings
 from trainkit.formats import rank_list, relative_path
 from trainkit.function import ARGV, CALL_FILE, CALLS_FOLDER, Call, by_value, dumps, read_pickle, result_file
 from trainkit.observe.group import GroupStatus, PointStatus
@@ -219,10 +219,12 @@ class Run:
         log = self._folder.attempt(max(self._folder.attempt_numbers(), default=0)).rank_log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
+    @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=_warn)
 
+    @notes_as_warnings()
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
@@ -323,6 +325,11 @@ class Group(Sequence[Run]):
         return self._group.path
 
     @property
+    def name(self) -> str:
+        """Its name, that of its config or function."""
+        return self._group.name
+
+    @property
     def status(self) -> GroupStatus:
         """What ``trainkit status`` shows of a group: the state and result of each run."""
         from trainkit.cli.status import query_group
@@ -356,10 +363,12 @@ class Group(Sequence[Run]):
         self.wait(timeout_s)
         return [run.result() for run in self]
 
+    @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Cancel all runs that have not ended."""
         cancel_group(self._group, now=now, wait=wait)
 
+    @notes_as_warnings()
     def resume(self) -> Group:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
         from trainkit.control.resume import resume_group
@@ -423,14 +432,35 @@ def _name_of(function: Callable[..., Any]) -> str:
 def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
     """Config values by dotted key, each with its origin; of a key that both have, that of the options."""
     from trainkit.cli.options import FLAGS
+    from trainkit.config.schema import is_known
 
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
         config = cast("Mapping[str, Any]", OmegaConf.to_container(config, resolve=True))
     flags = {key: (f"config[{key!r}]", value) for key, value in _keys(config)}
+    problems = [
+        Problem(name, "unknown argument", f"{name}={value!r}", _meant_argument(name))
+        for name, value in options.items()
+        if name not in FLAGS and not is_known(tuple(name.split(".")))
+    ]
+    if problems:
+        raise ConfigError(problems)
     named = {FLAGS.get(name, name): value for name, value in options.items()}
     return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
+
+
+def _meant_argument(name: str) -> str:
+    """The hint of an unknown argument: what was meant, as it is written in Python."""
+    from trainkit.cli.options import FLAGS
+    from trainkit.config.schema import meant
+
+    key = meant(tuple(name.split(".")))
+    if key is None:
+        return "`trainkit schema` prints every key"
+    section, _, leaf = key.partition(".")
+    arguments = {flag_key: argument for argument, flag_key in FLAGS.items()}
+    return f"did you mean {arguments.get(key) or (section + (leaf and f'={{{leaf!r}: …}}'))}?"
 
 
 def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -493,6 +523,7 @@ def _shown(value: Any) -> str | int | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
+@notes_as_warnings()
 def _start(
     points: Iterable[LoadedPoint],
     array: ArraySpec | None,

@@ -1,4 +1,4 @@
-"""The exceptions of trainkit, and its exit codes.
+"""The exceptions of trainkit, its exit codes, and notes, which end nothing.
 
 ::
 
@@ -14,7 +14,10 @@ Workers use further exit codes: see `EXIT_*` below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 EXIT_OK = 0
@@ -131,3 +134,26 @@ class DivergedError(TrainkitError):
     """Loss or gradients are not finite, and a restart would not change that."""
 
     exit_code = EXIT_NO_RESTART
+
+
+_ARE_WARNINGS = ContextVar("notes are warnings", default=False)
+
+
+def print_note(text: str) -> None:
+    """Print a sentence to stderr at once, or warn with it inside `notes_as_warnings`."""
+    if _ARE_WARNINGS.get():
+        import warnings
+
+        warnings.warn(text, stacklevel=2)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def notes_as_warnings() -> Iterator[None]:
+    """For what is called from Python: stderr is that program's, which can filter or show warnings."""
+    token = _ARE_WARNINGS.set(True)
+    try:
+        yield
+    finally:
+        _ARE_WARNINGS.reset(token)

@@ -49,6 +49,10 @@ def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert json.loads(out)["config"]["name"] == "first-run"
     assert err == "config: first-run.yaml (written by `trainkit init`)\n"
+    (empty_folder / "train.py").touch()
+    for args, name in ((["--set", "name=mine"], "mine"), ([], "train")):
+        assert main(["submit", "--dry-run", *args, "--backend", "local", "--", "python", "train.py"]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: ")
     (empty_folder / "config.yaml").write_text("extends: quickstart\nname: mine\n")
     assert main(["check", "--json"]) == 0
     out, err = capsys.readouterr()

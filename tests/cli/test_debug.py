@@ -172,7 +172,7 @@ for number in range(2):
 for _ in range(2):
     os.wait()
 breakpoint()
-time.sleep(3)
+print("sleeps", flush=True) or time.sleep(3)
 print("slept", flush=True)
 """
 
@@ -193,6 +193,7 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     terminal.type([*TRAINKIT, "debug", "last"])
     terminal.wait_for(r"> .*loop.py\(10\).*\n.*sleep\(3\)\n\(Pdb\)$")
     terminal.keys("n", "Enter")
+    wait_for(lambda: "sleeps" in attempt.rank_log(0).read_text())
     terminal.keys("C-c")
     terminal.wait_for(r"left rank 0, which continues and waits at its next breakpoint\(\)\n\$$")
     wait_for(lambda: attempt.rank_log(0).read_text().count("rank 0 waits for") == 4)
@@ -204,23 +205,25 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
 
 
 WORKER = """
-import multiprocessing
+import multiprocessing, sys
 def work(inside):
     breakpoint()
     print("over", flush=True)
-worker = multiprocessing.get_context("fork").Process(target=work, args=(41,))
-worker.start()
-worker.join()
-print("ended with", worker.exitcode, flush=True)
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=work, args=(41,))
+    worker.start()
+    worker.join()
+    print("ended with", worker.exitcode, flush=True)
 """
 
 
 @needs_tmux
 @pytest.mark.slow(seconds=8)
-def test_a_worker_of_the_rank_with_the_terminal(desk, terminal):
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_worker_of_the_rank_with_the_terminal(desk, terminal, how):
     """Its standard input is no terminal, as that of a worker of a DataLoader."""
     (desk.folder / "loop.py").write_text(WORKER)
-    terminal.type([*TRAINKIT, "run", "--debug", "--", sys.executable, "loop.py"])
+    terminal.type([*TRAINKIT, "run", "--debug", "--", sys.executable, "loop.py", how])
     terminal.wait_for(r"\(Pdb\)$")
     typed(terminal, "p 'inside', inside + 1", r"^\('inside', 42\)\n\(Pdb\)$")
     typed(terminal, "c", r"^over\nended with 0\n(?:.*\n)*finished: all workers finished")

@@ -46,8 +46,12 @@ def test_dry_run_shows_the_plan_that_is_run_and_writes_nothing(desk):
 
 
 def test_same_name_gets_a_new_folder(desk):
-    folders = [json.loads(desk.trainkit("submit", str(desk.config), "--json").stdout) for _ in range(2)]
-    assert [folder["name"] for folder in folders] == ["small", "small-2"]
+    done = [desk.trainkit("submit", str(desk.config), "--json") for _ in range(2)]
+    assert [json.loads(one.stdout)["name"] for one in done] == ["small", "small-2"]
+    assert done[1].stderr.startswith("small-2: 1 node x 1 worker")
+    assert "note: runs/small exists, so this is small-2\n" in done[1].stderr
+    desk.trainkit("cancel", "small-2", "--now", "--wait")
+    assert desk.trainkit("resume", "small-2").stderr.startswith("small-2: 1 node x 1 worker")
 
 
 def test_run_dir_that_holds_a_run_is_refused_untouched(desk):

@@ -130,6 +130,8 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("train.warmup_steps=1", "did you mean schedule.warmup_steps?"),
         ("train_steps=1", "did you mean train.steps?"),
         ("nodes=1", "did you mean resources.nodes?"),
+        ("nmae=1", "did you mean name?"),
+        ("train.seed=1", "did you mean seed?"),
         ("checkpoint.async_save=true", "did you mean checkpoint.async?"),
         ("learningrate=1", "`trainkit schema` prints every key"),
         ("qqqqq=1", "`trainkit schema` prints every key"),

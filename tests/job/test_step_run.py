@@ -43,6 +43,12 @@ def test_all_end_with_the_code_of_a_start_that_failed(tmp_path: Path) -> None:
     assert await_announcement(tmp_path, TASK) == 2
 
 
+def test_a_folder_of_runs_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(TrainkitError, match=r"cannot wait for task 0 of step 7.* at .*/runs: Not"):
+        await_announcement(tmp_path / "runs", TASK, timeout_s=0.2)
+
+
 def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
     announce(tmp_path, replace(TASK, launcher_port="4001"), 0)
     with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run within 0\.2 s"):

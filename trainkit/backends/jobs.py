@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from shlex import quote
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
-from trainkit.errors import SlurmError, TrainkitError, UsageError
+from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import parse_time, read_json
 from trainkit.run.group import RunGroup, is_index
@@ -172,7 +171,7 @@ def wait_until_out_of_queue(run: RunDir) -> None:
                 hint=f"`trainkit cancel {quote(str(run.path))} --now` ends it",
             )
         if is_first:
-            print(f"{job.job_id} has recorded its end: waiting until it exits", file=sys.stderr)
+            print_note(f"{job.job_id} has recorded its end: waiting until it exits")
         is_first = False
         time.sleep(FIRST_QUERY_INTERVAL_S)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, TypeGuard
 
 from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
-from trainkit.errors import TrainkitError, UsageError
+from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.job.group_parts import submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
@@ -254,11 +253,6 @@ def _cancel_interrupted(token: str, since: float) -> bool:
         print_note(f"cannot tell whether the job was submitted: {error.message}")
         return False
     return True
-
-
-def print_note(text: str) -> None:
-    """Print a sentence to stderr at once."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, count: int) -> list[str]:

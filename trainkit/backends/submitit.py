@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends import JobScript
-from trainkit.backends.slurm import SbatchBackend, print_note
-from trainkit.errors import UsageError
+from trainkit.backends.slurm import SbatchBackend
+from trainkit.errors import UsageError, print_note
 from trainkit.run.files import write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable, failure

@@ -11,10 +11,9 @@ from typing import Literal
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import JobQuery, liveness_probe, query_job_status, query_known_jobs, utc_clock
-from trainkit.backends.slurm import print_note
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, print_note
 from trainkit.formats import JsonObject, shown
 from trainkit.job.group_parts import recover_parts
 from trainkit.launch.create import defer_sigint

@@ -115,7 +115,7 @@ def command(
     with planned as found:
         loaded, plan, knows_run = found.loaded, found.plan, found.knows_run
         if is_first:
-            click.echo(describe_plan(plan, loaded.config.name), err=True)
+            click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
             for change in changes(found.before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
             if knows_run and (lr := learning_rate_change(source, found.before, loaded.config, plan.lr)):

@@ -46,7 +46,7 @@ from trainkit.job.step_run import (
 from trainkit.plan.launch import DebugPlan, LaunchPlan, describe_plan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord, read_job
-from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, next_name
 from trainkit.slurm.control import kill_steps
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ def command(
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     if debug_plan is not None:
         plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
-    if place is None or place.node_rank == 0:
-        click.echo(describe_plan(plan, loaded.config.name), err=True)
-    forwarder = _Forwarder()
     folder = named_folder(run_dir)
+    if place is None or place.node_rank == 0:
+        click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
+    forwarder = _Forwarder()
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
 
@@ -293,8 +293,8 @@ def _start_in_step(
     }
     loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(workload, target)
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
-    click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)
+    click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
     entry = start_run(created.run, loaded.config, plan, "run")

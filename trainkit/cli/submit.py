@@ -33,7 +33,7 @@ from trainkit.folders import find_shipped_config
 from trainkit.formats import JsonObject, shown_value
 from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import Workload
-from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def command(
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
     # Of a run on this machine, this is what a dry run shows: there is no script.
     is_shown = dry_run and plan.slurm is None and not as_json
-    click.echo(describe_plan(plan, submission.points[0].config.name), err=not is_shown)
+    click.echo(describe_plan(plan, next_name(submission.points[0].config.name, folder)), err=not is_shown)
     for line in (
         *([] if repeated is None or group else _changes(repeated, submission, request)),
         *submission_warnings(submission, folder, workload, starts=not dry_run),

@@ -26,7 +26,7 @@ from trainkit.config.validation import (
 )
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.folders import config_folder, shipped_configs
+from trainkit.folders import FIRST_RUN, config_folder, shipped_configs
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""
@@ -78,6 +78,8 @@ def load_config(
     file = None
     if path is not None:
         tree, file = reader.config(path)
+        if path == FIRST_RUN and any(layer.find(("name",)) for layer in defaults):
+            tree = without(tree, [("name",)])  # a command has its own; this one is of the training
         trees.append(tree)
     if profile is not None:
         trees.append(reader.profile(profile, file))

@@ -173,6 +173,7 @@ OTHER_KEYS = {
     **{"save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep_last"},
     **{"eval_steps": "train.eval_every", "logging_steps": "train.log_every"},
     **{"num_nodes": "resources.nodes", "walltime": "resources.time", "queue": "resources.partition"},
+    "timeout_min": "resources.time",
     **dict.fromkeys(("gpus", "devices", "num_gpus"), "resources.gpus_per_node"),
 }
 """A key as other trainers and Slurm call it, and as it is called here."""
@@ -190,7 +191,8 @@ def meant(path: tuple[str, ...]) -> str | None:
     words = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
-    found = near(leaf, words, SIMILAR) or near(dotted, words, SIMILAR)
+    found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
+    found = found or near(leaf, words, SIMILAR) or near(dotted, words, SIMILAR)
     return words[found] if found else None
 
 

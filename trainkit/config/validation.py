@@ -47,7 +47,7 @@ def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """The problem of an unknown key, with the closest key as the hint."""
     match = meant(path)
     hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
-    if path[-1] in all_keys():
+    if "." in path[-1] and path[-1] in all_keys():
         section, _, leaf = path[-1].partition(".")
         hint = f'write "{section}:" and, indented on the next line, "{leaf}:"'
     if match and entry.origin.startswith("TRAINKIT_"):

@@ -13,8 +13,8 @@ from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
-from trainkit.backends.slurm import cancel_follow_ups, in_queue, print_note, require_this_cluster, step_of
-from trainkit.errors import TrainkitError, UsageError
+from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
+from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.formats import JsonObject, plural
 from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles

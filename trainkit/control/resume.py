@@ -17,12 +17,12 @@ from typing import Any
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import live_entry, recover_job_id, require_not_running, wait_until_out_of_queue
-from trainkit.backends.slurm import print_note, require_this_cluster
+from trainkit.backends.slurm import require_this_cluster
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
-from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.errors import ConfigError, Problem, UsageError, print_note
 from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.group_parts import recover_parts, submit_parts

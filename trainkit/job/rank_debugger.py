@@ -51,26 +51,28 @@ def mode_of_rank() -> str | None:
     return words[1] if words[0] == os.environ.get("RANK", "0") else "off"
 
 
-def install() -> None:
-    """Prepare a rank of a run in the debugger, when its interpreter starts."""
+def install(*, is_rank: bool) -> None:
+    """Prepare a rank of a run in the debugger, or a process that it starts, before any other code."""
     mode, (rank, _, *port) = mode_of_rank(), os.environ[DEBUG_VARIABLE].split()
     sys.meta_path.insert(0, LongTimeouts())
     if mode == "off":
         sys.breakpointhook = lambda *args, **kwargs: None
     elif mode == "debugpy":
+        if not is_rank:
+            return  # debugpy follows it
         import debugpy
 
         debugpy.listen(("127.0.0.1", int(port[0])))
         debugpy.wait_for_client()
-    else:
+    elif is_rank:
         log = os.dup(1)
         terminal = os.open(os.environ[TERMINAL_VARIABLE], os.O_RDWR | os.O_NOCTTY)
         for descriptor in (0, 1, 2):
             os.dup2(terminal, descriptor)
         os.write(log, f"rank {rank} has the terminal of `trainkit run --debug`\n".encode())
         sys.excepthook = partial(_uncaught, log, mode == "post-mortem")
-        if not os.environ.get("PYTHONBREAKPOINT"):
-            sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1))
+    if mode in ("pdb", "post-mortem") and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1))
 
 
 class LongTimeouts:

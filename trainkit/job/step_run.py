@@ -97,6 +97,11 @@ def _await(folder: Path, task: SlurmTask | HostPlace, timeout_s: float, accept: 
             f"{task.first} has not announced its run within {timeout_s:g} s",
             hint=f"all must start in the same folder, shared by all nodes; {file} has no run",
         ) from None
+    except OSError as error:
+        raise TrainkitError(
+            f"cannot wait for {task.first} at {folder}: {error.strerror or error}",
+            hint="all must start in the same folder, shared by all nodes and writable",
+        ) from error
 
 
 def run_task(attempt: AttemptDir) -> int:

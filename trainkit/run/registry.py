@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from shlex import quote
 
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
@@ -60,9 +59,7 @@ def register(run: RunDir, name: str) -> None:
         ensure_folder(path.parent, parents=True)
         append_jsonl(path, {"time": utc_now(), "name": name, "path": str(run.path)})
     except OSError as error:
-        print(
-            f"note: cannot write {path} ({error.strerror}): refer to the run by its folder", file=sys.stderr
-        )
+        print_note(f"note: cannot write {path} ({error.strerror}): refer to the run by its folder")
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,7 @@ def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun
             raise UsageError(
                 f"{count}: {', '.join([newest, *others])}", hint="give the folder of one of them"
             )
-        print(f"note: {count}; this is the newest, {newest}, not {', '.join(others)}", file=sys.stderr)
+        print_note(f"note: {count}; this is the newest, {newest}, not {', '.join(others)}")
     return matches[0]
 
 

@@ -348,6 +348,14 @@ def folders_named(parent: Path, name: str) -> Iterator[Path]:
         yield parent / f"{name}-{number}"
 
 
+def next_name(name: str, run_dir: Path | None) -> str:
+    """The name that a new run or group gets: of one in `./runs`, its first free one."""
+    if run_dir is not None:
+        return name
+    folders = folders_named(Path(RUNS_FOLDER), name)
+    return next(folder.name for folder in folders if not os.path.lexists(folder))
+
+
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
     """The unique token in the comment of an attempt's job, by which it is found if sbatch's answer is lost.
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.backends import backend_of
-from trainkit.backends.slurm import print_note, step_of
+from trainkit.backends.slurm import step_of
 from trainkit.control.cancel import cancel_run
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, print_note
 from trainkit.job.processes import descendants, environ_of, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published

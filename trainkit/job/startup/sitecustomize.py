@@ -31,20 +31,21 @@ def spare_what_a_rank_starts() -> None:
     own_pid, parent_pid = str(os.getpid()), str(os.getppid())
     if os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid:
         module.spare_this_process()
+        prepare_for_a_debugger(is_rank=False)
     # A launcher of a single process, such as accelerate, gives it no RANK.
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
         module.spare_children()
-        debug_rank()
+        prepare_for_a_debugger(is_rank=True)
     elif os.environ[module.AGENT_VARIABLE] == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
 
 
-def debug_rank() -> None:
-    """Prepare a rank for a debugger: it has no terminal."""
+def prepare_for_a_debugger(*, is_rank: bool) -> None:
+    """Have a rank, or a process that it has started, stop at `breakpoint()`: it has no terminal."""
     if "TRAINKIT_JOB_DEBUG" in os.environ:
-        load("rank_debugger").install()
+        load("rank_debugger").install(is_rank=is_rank)
     elif not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = lambda *args, **kwargs: load("rank_debugger").stop_at(sys._getframe(1))
 
