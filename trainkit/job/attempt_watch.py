@@ -20,6 +20,7 @@ from trainkit.job.failure.launcher_report import (
     was_aborted,
 )
 from trainkit.job.failure.records import first_exit_code
+from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import HangWatch
 from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
@@ -209,12 +210,14 @@ class SlurmAttemptWatch(AttemptWatch):
         supervisor_view: str,
         hosts: Sequence[str] = (),
         left_s: float = math.inf,
+        growth: GrowthWatch | None = None,
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
         restarts = plan.requeue.slow_hosts == "restart"
         self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
+        self._growth = growth
         self.step = step
         self.supervisor_view = supervisor_view
         """The run folder as the supervisor sees it, for the agents to compare."""
@@ -259,6 +262,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self._forward_unconfirmed()
         self._end_after_failure()
         self._leave_slow_host()
+        self._grow()
         self._end_last_slice()
 
     def _end_if_superseded(self) -> None:
@@ -309,6 +313,17 @@ class SlurmAttemptWatch(AttemptWatch):
         log_line(f"attempt {self.attempt.number}: restarts without {found.host}: {found.why}")
         self.outcome.slow_host = found
         self._ask_to_save()
+
+    def _grow(self) -> None:
+        """Have the ranks save and exit, for the run to restart on more nodes."""
+        if self._growth is None or self.outcome.stop_signal is not None:
+            return
+        found = self._growth.poll()
+        if found is None or found.num_nodes is None:
+            return
+        if SRUN in self.running and self._signal_of_ranks() is None:
+            self.outcome.growth = found
+            self._ask_to_save()
 
     def _end_last_slice(self) -> None:
         """Have the ranks save and exit when the slices of the run have taken their total."""

@@ -36,6 +36,8 @@ RESTART_SIGNAL = "SIGUSR2"
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
+UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked", "slow_host", "grow")
+"""Causes that say nothing about a run's progress."""
 MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
 MAX_SLOW_RESTARTS = 3
@@ -56,6 +58,21 @@ class SlowHost:
     """For example ``rank 5 slow since step 1200 (compute)``."""
 
 
+@dataclass(frozen=True)
+class Growth:
+    """Whether a run returns to the queue to restart on more nodes."""
+
+    num_nodes: int | None
+    """On how many; None where it stays."""
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """It as one sentence."""
+        to = "does not grow" if self.num_nodes is None else f"grows to {plural(self.num_nodes, 'node')}"
+        return f"{to}: {self.reason}"
+
+
 @dataclass
 class Outcome:
     """How an attempt ended: as its supervisor observed it, and for `decide` what `judge` adds."""
@@ -70,6 +87,8 @@ class Outcome:
     """The reason for the signal; None if a person cancelled the job."""
     slow_host: SlowHost | None = None
     """The host that made the supervisor have the ranks save; None without one."""
+    growth: Growth | None = None
+    """What made the supervisor have the ranks save; None if it was not that."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -206,7 +225,7 @@ def decide_dead(result: Outcome, previous: Sequence[AttemptEnd], policy: Requeue
     if result.lost_nodes:
         return decide(result, previous, policy, RestartOptions(requeue=True))
     reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
-    limit = _restarts_limit(previous, policy)
+    limit = restarts_limit(previous, policy)
     if limit is not None:
         return Decision("failed", f"{reason}; not started again: {limit}", EXIT_FAILED, "node_fail")
     return Decision("requeue", reason, EXIT_FAILED, "node_fail")
@@ -245,8 +264,10 @@ def _after_request(
     if result.slow_host is not None and cause == "slow_host":
         why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
         summary = why if saved else f"{why}; {summary}"
-    limit = _total_limit(result, policy) or _restarts_limit(previous, policy)
-    if cause not in ("asked", "slow_host", *policy.on):
+    if result.growth is not None and cause == "grow":
+        summary = result.growth.sentence if saved else f"{result.growth.sentence}; {summary}"
+    limit = _total_limit(result, policy) or restarts_limit(previous, policy)
+    if cause not in ("asked", "slow_host", "grow", *policy.on):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
@@ -266,6 +287,7 @@ _BECAUSE: dict[Cause, str] = {
     "hang": "",
     "asked": "",
     "slow_host": "",
+    "grow": "",
     "not_started": "",
 }
 
@@ -275,7 +297,7 @@ def slow_restart_refusal(previous: Sequence[AttemptEnd], policy: RequeuePolicy) 
     count = sum(attempt.cause == "slow_host" for attempt in previous)
     if count >= MAX_SLOW_RESTARTS:
         return f"the run has restarted {plural(count, 'time')} to continue without slow hosts"
-    return _restarts_limit(previous, policy)
+    return restarts_limit(previous, policy)
 
 
 def _after_failure(
@@ -323,7 +345,7 @@ def _restart_limit(
         return f"requeue.max_crashes is {policy.max_crashes}, and {attempts} saved nothing new"
     if _makes_no_progress(result, previous):
         return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {result.step}"
-    return _total_limit(result, policy) or _restarts_limit(previous, policy)
+    return _total_limit(result, policy) or restarts_limit(previous, policy)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
@@ -354,7 +376,8 @@ def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
     return f"its jobs have taken the {total} of resources.time; `trainkit resume` allows as much again"
 
 
-def _restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
+def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
+    """Why the run is not restarted once more; None when it may be."""
     # The end of a slice that has saved something is none of the interruptions that are counted.
     marks = [0, *(end.mark or 0 for end in previous)]
     ends = zip(previous, pairwise(marks), strict=True)
@@ -372,9 +395,7 @@ def _num_failures_without_progress(result: Outcome, previous: Sequence[AttemptEn
 
 def _makes_no_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
-    counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked", "slow_host")][
-        1 - MAX_ENDS_AT_STEP :
-    ]
+    counted = [attempt for attempt in previous if attempt.cause not in UNCOUNTED][1 - MAX_ENDS_AT_STEP :]
     return (
         result.step is not None
         and len(counted) == MAX_ENDS_AT_STEP - 1
