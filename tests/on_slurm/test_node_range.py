@@ -29,7 +29,7 @@ def shape(backend: str) -> tuple[str, ...]:
     return ("--nodes", nodes, "--backend", backend, "--per", per)
 
 
-@pytest.mark.slow(seconds=90)
+@pytest.mark.slow(seconds=120)
 @pytest.mark.parametrize(("backend", "of_three"), [("sbatch", 3), ("submitit", 2)])
 def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str, of_three: int) -> None:
     config = survival.range_config(login.folder)
