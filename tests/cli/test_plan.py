@@ -159,3 +159,19 @@ def test_fast_and_without_torch(preset: str, gpus: int, config: str) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.stderr.splitlines()[-1] == "[]"
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+def test_the_share_of_effective_time(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", config, "--gpus", "32", "--gpu-type", "h100", "--set", "train.steps=1000000"]
+    rates = ["--failures-per-node-day", "0.5", "--restart-s", "600", "--save-s", "2"]
+    assert main([*given, *rates]) == 0
+    found, assumed = capsys.readouterr().err.splitlines()[-2:]
+    assert found.startswith("effective time: ")
+    assert found.endswith("as a node fails every 12h00m")
+    assert assumed.startswith(
+        "assumed: 0.5 failures per node and day (--failures-per-node-day), 600 s for a "
+    )
+    assert main([*given, *rates, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)["effective_time"]
+    assert value["assumed"] == {"failures_per_node_day": 0.5, "restart_s": 600.0, "save_s": 2.0}
+    assert 0.9 < value["share"] <= value["best_share"] < 1

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from trainkit.job.decision import (
+    Growth,
     Outcome,
     RestartOptions,
     SlowHost,
@@ -219,6 +220,15 @@ def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options,
         "restarts without node3: rank 5 slow since step 1200 (compute); resumes (restart 1)"
     )
     preempted = ended([75, 75], "SIGUSR2", "preempted", slow_host=slow)
+    assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
+
+
+def test_a_run_that_grows_returns_to_the_queue() -> None:
+    growth = Growth(4, "4 nodes are free")
+    decision = after(ended([75, 75], "SIGUSR2", "grow", growth=growth), policy=RequeuePolicy(on=()))
+    assert (decision.action, decision.cause, decision.exit_code) == ("requeue", "grow", 75)
+    assert decision.reason == "grows to 4 nodes: 4 nodes are free; resumes (restart 1)"
+    preempted = ended([75, 75], "SIGUSR2", "preempted", growth=growth)
     assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
 
 

@@ -9,12 +9,12 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.report import read_report, render_report
 from trainkit.observe.run_view import read_view
-from trainkit.observe.status import find_restarts, read_status
+from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, view_lines
 from trainkit.run.end import RankFailure
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.history import RunHistory, attempts_of
+from trainkit.run.history import RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo

@@ -11,26 +11,38 @@ from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import read_metrics
+from trainkit.run.end import read_end
+from trainkit.run.events import read_events, read_metrics
 from trainkit.run.group import RunGroup
 
+GROWS_SOON = """
+if {"trainkit.job.supervisor", "submitit.core._submit"} & set(sys.orig_argv):
+    from trainkit.job import growth
+    growth.ASK_EVERY_S, growth.REQUEUE_S = 2.0, -1e6
+"""
+"""The rest of a sitecustomize.py with which a run asks often for more nodes, and restarts for any gain."""
 
-@pytest.mark.slow(seconds=60)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str) -> None:
-    config = survival.range_config(login.folder)
+
+def shape(backend: str) -> tuple[str, ...]:
+    """Options with which each backend has its own kind of task and of range."""
     per, nodes = ("node", "1,2,4") if backend == "submitit" else ("gpu", "1-4")
+    return ("--nodes", nodes, "--backend", backend, "--per", per)
+
+
+@pytest.mark.slow(seconds=120)
+@pytest.mark.parametrize(("backend", "of_three"), [("sbatch", 3), ("submitit", 2)])
+def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str, of_three: int) -> None:
+    config = survival.range_config(login.folder)
+    eight, twelve = (f"device_batch_size: {size}, global_batch_size: " for size in (2, 1))
+    config.write_text(config.read_text().replace(f"{eight}8", f"{twelve}12"))  # for three nodes too
     with login.other_job("--partition=high", "--nodes=2"):
         run = login.submit(
-            *("--nodes", nodes, "--backend", backend, "--per", per),
-            *settings("requeue.max_crashes=5"),
-            config=config,
+            *shape(backend), "--partition", "low", *settings("requeue.max_crashes=5"), config=config
         )
         wait_for_steps(run, 1, 15)
         assert len(survival.hosts_of(run, 1)) == 2
         assert login.status(run)["num_nodes"] == 2
-    wait_for(lambda: [*login.cluster.node_states().values()].count("idle") == 2, "two idle hosts")
-    assert login.trainkit("requeue", str(run.path)).returncode == 0
+    survival.preempt(login.cluster)
     wait_for_steps(run, 2, 15)
     assert len(survival.hosts_of(run, 2)) == 4
     job_id = login.job_id(run)
@@ -38,11 +50,37 @@ def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str) -
     wait_for_steps(run, 3, 1)
     assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert (login.job_id(run), len(run.attempt_numbers())) == (job_id, 3)
-    assert len(survival.hosts_of(run, 3)) == 2  # of three: the batch cannot be divided by three
+    assert len(survival.hosts_of(run, 3)) == of_three
     expected = survival.losses_on_one(tmp_path, config)
     assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
     before = survival.steps_of(run, 1)
-    assert survival.steps_of(run, 2)[0] == before[-1] + 1  # asked: no step is lost
+    assert survival.steps_of(run, 2)[0] == before[-1] + 1  # there was time to save
+    causes = [end.cause for number in (1, 2) if (end := read_end(run.attempt(number))) is not None]
+    assert causes == ["preempted", "node_fail"]
+
+
+@pytest.mark.slow(seconds=45)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_grows_when_more_nodes_are_free(login: Login, tmp_path: Path, backend: str) -> None:
+    config = survival.range_config(login.folder)
+    site = login.folder / "sitecustomize.py"
+    site.write_text(site.read_text() + GROWS_SOON)
+    with login.other_job("--partition=high", "--nodes=2"):
+        run = login.submit(
+            *shape(backend), "--partition", "high", *settings("resources.grow=true"), config=config
+        )
+        stays = "does not grow: 4 nodes would be free in 4h"  # when the other job has to end
+        wait_for(lambda: stays in str([one.reason for one in read_events(run, "growth")]), stays)
+        assert stays in str(login.status(run)["growth"])
+    assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
+    assert [len(survival.hosts_of(run, number)) for number in run.attempt_numbers()] == [2, 4]
+    end = read_end(run.attempt(1))
+    assert end is not None
+    assert (end.action, end.cause) == ("requeue", "grow")
+    assert end.reason.startswith("grows to 4 nodes: 4 nodes are free: ")
+    expected = survival.losses_on_one(tmp_path, config)
+    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
+    assert not survival.computed_twice(run)
 
 
 @pytest.mark.slow(seconds=90)

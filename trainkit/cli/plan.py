@@ -13,6 +13,14 @@ from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_opti
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import gib, plural
+from trainkit.plan.effective_time import (
+    FAILURES_PER_NODE_DAY,
+    RESTART_S,
+    SAVE_S,
+    Assumed,
+    EffectiveTime,
+    effective_time,
+)
 from trainkit.plan.gpus import Hardware, find_hardware
 
 if TYPE_CHECKING:
@@ -37,6 +45,30 @@ if TYPE_CHECKING:
 @click.option(
     "--limit", type=COUNT, default=10, show_default=True, metavar="N", help="Maximum number of layouts."
 )
+@click.option(
+    "--failures-per-node-day",
+    type=click.FloatRange(min=0, min_open=True),
+    default=FAILURES_PER_NODE_DAY,
+    show_default=True,
+    metavar="RATE",
+    help="Failures of a node per day, for the share of effective time.",
+)
+@click.option(
+    "--restart-s",
+    type=click.FloatRange(min=0),
+    default=RESTART_S,
+    show_default=True,
+    metavar="S",
+    help="Seconds from a failure to the next step.",
+)
+@click.option(
+    "--save-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=SAVE_S,
+    show_default=True,
+    metavar="S",
+    help="Seconds for which a checkpoint holds up the ranks.",
+)
 @json_option
 def command(
     request: ConfigRequest,
@@ -45,6 +77,7 @@ def command(
     show_all: bool,
     limit: int,
     as_json: bool,
+    **assumed: float,
 ) -> int:
     """List the parallel layouts that can train the model of CONFIG, fastest first.
 
@@ -57,7 +90,7 @@ def command(
         raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
     loaded = request.load()
     hardware = _hardware(loaded, gpus, planned_type)
-    planned = _Planned(request, loaded, _shape(loaded), hardware)
+    planned = _Planned(request, loaded, _shape(loaded), hardware, Assumed(**assumed))
     if as_json:
         click.echo(json.dumps(planned.to_dict(show_all, limit), ensure_ascii=False))
     else:
@@ -99,7 +132,12 @@ class _Planned:
     """The choices for a config, and their output."""
 
     def __init__(
-        self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
+        self,
+        request: ConfigRequest,
+        loaded: LoadedConfig,
+        shape: ModelShape,
+        hardware: Hardware,
+        assumed: Assumed,
     ) -> None:
         from trainkit.plan.layouts import base_work, choose, configured_layout
 
@@ -116,6 +154,10 @@ class _Planned:
             self.choices = sorted([*self.choices, self.own], key=lambda choice: choice.rank)
         first = self.choices[0] if self.choices else None
         self.best = first if first is not None and first.fit != "no" else None
+        self.effective: EffectiveTime | None = None
+        shown = self.own or self.best
+        if shown is not None and hardware.gpu.peak_flops is not None:  # else times are only relative
+            self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
         """The first choices, and the config's layout in any case."""
@@ -153,6 +195,8 @@ class _Planned:
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
+            for line in [] if self.effective is None else self.effective.lines():
+                click.echo(line, err=True)
             return
         click.echo("no layout fits" if self.choices else "no layout divides the batch evenly", err=True)
         for advice in self.advice():
@@ -184,6 +228,7 @@ class _Planned:
             "headline": None if best is None else headline(best),
             "choices": [choice_dict(choice, config, best) for choice in self.listed(show_all, limit)],
             "config": None if self.own is None else choice_dict(self.own, config, best),
+            "effective_time": None if self.effective is None else self.effective.to_dict(),
             "config_problems": [problem.render() for problem in self.own_problems],
             "would_fit": [
                 {

@@ -20,11 +20,11 @@ from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, relative_path, short_keys, table
 from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.status import Restart, RunStatus, failure_lines, read_status
+from trainkit.observe.status import RunStatus, failure_lines, read_status
 from trainkit.run.end import Best, read_newest_end
 from trainkit.run.files import Record
 from trainkit.run.group import RunGroup
-from trainkit.run.history import RunHistory
+from trainkit.run.history import Restart, RunHistory
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.registry import find_bench_folder, find_run_or_group, record_over, starts
 from trainkit.run.rundir import RunDir
@@ -287,6 +287,7 @@ def run_details(status: RunStatus) -> str:
         "attempt": f"{cell(status.attempt)} as {cell(status.job_id)}, started {duration(status.age_s)} ago",
         "workers": f"{workers} on {cell(status.device)}{place}",
         "used": status.used,
+        "growth": status.growth or "",
     }
     if not status.is_command or status.step is not None:
         first = f" (first: {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""

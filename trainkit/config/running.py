@@ -106,6 +106,11 @@ class ResourcesConfig(Section):
             "allowed": "a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8"
         },
     )
+    grow: bool = Field(
+        default=False,
+        description="Whether a run on fewer than the most of `nodes` saves and returns to the queue for more"
+        " of them, when Slurm has them free and that saves time.",
+    )
     gpus_per_node: AtLeastOne | Literal["auto"] = Field(
         default="auto",
         description="Training processes per node: one per GPU, or CPU workers on nodes without GPUs.",

@@ -41,6 +41,7 @@ from trainkit.job.decision import (
 from trainkit.job.failed_starts import close_failed_starts
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import suspect_host
+from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.local_queue import Place
 from trainkit.job.node.rendezvous import choose_port
@@ -293,7 +294,10 @@ class SlurmAllocation(Allocation):
             self._host_watch = start_host_watch(others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
-        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts, until_total_s)
+        growth = None
+        if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
+            growth = GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts))
+        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts, until_total_s, growth)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -340,6 +344,8 @@ class SlurmAllocation(Allocation):
             )
         if outcome.is_total_used and outcome.cause == "asked":
             outcome.cause = "timeout"
+        if outcome.growth is not None and (self.job is None or outcome.cause == "asked"):
+            outcome.cause = "grow"
         if outcome.slow_host is not None:
             self.bad[outcome.slow_host.host] = "slow"
             if self.job is None or outcome.cause == "asked":

@@ -20,6 +20,7 @@ from trainkit.job.failure.launcher_report import (
     was_aborted,
 )
 from trainkit.job.failure.records import first_exit_code
+from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import HangWatch
 from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
@@ -207,6 +208,7 @@ class SlurmAttemptWatch(AttemptWatch):
         supervisor_view: str,
         hosts: Sequence[str] = (),
         left_s: float = math.inf,
+        growth: GrowthWatch | None = None,
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
@@ -214,6 +216,7 @@ class SlurmAttemptWatch(AttemptWatch):
         # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
         restarts = plan.requeue.slow_hosts == "restart" and len(hosts) > plan.fewest_nodes
         self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
+        self._growth = growth
         self.step = step
         self.supervisor_view = supervisor_view
         """The run folder as the supervisor sees it, for the agents to compare."""
@@ -298,18 +301,21 @@ class SlurmAttemptWatch(AttemptWatch):
                 self.kill_after_grace()
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit, to continue without a slow host, or since the run's time is used."""
+        """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
         if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
         slow = None if self._slow_hosts is None else self._slow_hosts.poll()
-        is_total_used = slow is None and time.monotonic() >= self._until_s
-        if not (slow or is_total_used) or self._signal_of_ranks() is not None:
+        growth = None if slow or self._growth is None else self._growth.poll()
+        if growth is not None and growth.num_nodes is None:
+            growth = None  # it stays
+        is_total_used = not (slow or growth) and time.monotonic() >= self._until_s
+        if not (slow or growth or is_total_used) or self._signal_of_ranks() is not None:
             return
-        why = "the jobs of the run have taken their total time"
         if slow is not None:
-            why = f"restarts without {slow.host}: {slow.why}"
-        log_line(f"attempt {self.attempt.number}: {why}")
-        self.outcome.slow_host, self.outcome.is_total_used = slow, is_total_used
+            log_line(f"attempt {self.attempt.number}: restarts without {slow.host}: {slow.why}")
+        elif growth is None:
+            log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
+        self.outcome.slow_host, self.outcome.growth, self.outcome.is_total_used = slow, growth, is_total_used
         self.outcome.stop_signal = RESTART_SIGNAL
         self._unconfirmed_since_s = float("inf")
         self._notify_ranks()

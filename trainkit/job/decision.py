@@ -29,6 +29,8 @@ RESTART_SIGNAL = "SIGUSR2"
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
+UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked", "slow_host", "grow")
+"""Causes that say nothing about a run's progress."""
 MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
@@ -47,6 +49,21 @@ class SlowHost:
     """For example ``rank 5 slow since step 1200 (compute)``."""
 
 
+@dataclass(frozen=True)
+class Growth:
+    """Whether a run returns to the queue to restart on more nodes."""
+
+    num_nodes: int | None
+    """On how many; None where it stays."""
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """It as one sentence."""
+        to = "does not grow" if self.num_nodes is None else f"grows to {plural(self.num_nodes, 'node')}"
+        return f"{to}: {self.reason}"
+
+
 @dataclass
 class Outcome:
     """How an attempt ended: as its supervisor observed it, and for `decide` what `judge` adds."""
@@ -61,6 +78,8 @@ class Outcome:
     """The reason for the signal; None if a person cancelled the job."""
     slow_host: SlowHost | None = None
     """The host that made the supervisor have the ranks save; None without one."""
+    growth: Growth | None = None
+    """What made the supervisor have the ranks save; None if it was not that."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -236,8 +255,10 @@ def _after_request(
     if result.slow_host is not None and cause == "slow_host":
         why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
         summary = why if saved else f"{why}; {summary}"
+    if result.growth is not None and cause == "grow":
+        summary = result.growth.sentence if saved else f"{result.growth.sentence}; {summary}"
     limit = _total_limit(result, policy) or restarts_limit(previous, policy)
-    if cause not in ("asked", "slow_host", *policy.on):
+    if cause not in ("asked", "slow_host", "grow", *policy.on):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
@@ -351,9 +372,7 @@ def _num_failures_without_progress(result: Outcome, previous: Sequence[AttemptEn
 
 def _makes_no_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
-    counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked", "slow_host")][
-        1 - MAX_ENDS_AT_STEP :
-    ]
+    counted = [attempt for attempt in previous if attempt.cause not in UNCOUNTED][1 - MAX_ENDS_AT_STEP :]
     return (
         result.step is not None
         and len(counted) == MAX_ENDS_AT_STEP - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -17,7 +17,6 @@ from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import (
-    RESUME_ACTIONS,
     SIGNALLED,
     AttemptEnd,
     RankFailure,
@@ -28,7 +27,15 @@ from trainkit.run.end import (
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
 from trainkit.run.files import Record, parse_time, read_object, seconds_between
-from trainkit.run.history import Attempt, PlanRecord, RunHistory, ended_attempts, read_plan, timestamp
+from trainkit.run.history import (
+    Attempt,
+    PlanRecord,
+    Restart,
+    RunHistory,
+    ended_attempts,
+    find_restarts,
+    read_plan,
+)
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -54,31 +61,6 @@ CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
 
 
-@dataclass(frozen=True)
-class Restart:
-    """One restart, from the end of an attempt to the next; durations are None where an event is missing."""
-
-    attempt: int
-    """The attempt that ended."""
-    action: str
-    """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
-    cause: str
-    """``preempted timeout node_fail crash hang``, ``slow_host`` to continue without one, or ``asked`` for
-    `trainkit requeue`."""
-    verdict: Event | None
-    """The first failure, where there was one."""
-    save_s: float | None
-    """From the signal to the published checkpoint."""
-    end_s: float | None
-    """From the published checkpoint, else from the signal or failure, to the end of the attempt."""
-    queue_s: float | None
-    """From the end of the attempt to the start of the next one."""
-    start_s: float | None
-    """From the start of the next attempt to its first step."""
-    total_s: float | None
-    """From the signal or failure to that first step."""
-
-
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
     """A first failure for people: rank and cause, the line of their code, the end of its log, and what next.
 
@@ -94,41 +76,6 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
         whose = "that rank" if failure.rank is None else f"rank {failure.rank}"
         lines += [f"last lines of {whose}:", *(f"  {clean(line)}" for line in tail)]
     return [*lines, f"next: `trainkit diagnose {run}` says what to do"]
-
-
-def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:
-    """The restarts of a run, oldest first."""
-    found = sorted(attempts.items())
-    return [
-        _restart(attempt, attempts.get(number + 1, Attempt(number + 1)))
-        for number, attempt in found
-        if attempt.action in RESUME_ACTIONS
-    ]
-
-
-def _restart(attempt: Attempt, following: Attempt) -> Restart:
-    failure, failed = attempt.failure, attempt.cause in ("crash", "hang", "node_fail")
-    began = attempt.signals[0] if attempt.signals else None
-    if failed and failure is not None:
-        began = timestamp(failure.text("failed_at"))
-    saved = None if failed else attempt.saved
-    if saved is not None and began is not None and saved < began:
-        saved = None  # there was nothing new to save
-    return Restart(
-        attempt=attempt.number,
-        action=str(attempt.action),
-        cause=str(attempt.cause),
-        verdict=failure,
-        save_s=_between(began, saved),
-        end_s=_between(saved or began, attempt.ended),
-        queue_s=_between(attempt.ended, following.started),
-        start_s=_between(following.started, following.first_step),
-        total_s=_between(began, following.first_step),
-    )
-
-
-def _between(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else round(end - begin, 3)
 
 
 @dataclass(frozen=True)
@@ -181,6 +128,8 @@ class RunStatus:
     partition: str | None = None
     """The one that the newest attempt has, like `gpu_type`, which is known where several were asked for."""
     gpu_type: str | None = None
+    growth: str | None = None
+    """Whether the newest attempt returns to the queue for more nodes, and why; None if not asked yet."""
     worker_hours: float | None = None
     """The allocated hours of all ranks in all attempts: GPU-hours of a run on GPUs."""
     slices_s: float | None = None
@@ -309,6 +258,7 @@ def read_status(
         attempt_nodes=[one.num_nodes for one in attempts if one.num_nodes is not None],
         partition=seen.partition,
         gpu_type=seen.gpu_type,
+        growth=seen.growth.reason if is_known and seen.growth is not None else None,
         worker_hours=worker_hours(attempts, plan.count("world_size")),
         slices_s=None if total_s is None else sum(one.allocated_s for one in own),
         total_s=total_s,

@@ -216,6 +216,8 @@ class LaunchPlan:
     """The size of a checkpoint; None for what trains no model of trainkit."""
     sizes: dict[str, JsonObject] = field(default_factory=dict)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
+    grow: bool = False
+    """Whether an attempt with fewer nodes than the most returns to the queue when Slurm would start more."""
     gpu_types: dict[str, str] = field(default_factory=dict)
     """The GPU type of each partition that may start the job, where it names several."""
     version: int = PLAN_VERSION
@@ -295,7 +297,7 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes", "debug", "gpu_types"):
+        for name in ("after", "sizes", "debug", "grow", "gpu_types"):
             if not values[name]:
                 del values[name]
         return values

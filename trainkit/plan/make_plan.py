@@ -190,6 +190,7 @@ def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> Laun
         launcher_values=given.values,
         launcher_keys=typed,
         slurm=slurm,
+        grow=slurm is not None and config.resources.grow,
         gpu_types=draft.gpu_types,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
         warnings=tuple(draft.warnings),

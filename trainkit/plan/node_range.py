@@ -39,7 +39,9 @@ def plan_nodes(
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:
-        return make_plan(loaded, facts, workload)
+        plan = make_plan(loaded, facts, workload)
+        note = f"resources.grow has no effect: resources.nodes is {resources.nodes}"
+        return replace(plan, warnings=(*plan.warnings, note)) if resources.grow else plan
     values: dict[str, object] = {}
     if (
         before is not None

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import SILENCE_EVENTS, SLOWDOWN_EVENTS, Entry, Event, StepRecord, events_of, steps_of
 from trainkit.run.files import (
     JsonlTail,
@@ -77,6 +78,8 @@ class Attempt:
     """When its last checkpoint was published."""
     failure: Event | None = None
     """Its first ``rank_failed``."""
+    growth: Event | None = None
+    """Its newest ``growth``: whether it returns to the queue for more nodes."""
     silence: Event | None = None
     """The ``silent`` of a COMMAND that still prints nothing."""
     open_save: Event | None = None
@@ -126,6 +129,8 @@ class Attempt:
             self.open_save, self.failed_saves = None, [*self.failed_saves, event]
         elif name == "signal" and time is not None:
             self.signals.append(time)
+        elif name == "growth":
+            self.growth = event
         elif name == "rank_failed":
             self.failure = self.failure or event
         elif name == "requeue_decision":
@@ -163,6 +168,66 @@ def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[A
         if attempt.training is not None:
             kept = min(kept, attempt.start_step)
     return found[::-1]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One restart, from the end of an attempt to the next; durations are None where an event is missing."""
+
+    attempt: int
+    """The attempt that ended."""
+    action: str
+    """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
+    cause: str
+    """``preempted timeout node_fail crash hang``, ``slow_host`` to continue without one, ``grow`` to
+    have more nodes, or ``asked`` for `trainkit requeue`."""
+    verdict: Event | None
+    """The first failure, where there was one."""
+    save_s: float | None
+    """From the signal to the published checkpoint."""
+    end_s: float | None
+    """From the published checkpoint, else from the signal or failure, to the end of the attempt."""
+    queue_s: float | None
+    """From the end of the attempt to the start of the next one."""
+    start_s: float | None
+    """From the start of the next attempt to its first step."""
+    total_s: float | None
+    """From the signal or failure to that first step."""
+
+
+def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:
+    """The restarts of a run, oldest first."""
+    found = sorted(attempts.items())
+    return [
+        _restart(attempt, attempts.get(number + 1, Attempt(number + 1)))
+        for number, attempt in found
+        if attempt.action in RESUME_ACTIONS
+    ]
+
+
+def _restart(attempt: Attempt, following: Attempt) -> Restart:
+    failure, failed = attempt.failure, attempt.cause in ("crash", "hang", "node_fail")
+    began = attempt.signals[0] if attempt.signals else None
+    if failed and failure is not None:
+        began = timestamp(failure.text("failed_at"))
+    saved = None if failed else attempt.saved
+    if saved is not None and began is not None and saved < began:
+        saved = None  # there was nothing new to save
+    return Restart(
+        attempt=attempt.number,
+        action=str(attempt.action),
+        cause=str(attempt.cause),
+        verdict=failure,
+        save_s=_between(began, saved),
+        end_s=_between(saved or began, attempt.ended),
+        queue_s=_between(attempt.ended, following.started),
+        start_s=_between(following.started, following.first_step),
+        total_s=_between(began, following.first_step),
+    )
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else round(end - begin, 3)
 
 
 def timestamp(text: object) -> float | None:

@@ -1,0 +1,122 @@
+"""The share of its time in which a run makes progress, although nodes fail. Pure.
+
+The model of "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv 2410.21680):
+failures come at random, in proportion to the nodes, and each costs a restart and the work since the last
+checkpoint. It is computed without the approximation that two failures seldom follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import exp, expm1
+from typing import TYPE_CHECKING
+
+from trainkit.formats import JsonObject, duration
+
+if TYPE_CHECKING:
+    from trainkit.config import RunConfig
+
+FAILURES_PER_NODE_DAY = 0.0065
+"""On nodes of 8 A100, in the larger cluster of that paper."""
+RESTART_S = 300.0
+"""From a failure to the next step."""
+SAVE_S = 1.0
+"""For which a save holds up the ranks, which write in the background."""
+DAY_S = 86400.0
+NOTABLE = 0.5
+"""Expected failures of a run, from which its share of effective time is shown."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What nothing on this machine tells."""
+
+    failures_per_node_day: float = FAILURES_PER_NODE_DAY
+    restart_s: float = RESTART_S
+    save_s: float = SAVE_S
+
+
+def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) -> float:
+    """The share of time in steps that count, with a checkpoint after each `interval_s` seconds of steps.
+
+    An interval and its save take t seconds without a failure. Repeated until they succeed, they take
+    (exp(rate t) - 1) / rate on average, and restarts, in which nodes fail too, make that exp(rate restart)
+    times as long.
+    """
+    rate = failures_per_s
+    return rate * interval_s / exp(rate * assumed.restart_s) / expm1(rate * (interval_s + assumed.save_s))
+
+
+def best_interval_s(failures_per_s: float, save_s: float) -> float:
+    """The interval between checkpoints with the largest share of effective time.
+
+    There the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
+    """
+    low_s, high_s = 0.0, 1 / failures_per_s
+    for _ in range(60):
+        middle_s = (low_s + high_s) / 2
+        is_low = 1 - failures_per_s * middle_s > exp(-failures_per_s * (middle_s + save_s))
+        low_s, high_s = (middle_s, high_s) if is_low else (low_s, middle_s)
+    return low_s
+
+
+@dataclass(frozen=True)
+class EffectiveTime:
+    """The share of effective time of a planned run."""
+
+    failure_every_s: float
+    interval_s: float
+    """Between the checkpoints of the config."""
+    share: float
+    best_interval_s: float
+    best_steps: int
+    """`best_interval_s` in steps."""
+    best_share: float
+    step_s: float
+    assumed: Assumed
+
+    def to_dict(self) -> JsonObject:
+        """Plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """It for people, with what it rests on."""
+        best = f"checkpoint.every_steps={self.best_steps}"
+        yield (
+            f"effective time: {self.share:.1%} with a checkpoint every {duration(self.interval_s)}; at most"
+            f" {self.best_share:.1%}, with one every {duration(self.best_interval_s)} ({best}), as a node"
+            f" fails every {duration(self.failure_every_s)}"
+        )
+        given = self.assumed
+        rate = f"{given.failures_per_node_day:g} failures per node and day (--failures-per-node-day)"
+        yield (
+            f"assumed: {rate}, {given.restart_s:g} s for a restart (--restart-s), {given.save_s:g} s for a"
+            f" save (--save-s), steps of {self.step_s:.3g} s"
+        )
+
+
+def effective_time(
+    config: RunConfig, num_nodes: int, step_s: float, assumed: Assumed
+) -> EffectiveTime | None:
+    """The share of effective time of a run; None on one node, without checkpoints, or if it is too short."""
+    saves, steps = config.checkpoint, config.train.steps
+    rate = num_nodes * assumed.failures_per_node_day / DAY_S
+    intervals = [
+        *([] if saves.every_steps is None else [saves.every_steps * step_s]),
+        *([] if saves.every_minutes is None else [saves.every_minutes * 60]),
+    ]
+    if num_nodes < 2 or not intervals or steps is None or rate * steps * step_s < NOTABLE:
+        return None
+    interval_s, best_s = min(intervals), best_interval_s(rate, assumed.save_s)
+    best_steps = max(1, round(best_s / step_s))
+    return EffectiveTime(
+        failure_every_s=1 / rate,
+        interval_s=interval_s,
+        share=effective_share(rate, interval_s, assumed),
+        best_interval_s=best_steps * step_s,
+        best_steps=best_steps,
+        best_share=effective_share(rate, best_steps * step_s, assumed),
+        step_s=step_s,
+        assumed=assumed,
+    )
