@@ -28,7 +28,6 @@ from trainkit.bench.summary import (
 )
 from trainkit.cli.control import cancel_bench
 from trainkit.cli.help import Group, examples, terminal_width, warn
-from trainkit.cli.logs import print_created
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
@@ -39,6 +38,7 @@ from trainkit.cli.options import (
     refuse_other_options,
 )
 from trainkit.cli.output import echo_json
+from trainkit.cli.started import print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import short_keys, shown_value, table

@@ -113,7 +113,7 @@ def requeue(run_name: str, as_json: bool) -> int:
 
     A running job saves, stops and is then restarted.
     """
-    from trainkit.cli.logs import print_started
+    from trainkit.cli.started import print_started
     from trainkit.control.resume import requeue_run
 
     run = find_run(run_name, to_change=True)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit import __version__
-from trainkit.cli.logs import kept_terminal, print_end, print_started, show_rank_0
+from trainkit.cli.logs import kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import combined
+from trainkit.cli.started import print_started
 from trainkit.errors import UsageError
 from trainkit.job.failure.records import record_refusal
 from trainkit.job.node.host_rendezvous import refuse_wrong_master

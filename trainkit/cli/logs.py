@@ -1,4 +1,4 @@
-"""``trainkit logs``: the output of a run; and what commands print of a run that they start and follow."""
+"""``trainkit logs``: the output of a run, also of one that a command has started and follows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING
 
 import click
 
@@ -20,9 +18,10 @@ from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import COUNT, INDEX, run_argument
-from trainkit.cli.output import echo_json, escaped
+from trainkit.cli.output import escaped
+from trainkit.cli.started import run_word
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.formats import plural, relative_path, there_are
+from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
@@ -32,10 +31,7 @@ from trainkit.run.files import JsonlTail
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
-from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
-
-if TYPE_CHECKING:
-    from trainkit.launch.create import CreatedRun
+from trainkit.run.rundir import AttemptDir, RunDir
 
 MAX_LINE_BYTES = 2**20
 """A longer line is printed as several."""
@@ -128,11 +124,6 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         return [log_of(attempt, plan, rank or 0)]
 
     return logs_of
-
-
-def run_word(run: RunDir) -> str:
-    """A run as one word of a command that is typed in this folder."""
-    return quote(relative_path(str(run.path), Path.cwd()))
 
 
 def follow_run(
@@ -271,37 +262,3 @@ def print_end(run: RunDir) -> int:
     if end.state == "stopped":
         click.echo(f"`trainkit resume {run_word(run)}` continues it", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
-
-
-def print_created(created: CreatedRun) -> None:
-    """Print to stderr which other name a new run has got, and which code was copied, if any."""
-    if created.name != created.config_name:
-        click.echo(f"note: {RUNS_FOLDER}/{created.config_name} exists, so this is {created.name}", err=True)
-    code = created.code
-    if code is None:
-        return
-    click.echo(f"  code                {plural(code.num_files, 'file')} of {code.source} copied", err=True)
-    for note in code.notes:
-        click.echo(f"  note: {note}", err=True)
-
-
-def print_started(
-    run: RunDir,
-    name: str,
-    entry: AttemptRecord,
-    backend: str,
-    as_json: bool,
-    warnings: Sequence[str] | None = None,
-) -> None:
-    """Print the run folder and the job id; `entry` is the attempt's entry in job.json.
-
-    JSON includes the `warnings` of the plan, if there is a new one.
-    """
-    if as_json:
-        facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
-        if warnings is not None:
-            facts["warnings"] = list(warnings)
-        echo_json({"run_dir": str(run.path), "name": name, **facts})
-    else:
-        click.echo(str(run.path))
-        click.echo(entry.job_id)

@@ -10,7 +10,7 @@ import click
 
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
-from trainkit.cli.logs import follow_detachable, print_created, print_started, run_word
+from trainkit.cli.logs import follow_detachable
 from trainkit.cli.options import (
     backend_option,
     config_flags,
@@ -25,6 +25,7 @@ from trainkit.cli.options import (
     trust_option,
 )
 from trainkit.cli.output import echo_json
+from trainkit.cli.started import print_created, print_started, run_word
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.plan.launch import describe_plan

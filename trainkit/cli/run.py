@@ -19,7 +19,7 @@ import click
 from trainkit.backends import backend_of
 from trainkit.cli.help import Command, examples
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
-from trainkit.cli.logs import follow_run, kept_terminal, print_created, print_end, print_started, show_rank_0
+from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
@@ -29,6 +29,7 @@ from trainkit.cli.options import (
     one_node_config_options,
     trailing_workload,
 )
+from trainkit.cli.started import print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
 from trainkit.job.node.rendezvous import master_address

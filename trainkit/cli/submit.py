@@ -250,7 +250,7 @@ def command(
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only, as_json)
-    from trainkit.cli.logs import follow_detachable, print_created, run_word  # with what follows a run
+    from trainkit.cli.started import print_created, run_word
     from trainkit.launch.start import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
@@ -271,6 +271,8 @@ def command(
     else:
         click.echo(f"{run.path}\n{job_id}")
     if follow and attempt is not None:
+        from trainkit.cli.logs import follow_detachable  # what reads runs is slow to import
+
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.points[0].index
     hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {shown}/{first} -f` follows one"

@@ -13,7 +13,6 @@ from shlex import quote
 import click
 
 from trainkit.cli.help import examples, terminal_width
-from trainkit.cli.logs import print_created
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
@@ -23,6 +22,7 @@ from trainkit.cli.options import (
     trailing_workload,
 )
 from trainkit.cli.output import echo_json
+from trainkit.cli.started import print_created
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job

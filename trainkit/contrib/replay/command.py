@@ -161,7 +161,8 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
     """Start a job; with --follow, wait for it and compare."""
-    from trainkit.cli.logs import follow_detachable, print_started
+    from trainkit.cli.logs import follow_detachable
+    from trainkit.cli.started import print_started
     from trainkit.contrib.replay.replay import submit_replay
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)

@@ -1,0 +1,57 @@
+"""What commands print of a run that they have started; imports nothing of what reads runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.output import echo_json
+from trainkit.formats import plural, relative_path
+from trainkit.run.rundir import RUNS_FOLDER, RunDir
+
+if TYPE_CHECKING:
+    from trainkit.launch.create import CreatedRun
+    from trainkit.run.record import AttemptRecord
+
+
+def run_word(run: RunDir) -> str:
+    """A run as one word of a command that is typed in this folder."""
+    return quote(relative_path(str(run.path), Path.cwd()))
+
+
+def print_created(created: CreatedRun) -> None:
+    """Print to stderr which other name a new run has got, and which code was copied, if any."""
+    if created.name != created.config_name:
+        click.echo(f"note: {RUNS_FOLDER}/{created.config_name} exists, so this is {created.name}", err=True)
+    code = created.code
+    if code is None:
+        return
+    click.echo(f"  code                {plural(code.num_files, 'file')} of {code.source} copied", err=True)
+    for note in code.notes:
+        click.echo(f"  note: {note}", err=True)
+
+
+def print_started(
+    run: RunDir,
+    name: str,
+    entry: AttemptRecord,
+    backend: str,
+    as_json: bool,
+    warnings: Sequence[str] | None = None,
+) -> None:
+    """Print the run folder and the job id; `entry` is the attempt's entry in job.json.
+
+    JSON includes the `warnings` of the plan, if there is a new one.
+    """
+    if as_json:
+        facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
+        if warnings is not None:
+            facts["warnings"] = list(warnings)
+        echo_json({"run_dir": str(run.path), "name": name, **facts})
+    else:
+        click.echo(str(run.path))
+        click.echo(entry.job_id)
