@@ -71,7 +71,7 @@ def test_sizes_of_jobs_and_repeats_are_arrays_that_run_one_after_another(login: 
         (row["resources.nodes"], row["dp_shard"], row["status"], row["repeats"]) for row in summary["rows"]
     } == {(1, 1, "finished", 2), (2, 2, "finished", 2)}
     assert summary["fastest"]["is_clear"] in (True, False)
-    page = login.trainkit("report", folder, "--sweep", "--json")
+    page = login.trainkit("report", folder, "--json")
     assert page.returncode == 0, page.stderr
     report = json.loads(page.stdout)
     assert report["states"] == {"finished": 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import join
@@ -15,13 +15,13 @@ from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
-from trainkit.cli.status import look_at
+from trainkit.cli.status import find_any, look_at
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import cell, duration, number, shown_value, table
 from trainkit.observe.goodput import Point
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.view_text import resampled, sparkline
-from trainkit.run.registry import find_bench_folder, find_run_or_group
+from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 CURVE_WIDTH = 24
@@ -86,16 +86,15 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _runs_of(name: str) -> Iterator[RunDir]:
-    if (folder := find_bench_folder(name, with_groups=False)) is not None:
-        from trainkit.bench.run_bench import read_bench  # slow to import
-
-        bench = read_bench(folder)
-        yield from (run for item in bench.runs if (run := bench.run_dir(item)).exists())
-    elif isinstance(found := find_run_or_group(name), RunDir):
-        yield found
+def _runs_of(name: str) -> list[RunDir]:
+    found = find_any(name)
+    if isinstance(found, RunDir):
+        return [found]
+    if isinstance(found, RunGroup):
+        runs = [found.run(index) for index in sorted(found.points)]
     else:
-        yield from (run for index in sorted(found.points) if (run := found.run(index)).exists())
+        runs = [found.run_dir(item) for item in found.runs]
+    return [run for run in runs if run.exists()]
 
 
 def _labels(runs: Sequence[RunDir]) -> list[str]:

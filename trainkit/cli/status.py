@@ -22,7 +22,6 @@ from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.status import RunStatus, failure_lines, read_status
 from trainkit.run.end import Best, read_newest_end
-from trainkit.run.files import Record
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart, RunHistory
 from trainkit.run.record import JobRecord, read_job
@@ -266,12 +265,6 @@ def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
     )
 
 
-def _tracker(position: Record) -> str:
-    """``up to step 40: PLACE``, or the problem that keeps it there."""
-    end = position.text("problem") or position.text("place") or "not sent yet"
-    return f"up to step {cell(position.count('step'))}: {end}"
-
-
 def run_details(status: RunStatus) -> str:
     """One run in detail, its failure first, then one value per line."""
     failed, run = status.failure, quote(relative_path(status.run_dir, Path.cwd()))
@@ -301,7 +294,9 @@ def run_details(status: RunStatus) -> str:
         saved = status.checkpoint
         lines["checkpoint"] = cell(saved and relative_path(saved, Path.cwd()))
     is_failed = status.state in ("failed", "died")
-    lines |= {name: _tracker(position) for name, position in status.trackers.items()}
+    for name, sent in status.trackers.items():
+        place = sent.text("problem") or sent.text("place") or "not sent yet"
+        lines[name] = f"up to step {cell(sent.count('step'))}: {place}"
     lines |= {
         "last event": status.last_event.line if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",

@@ -175,12 +175,10 @@ class ResourcesConfig(Section):
 
     @property
     def fewest_nodes(self) -> int:
-        """The fewest nodes that the job may get."""
         return self.node_counts[0]
 
     @property
     def most_nodes(self) -> int:
-        """The most nodes that the job may get."""
         return self.node_counts[-1]
 
 

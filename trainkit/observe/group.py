@@ -145,7 +145,6 @@ class GroupStatus:
         return None
 
     def to_dict(self) -> dict[str, object]:
-        """The status as a JSON object."""
         own, points = dict(vars(self)), [point.to_dict() for point in self.points]
         own.pop("points")
         best = None if self.best is None else self.best.to_dict()

@@ -101,7 +101,7 @@ class RunView:
     eta_s: float | None
     """Seconds until the last step, at the pace of the newest records."""
     limit_s: float | None
-    """Seconds until the time limit of the job."""
+    """Seconds until the time limit of the job; None for a local run, and when Slurm does not answer."""
     grad_norm: float | None
     lr: float | None
     mfu: float | None
@@ -182,6 +182,7 @@ def read_view(
     log = _log(run, status, plan)
     failure = None if status.failure is None else status.failure.line
     is_allocated = status.state in ALLOCATED
+    limit = job.end_time if job is not None and job.state.is_active else None
     return RunView(
         status=status,
         sentence=sentence(status),
@@ -189,7 +190,7 @@ def read_view(
         world_size=world_size,
         elapsed_s=(until - started).total_seconds() if started and (ended or is_allocated) else None,
         eta_s=eta_s(own, status) if is_allocated else None,
-        limit_s=_limit_s(job, now) if is_allocated else None,
+        limit_s=None if limit is None or not is_allocated else (limit - now).total_seconds(),
         grad_norm=last.number("grad_norm"),
         lr=last.number("lr"),
         mfu=last.number("mfu"),
@@ -286,13 +287,6 @@ def _at_risk(
 
 def _moment(timestamp: float | None) -> datetime | None:
     return None if timestamp is None else datetime.fromtimestamp(timestamp, timezone.utc)
-
-
-def _limit_s(job: JobInfo | None, now: datetime) -> float | None:
-    """Seconds until the time limit of the job; None for a local run, and when Slurm does not answer."""
-    if job is None or not job.state.is_active or job.end_time is None:
-        return None
-    return (job.end_time - now).total_seconds()
 
 
 def node_rows(

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.schema import flatten
@@ -84,6 +84,8 @@ class PointReport:
     """The median of the records that were read."""
     allocated_s: float
     worker_hours: float | None
+    productive_s: float | None
+    """Seconds in steps that count, without waiting for data: the steps times their mean duration."""
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
 
@@ -101,6 +103,9 @@ class SweepReport:
     best: PointReport | None
     is_cuda: bool
     worker_hours: float | None
+    goodput: float | None
+    """Productive over allocated time of all runs whose steps were recorded."""
+    num_measured: int
     config: FlatConfig
     provenance: dict[str, Any]
 
@@ -162,6 +167,8 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
     with ThreadPoolExecutor(NUM_READERS) as readers:
         found = list(readers.map(lambda point: _read_point(sweep, point, objective, now), sweep.points))
     points = sorted(found, key=lambda point: _order(point, objective))
+    measured = [point for point in found if point.productive_s is not None and point.allocated_s > 0]
+    productive_s = sum(point.productive_s or 0.0 for point in measured)
     known_hours = [point.worker_hours for point in found if point.worker_hours is not None]
     results = [point for point in points if point.result is not None]
     return SweepReport(
@@ -174,6 +181,8 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
         best=min(results, key=lambda point: _rank(point, objective), default=None),
         is_cuda=sweep.is_cuda,
         worker_hours=sum(known_hours) if known_hours else None,
+        goodput=productive_s / sum(point.allocated_s for point in measured) if measured else None,
+        num_measured=len(measured),
         config=sweep.config,
         provenance=sweep.provenance,
     )
@@ -232,6 +241,7 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
         tokens_per_s=tokens_per_s,
         allocated_s=allocated_s,
         worker_hours=worker_hours(attempts, world_size) if attempts else None,
+        productive_s=_productive_s(attempts, records),
         curves={name: _curve(attempts, records, name) for name in ("loss", "tokens_per_s")},
     )
 
@@ -248,6 +258,22 @@ def sample_records(path: Path) -> list[StepRecord]:
     except FileNotFoundError:
         return []
     return list(steps_of(parse_records(lines)))
+
+
+def _productive_s(attempts: Sequence[Attempt], records: Sequence[StepRecord]) -> float | None:
+    """The steps that count of each attempt times the mean duration of its records; None without records."""
+    total, is_known = 0.0, False
+    for attempt in attempts:
+        own = [
+            item for item in records if item.attempt == attempt.number and item.number("step_s") is not None
+        ]
+        if not own or attempt.training is None:
+            continue
+        is_known = True
+        num_steps = max(0.0, min(attempt.kept_step, own[-1].step) - attempt.start_step)
+        times = ((item.number("step_s"), item.number("data_wait_s")) for item in own)
+        total += num_steps * fmean((step_s or 0.0) - (wait_s or 0.0) for step_s, wait_s in times)
+    return total if is_known else None
 
 
 def _curve(attempts: Sequence[Attempt], records: Sequence[StepRecord], name: str) -> list[Point]:

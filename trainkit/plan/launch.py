@@ -234,7 +234,6 @@ class LaunchPlan:
 
     @property
     def fewest_nodes(self) -> int:
-        """The fewest nodes that an attempt may have."""
         return min([self.num_nodes, *map(int, self.sizes)])
 
     @property
@@ -286,11 +285,9 @@ class LaunchPlan:
         return self.num_nodes * self.workers_per_node
 
     def workers_of(self, node_rank: int) -> int:
-        """The number of workers of a node."""
         return self.workers_per_node if self.node_sizes is None else self.node_sizes[node_rank]
 
     def first_rank_of(self, node_rank: int) -> int:
-        """The lowest rank of a node."""
         if self.node_sizes is not None:
             return sum(self.node_sizes[:node_rank])
         return node_rank * self.workers_per_node

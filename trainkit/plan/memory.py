@@ -203,7 +203,6 @@ class Memory:
 
     @cached_property
     def worst_phase(self) -> str:
-        """The phase with the most memory."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @cached_property

@@ -106,7 +106,6 @@ class StepWork:
 
     @property
     def samples_per_pass(self) -> int:
-        """Samples per pass through a stage."""
         if self.layout.pp == 1:
             return self.device_batch_size
         return self.device_batch_size // self.parallel.pp_microbatches
@@ -168,7 +167,6 @@ class StepWork:
         return replace(self, device_batch_size=max(1, self.samples_per_pass))
 
     def with_parallel(self, **changes: object) -> StepWork:
-        """The work with changed values in `parallel`."""
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
