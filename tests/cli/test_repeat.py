@@ -95,7 +95,7 @@ def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_file_or_shipped_config_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train").write_text("name: of-the-file\ndevice: cpu\n")
     submitted(capsys, "--name", "quickstart", "--", sys.executable, "train.py")
-    for name, expected in (("train", "of-the-file"), ("quickstart", "quickstart")):
+    for name, expected in (("train", "of-the-file"), ("quickstart", "quickstart-2")):
         assert main(["submit", name, "--backend", "local", "--dry-run", "--json"]) == 0
         out, err = capsys.readouterr()
         assert err.startswith(f"{expected}: ")
