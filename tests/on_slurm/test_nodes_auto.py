@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.on_slurm.login import BACKENDS, Login
+from trainkit.run.rundir import RunDir
 
 AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
 SAYS_ITS_SIZE = """
@@ -67,7 +68,13 @@ def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> N
     login.script(SAYS_ITS_SIZE, "size.py")
     with login.other_job("--partition=high", "--nodes=2"):
         given = (*AUTO, "--backend", backend, "--partition", "high", "--time", "60")
-        run = login.submit(*given, "--", "python", "size.py", str(login.folder / "go"))
+        words = ("--json", "--", "python", "size.py", str(login.folder / "go"))
+        done = login.trainkit("submit", str(login.config), *given, *words)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        run = RunDir(found["run_dir"])
+        assert (found["taken"]["num_nodes"], found["reason"]) == (2, None)
+        assert {offer["num_nodes"] for offer in found["offers"]} >= {1, 2}
         login.wait_for_log(run, "2 ranks")
         job = login.cluster.job(login.job_id(run))  # of one that ends, Slurm counts the nodes that are left
         assert (job["NumNodes"], job["Partition"]) == ("2", "high")

@@ -103,6 +103,14 @@ class Choice:
     priority: str = ""
     """What Slurm says of this user's priority."""
 
+    def to_dict(self) -> JsonObject:
+        """Plain data, without the priority."""
+        return {
+            "offers": [offer.to_dict() for offer in self.offers],
+            "taken": None if self.taken is None else self.taken.to_dict(),
+            "reason": self.reason or None,
+        }
+
 
 def choose_nodes(
     loaded: LoadedConfig, workload: Workload = TRAINER, *, code_dir: Path | None = None
