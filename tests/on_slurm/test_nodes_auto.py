@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, Login
+from tests.on_slurm.login import BACKENDS, Login, wait_for
 from trainkit.run.rundir import RunDir
 
 AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
@@ -78,8 +78,15 @@ def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> N
         login.wait_for_log(run, "2 ranks")
         job = login.cluster.job(login.job_id(run))  # of one that ends, Slurm counts the nodes that are left
         assert (job["NumNodes"], job["Partition"]) == ("2", "high")
-        (login.folder / "go").touch()
-        assert login.wait_for_end(run)["state"] == "finished", login.logs_and_attempts(run)
+        assert login.trainkit("cancel", str(run.path)).returncode == 0
+        assert login.wait_for_end(run)["state"] == "cancelled", login.logs_and_attempts(run)
+    wait_for(lambda: {*login.cluster.node_states().values()} == {"idle"}, "four idle hosts")
+    done = login.trainkit("resume", str(run.path), "--nodes", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "4*" in done.stderr
+    login.wait_for_log(run, "4 ranks", attempt=2)
+    (login.folder / "go").touch()
+    assert login.wait_for_end(run, attempt=2)["state"] == "finished", login.logs_and_attempts(run)
 
 
 @pytest.mark.slow(seconds=20)
