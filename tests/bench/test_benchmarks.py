@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
+from benchmarks.queue_replay import MOST, REQUESTS, WORK_H, Job, Replay, Request, others
 from tests.support.programs import run_program
 from tests.support.runs import wait_until
 
@@ -42,6 +44,33 @@ def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
     found = re.findall(r'"([^"]+)"', reasons[1])
     assert found
     assert [reason for reason in found if reason not in decision] == []
+
+
+def test_a_replayed_queue_is_fifo_with_backfill() -> None:
+    first, second = Job(0, 6, 6, 10.0, 9.0), Job(1, 8, 8, 5.0, 5.0)
+    waits = Replay(8, [first, second], Request("8", MOST, 72.0), 2.0).play()
+    assert (waits.wait_h, waits.num_jobs, waits.node_hours) == (12.0, 1, 8 * (WORK_H + 5 / 60))
+    # Two nodes are free for less than its limit, unless that may be lowered.
+    behind = Replay(8, [first, second], Request("2-8", 2, 72.0), 2.0).play()
+    assert behind.wait_h == 12.0
+    gap = Replay(8, [first, second], Request("2-8", 2, 72.0, least_h=4.0), 2.0).play()
+    assert (gap.wait_h, gap.num_jobs) == (0.0, 2)
+    grown = Replay(8, [first], Request("2-8", 2, 72.0, grows=True), 2.0).play()
+    assert (grown.wait_h, grown.num_jobs) == (0.0, 2)
+    assert grown.result_h < WORK_H + 9
+
+
+def test_a_replayed_month_is_that_of_its_seed() -> None:
+    def results() -> list[tuple[float, float, int]]:
+        jobs = others(0.9 * 16, random.Random(3))
+        found = [Replay(16, jobs, request, 200.0).play() for request in REQUESTS]
+        return [(result.wait_h, result.result_h, result.num_jobs) for result in found]
+
+    first = results()
+    assert first == results()
+    by_name = dict(zip((request.name for request in REQUESTS), first, strict=True))
+    assert by_name["2-8"][0] <= by_name["8"][0]
+    assert by_name["8, slices of 4 h"][2] == 13
 
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:

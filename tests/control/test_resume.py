@@ -8,7 +8,13 @@ import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
 from trainkit.config import LoadedConfig, load_config, read_effective
-from trainkit.control.resume import changes, expected_time_s, learning_rate_change, refuse_incompatible
+from trainkit.control.resume import (
+    changes,
+    expected_time_s,
+    learning_rate_change,
+    refuse_incompatible,
+    share_left,
+)
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
@@ -77,6 +83,12 @@ def test_what_may_not(run: RunDir, tmp_path: Path, override: str, message: str) 
     with pytest.raises(ConfigError) as caught:
         refuse_incompatible(run, load(tmp_path, override), DataFacts())
     assert [f"{problem.key}: {problem.message}" for problem in caught.value.problems] == [message]
+
+
+@pytest.mark.parametrize(("steps", "share"), [(400, 0.75), (100, 0.0), (50, 0.0), (None, 1.0)])
+def test_the_share_of_the_steps_that_is_left(run: RunDir, steps: int | None, share: float) -> None:
+    assert share_left(run, steps) == share
+    assert share_left(RunDir(run.path / "none"), steps) == 1.0
 
 
 def test_a_run_without_checkpoints_takes_anything(tmp_path: Path) -> None:

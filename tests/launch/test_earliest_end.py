@@ -79,10 +79,10 @@ def config(*overrides: str) -> LoadedConfig:
 
 
 def choose(
-    monkeypatch: pytest.MonkeyPatch, *overrides: str, facts: Facts = FACTS
+    monkeypatch: pytest.MonkeyPatch, *overrides: str, facts: Facts = FACTS, left: float = 1.0
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
     monkeypatch.setattr(earliest_end, "gather", lambda *args, **kwargs: facts)
-    return choose_nodes(config(*overrides))
+    return choose_nodes(config(*overrides), left=left)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,8 @@ def test_the_speed_is_that_of_earlier_runs(
     assert "sbatch --test-only" in lines[4]
     _, _, longer = choose(monkeypatch, *asked, "train.steps=5000")
     assert next(item.work.seconds for item in longer.offers if item.num_nodes == 2) == 10_000
+    _, _, resumed = choose(monkeypatch, *asked, left=0.25)
+    assert next(item.work.seconds for item in resumed.offers if item.num_nodes == 2) == 500
 
 
 @pytest.mark.parametrize(

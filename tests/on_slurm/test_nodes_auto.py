@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, Login
+from tests.on_slurm.login import BACKENDS, Login, wait_for
+from trainkit.run.rundir import RunDir
 
 AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
 SAYS_ITS_SIZE = """
@@ -67,12 +68,25 @@ def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> N
     login.script(SAYS_ITS_SIZE, "size.py")
     with login.other_job("--partition=high", "--nodes=2"):
         given = (*AUTO, "--backend", backend, "--partition", "high", "--time", "60")
-        run = login.submit(*given, "--", "python", "size.py", str(login.folder / "go"))
+        words = ("--json", "--", "python", "size.py", str(login.folder / "go"))
+        done = login.trainkit("submit", str(login.config), *given, *words)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        run = RunDir(found["run_dir"])
+        assert (found["taken"]["num_nodes"], found["reason"]) == (2, None)
+        assert {offer["num_nodes"] for offer in found["offers"]} >= {1, 2}
         login.wait_for_log(run, "2 ranks")
         job = login.cluster.job(login.job_id(run))  # of one that ends, Slurm counts the nodes that are left
         assert (job["NumNodes"], job["Partition"]) == ("2", "high")
-        (login.folder / "go").touch()
-        assert login.wait_for_end(run)["state"] == "finished", login.logs_and_attempts(run)
+        assert login.trainkit("cancel", str(run.path)).returncode == 0
+        assert login.wait_for_end(run)["state"] == "cancelled", login.logs_and_attempts(run)
+    wait_for(lambda: {*login.cluster.node_states().values()} == {"idle"}, "four idle hosts")
+    done = login.trainkit("resume", str(run.path), "--nodes", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "4*" in done.stderr
+    login.wait_for_log(run, "4 ranks", attempt=2)
+    (login.folder / "go").touch()
+    assert login.wait_for_end(run, attempt=2)["state"] == "finished", login.logs_and_attempts(run)
 
 
 @pytest.mark.slow(seconds=20)

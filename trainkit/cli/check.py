@@ -128,8 +128,7 @@ def command(
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]
         value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
-        if choice is not None:
-            value["offers"] = [item.to_dict() for item in choice.offers]
+        value |= {} if choice is None else choice.to_dict()
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
     if show_origin:

@@ -41,7 +41,7 @@ SECTIONS = {
             "--workers",
             "--warmup",
         ),
-        *("--repeats", "--at-once"),
+        *("--repeats", "--at-once", "--failures-per-node-day", "--restart-s", "--save-s"),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
         "--test-notification",
     ),

@@ -181,6 +181,17 @@ shape_options = combined(
 )
 
 
+choosing_shape_options = combined(
+    click.option(
+        "--nodes",
+        type=NodesType(AUTO),
+        metavar="N",
+        help=f"{NODES_HELP}; auto: as many as are expected to finish first.",
+    ),
+    gpus_per_node_option,
+)
+
+
 CONFIG_HELP = (
     "CONFIG is a file, - for standard input, or a shipped config such as quickstart or models/8b. Default: "
     "./config.yaml, else the file that `trainkit init` wrote here, else quickstart."
@@ -194,13 +205,7 @@ def config_options(function: Function) -> Function:
 
 def choosing_config_options(function: Function) -> Function:
     """Like `config_options`, for a command that can choose the number of nodes."""
-    nodes = click.option(
-        "--nodes",
-        type=NodesType(AUTO),
-        metavar="N",
-        help=f"{NODES_HELP}; auto: as many as are expected to finish first.",
-    )
-    return _request_options(function, nodes, gpus_per_node_option, slurm_options, backend_option)
+    return _request_options(function, choosing_shape_options, slurm_options, backend_option)
 
 
 def config_options_unless(option: str) -> Callable[[Function], Function]:

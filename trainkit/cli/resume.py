@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, examples, terminal_width, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
 from trainkit.cli.options import (
+    AUTO,
     backend_option,
+    choosing_shape_options,
     config_flags,
     json_option,
     now_option,
@@ -20,7 +22,6 @@ from trainkit.cli.options import (
     refuse_untrusted,
     run_argument,
     set_option,
-    shape_options,
     slurm_options,
     trust_option,
 )
@@ -44,7 +45,7 @@ from trainkit.run.rundir import RunDir
     ),
 )
 @run_argument
-@shape_options
+@choosing_shape_options
 @host_options
 @slurm_options
 @set_option
@@ -96,6 +97,8 @@ def command(
         refuse_other_options("run_name", "for a group of runs")
         return _resume_group(named, as_json)
     source = one_run(named, run_name)
+    if chooses_nodes := str(nodes) == AUTO:
+        nodes = None
     place = host_place(nodes, node_rank, master_addr, master_port)
     if place is not None and (as_json or follow or fork_dir is not None):
         given = "--json" if as_json else "--follow" if follow else "--as"
@@ -112,9 +115,15 @@ def command(
         target=None if place is None else hosts_target(place),
         starts_here=fork is None and is_first,
         new_code=new_code or fork is not None,
+        chooses_nodes=chooses_nodes,
     )
     with planned as found:
         loaded, plan, knows_run = found.loaded, found.plan, found.knows_run
+        if found.choice is not None:
+            from trainkit.launch.earliest_end import choice_lines
+
+            for line in choice_lines(found.choice, plan, terminal_width()):
+                click.echo(line, err=True)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
             for change in changes(found.before, loaded.config):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.control.repeat import RepeatedRun
+    from trainkit.launch.earliest_end import Choice
     from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
     from trainkit.run.record import CodeCopy
 
@@ -220,6 +221,7 @@ def command(
         )
     code_from = None if repeated is None else repeated.code
     spec: ArraySpec | None = None
+    choice: Choice | None = None
     if request.chooses_nodes:
         if group or after:
             raise UsageError(
@@ -227,7 +229,7 @@ def command(
                 "start is unknown",
                 hint="name a number, or several as in --nodes 2-8",
             )
-        submission = _chosen(request, workload, code_from)
+        submission, choice = _chosen(request, workload, code_from)
     else:
         spec, points = group.points(request, workload)
         submission = plan_submission(points, spec, workload, after=after, warn=warn, code_from=code_from)
@@ -266,6 +268,7 @@ def command(
             "backend": plan.backend,
             **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
             "warnings": list(plan.warnings),
+            **({} if choice is None else choice.to_dict()),
         }
         echo_json(facts)
     else:
@@ -282,7 +285,9 @@ def command(
     return EXIT_OK
 
 
-def _chosen(request: ConfigRequest, workload: Workload, code_from: CodeCopy | None) -> Submission:
+def _chosen(
+    request: ConfigRequest, workload: Workload, code_from: CodeCopy | None
+) -> tuple[Submission, Choice]:
     """The run with the number of nodes that is expected to finish first; prints what that rests on."""
     from trainkit.launch.earliest_end import choice_lines, choose_nodes
     from trainkit.launch.submission import PlannedPoint, Submission
@@ -291,7 +296,7 @@ def _chosen(request: ConfigRequest, workload: Workload, code_from: CodeCopy | No
     loaded, plan, choice = choose_nodes(request.load_to_plan(workload), workload, code_dir=code_dir)
     for line in choice_lines(choice, plan, terminal_width()):
         click.echo(line, err=True)
-    return Submission([PlannedPoint(0, {}, loaded.config, plan)], code_from=code_from)
+    return Submission([PlannedPoint(0, {}, loaded.config, plan)], code_from=code_from), choice
 
 
 def _repeated(

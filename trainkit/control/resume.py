@@ -13,7 +13,7 @@ from functools import partial
 from math import isclose
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import live_entry, recover_job_id, require_not_running, wait_until_out_of_queue
@@ -44,6 +44,9 @@ from trainkit.run.manifest import Manifest, newest_intact, published
 from trainkit.run.record import AttemptRecord, JobRecord, change_newest, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
+
+if TYPE_CHECKING:
+    from trainkit.launch.earliest_end import Choice
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -106,9 +109,17 @@ def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | No
 
 
 def plan_again(
-    run: RunDir, loaded: LoadedConfig, workload: Workload, target: Target | None, code_dir: Path
-) -> LaunchPlan:
-    """The plan of a run's next attempt; call in its `submission_folder`, which yields `code_dir`.
+    run: RunDir,
+    loaded: LoadedConfig,
+    workload: Workload,
+    target: Target | None,
+    code_dir: Path,
+    *,
+    chooses_nodes: bool = False,
+) -> tuple[LoadedConfig, LaunchPlan, Choice | None]:
+    """The config and plan of a run's next attempt, and with `chooses_nodes` why it has this number of nodes.
+
+    Call in the run's `submission_folder`, which yields `code_dir`.
 
     Raises ConfigError, also for values that are incompatible with the newest checkpoint.
     """
@@ -117,12 +128,27 @@ def plan_again(
     facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
     before = LaunchPlan.read(run.plan_file) if run.plan_file.is_file() else None
     same_lr = before is not None and read_effective(run.config_file).optimizer == loaded.config.optimizer
-    plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=before if same_lr else None)
+    choice, lr_of = None, before if same_lr else None
+    if chooses_nodes:
+        from trainkit.launch.earliest_end import choose_nodes  # slow to import
+
+        left = share_left(run, loaded.config.train.steps) if workload.knows_run else 1.0
+        loaded, plan, choice = choose_nodes(
+            loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
+        )
+    else:
+        plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
     if plan.slurm is None and before is not None:
         plan = replace(plan, after=before.after)  # what it has not waited for yet
     if workload.knows_run:
         refuse_incompatible(run, loaded, facts.data)
-    return plan
+    return loaded, plan, choice
+
+
+def share_left(run: RunDir, steps: int | None) -> float:
+    """The share of a run's steps after its newest checkpoint; 1 if their number is unknown."""
+    saved = published(run.checkpoints_dir)
+    return 1.0 if steps is None or not saved else max(0.0, 1 - saved[-1].step / steps)
 
 
 def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | None) -> None:
@@ -311,6 +337,8 @@ class PlannedResume:
     plan: LaunchPlan
     knows_run: bool
     """Whether its ranks write the run folder themselves."""
+    choice: Choice | None = None
+    """Why it has this number of nodes, with `chooses_nodes`."""
 
 
 @contextmanager
@@ -323,10 +351,12 @@ def planned_resume(
     target: Target | None = None,
     starts_here: bool = True,
     new_code: bool = False,
+    chooses_nodes: bool = False,
 ) -> Iterator[PlannedResume]:
     """Plan the next attempt of a run, with the folder that it was submitted from as the current one.
 
-    Without a `target` or ``launch.backend`` in `flags` it runs where it ran. `starts_here` is whether it is
+    Without a `target` or ``launch.backend`` in `flags` it runs where it ran. `chooses_nodes` takes the number
+    of nodes that is expected to finish first. `starts_here` is whether it is
     this command that starts it, in its own folder. Raises UsageError and ConfigError where it cannot resume.
     """
     refuse_replay(run)
@@ -340,8 +370,10 @@ def planned_resume(
     with submission_folder(run, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
-        plan = plan_again(run, loaded, workload, target, code_dir)
-        yield PlannedResume(job, before, loaded, plan, workload.knows_run)
+        loaded, plan, choice = plan_again(
+            run, loaded, workload, target, code_dir, chooses_nodes=chooses_nodes
+        )
+        yield PlannedResume(job, before, loaded, plan, workload.knows_run, choice)
 
 
 def resume_run(

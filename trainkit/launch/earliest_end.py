@@ -55,7 +55,7 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class Work:
-    """How long all steps of a run take somewhere."""
+    """How long the steps of a run take somewhere."""
 
     seconds: float
     source: str
@@ -100,17 +100,32 @@ class Choice:
     reason: str = ""
     """Why none is, in a sentence."""
 
+    def to_dict(self) -> JsonObject:
+        """Plain data, without the priority."""
+        return {
+            "offers": [offer.to_dict() for offer in self.offers],
+            "taken": None if self.taken is None else self.taken.to_dict(),
+            "reason": self.reason or None,
+        }
+
 
 def choose_nodes(
-    loaded: LoadedConfig, workload: Workload = TRAINER, *, code_dir: Path | None = None
+    loaded: LoadedConfig,
+    workload: Workload = TRAINER,
+    *,
+    code_dir: Path | None = None,
+    facts: Facts | None = None,
+    before: LaunchPlan | None = None,
+    left: float = 1.0,
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
     """The config with every number of nodes, the plan for the one that is expected to end first, and why.
 
+    Of a run that resumes, `before` is that of `plan_nodes`, and `left` the share of its steps that is left.
     Raises the errors of `plan_run`. Without an answer of Slurm, the plan is that of the config.
     """
-    facts = gather(loaded, workload, code_dir=code_dir)
+    facts = facts or gather(loaded, workload, code_dir=code_dir)
     cluster = facts.target.cluster
-    own = plan_run(loaded, facts, workload, code_dir=code_dir)
+    own = plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
     if cluster is None or own.slurm is None:
         return loaded, own, Choice((), None, "only Slurm knows when more or fewer nodes are free")
     given = loaded.config.resources
@@ -127,7 +142,7 @@ def choose_nodes(
             wider = with_values(loaded, {KEY: nodes}, f"--nodes auto: {nodes}")
             plan = plan_run(wider, facts, workload, code_dir=code_dir, before=own)
     try:
-        offers = _gather(plan, wider.config, facts, request, given.most_nodes)
+        offers = _gather(plan, wider.config, facts, request, given.most_nodes, left)
     except TrainkitError as error:
         return loaded, own, Choice((), None, error.message.splitlines()[0])
     best = earliest(offers)
@@ -199,7 +214,8 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
 
 
 def _gather(
-    plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, own: int
+def _gather(
+    plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, own: int, left: float
 ) -> list[Offer]:
     """The offers of all sizes, partitions and time limits of a plan."""
     cluster, resources = facts.target.cluster, config.resources
@@ -223,7 +239,10 @@ def _gather(
         measured = thread.submit(_measured, plans, config, gpus)
         found = ask_starts([_options(plans[size], size, item, s) for size, item, s in fitting], ENOUGH_S)
         base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, own, request)
-        work = expected_work(base, measured.result())
+        work = {
+            place: replace(all_steps, seconds=left * all_steps.seconds)
+            for place, all_steps in expected_work(base, measured.result()).items()
+        }
         now, answers = datetime.now(timezone.utc), iter(found)
         offers = [
             Offer(
