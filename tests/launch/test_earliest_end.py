@@ -285,6 +285,15 @@ def test_what_slurm_has_not_answered_in_time_does_not_count(
     assert choice.offers[0].remark == "Slurm was too busy to answer"
 
 
+def test_priorities_are_shown_where_slurm_has_them(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+    fake.add("sprio", "echo Weights 1000")
+    assert choose(monkeypatch)[2].priority == ""
+    fake.add("sshare", "echo FairShare 0.5")
+    _, plan, choice = choose(monkeypatch)
+    assert list(choice_lines(choice, plan))[-1].endswith(":\nWeights 1000\nFairShare 0.5")
+
+
 def test_a_repeated_value_of_the_config_stays(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written into the run folder can be planned again, as by `trainkit resume`."""
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=90000"))

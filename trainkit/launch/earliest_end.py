@@ -37,6 +37,7 @@ from trainkit.run.files import numbers
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.client import query
 
 ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together; what it has not answered by then does not count."""
@@ -99,6 +100,8 @@ class Choice:
     """None where the request is unchanged."""
     reason: str = ""
     """Why none is, in a sentence."""
+    priority: str = ""
+    """What Slurm says of this user's priority."""
 
     def to_dict(self) -> JsonObject:
         """Plain data, without the priority."""
@@ -142,13 +145,13 @@ def choose_nodes(
             wider = with_values(loaded, {KEY: nodes}, f"--nodes auto: {nodes}")
             plan = plan_run(wider, facts, workload, code_dir=code_dir, before=own)
     try:
-        offers = _gather(plan, wider.config, facts, request, given.most_nodes, left)
+        offers, priority = _gather(plan, wider.config, facts, request, given.most_nodes, left)
     except TrainkitError as error:
         return loaded, own, Choice((), None, error.message.splitlines()[0])
     best = earliest(offers)
     if best is None:
-        return loaded, own, Choice(offers, None, "none is known to finish")
-    return wider, taken(plan, best), Choice(offers, best)
+        return loaded, own, Choice(offers, None, "none is known to finish", priority)
+    return wider, taken(plan, best), Choice(offers, best, priority=priority)
 
 
 # Decide.
@@ -214,10 +217,9 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
 
 
 def _gather(
-def _gather(
     plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, own: int, left: float
-) -> list[Offer]:
-    """The offers of all sizes, partitions and time limits of a plan."""
+) -> tuple[list[Offer], str]:
+    """The offers of all sizes, partitions and time limits of a plan, and what Slurm says of the priority."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
     limits = {item.name: _limits(request, item) for item in request.partitions}
@@ -235,8 +237,9 @@ def _gather(
     ]
     misfits = [misfit(replace(request, nodes=size, time_s=s), cluster, item.name) for size, item, s in asked]
     fitting = [of for of, why_not in zip(asked, misfits, strict=True) if not why_not]
-    with ThreadPoolExecutor(1) as thread:
-        measured = thread.submit(_measured, plans, config, gpus)
+    with ThreadPoolExecutor(2) as threads:
+        priority = threads.submit(_priority)
+        measured = threads.submit(_measured, plans, config, gpus)
         found = ask_starts([_options(plans[size], size, item, s) for size, item, s in fitting], ENOUGH_S)
         base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, own, request)
         work = {
@@ -251,7 +254,7 @@ def _gather(
             )
             for (size, item, limit_s), why_not in zip(asked, misfits, strict=True)
         ]
-        return [with_end(offer, config, now) for offer in offers]
+        return [with_end(offer, config, now) for offer in offers], priority.result()
 
 
 def _limits(request: ResourceRequest, partition: Partition) -> list[float]:
@@ -337,6 +340,17 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.group.run, known.group.points) if known.is_group else (known.run,)
 
 
+def _priority() -> str:
+    """The user's shares and the weights of the priority; empty where the cluster has no such priorities."""
+    parts = []
+    for argv in (["sprio", "--weights"], ["sshare", "-U"]):
+        try:
+            parts.append(query(argv, timeout_s=ENOUGH_S / 2, patience_s=0.0).rstrip())
+        except TrainkitError:
+            return ""
+    return "\n".join(parts)
+
+
 # Act.
 
 
@@ -379,5 +393,7 @@ def choice_lines(choice: Choice, plan: LaunchPlan, fit: int | None = None) -> It
             )
         yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
         yield "Starts are what `sbatch --test-only` says now; jobs that come or end earlier change them."
+    if choice.priority:
+        yield f"your priority (sprio --weights, sshare):\n{choice.priority}"
     if choice.taken is None:
         yield f"--nodes auto: {choice.reason}; the request is unchanged: {plan.shown_nodes}"
