@@ -333,6 +333,8 @@ class SlurmAllocation(Allocation):
             lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
+        # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
+        self.step_may_still_run |= bool(lost)
         if outcome.stop_signal is not None:
             option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
             outcome.cause = termination_cause(

@@ -1,0 +1,365 @@
+"""What a run on 256 hosts does to the controller and to the file system, and how fast it is.
+
+    python -m benchmarks.cluster_256               # 256 hosts, about 6 minutes and 6 GB of memory
+    python -m benchmarks.cluster_256 --hosts 8
+
+Starts a Slurm cluster of so many hosts on this machine (as root; see tools/slurm_cluster), one rank on each,
+which waits for a signal or a file. Measures the start, an idle minute, `status` and `watch`, the end, a host
+that is powered off, with a requeue and with the others going on, and a cancellation. The RPCs are those that
+the controller counts (`sdiag`), without those of Slurm's own daemons. Every open of a file or folder in the
+run folder, by any process of any host, is counted by fanotify. Exits with 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.watch_cost import cpu_s, watched
+from tests.on_slurm.login import Login, wait_for
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.run.rundir import RunDir
+
+JOINS = """
+import os, signal, sys, time
+print(time.time(), flush=True)
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda *_: asked.append(number))
+while not asked and not os.path.exists(sys.argv[1]):
+    time.sleep(1)
+sys.exit(75 if asked else 0)
+"""
+"""A rank that does nothing: it says when it runs, until it is asked to save or there is a file."""
+CONFIG = """\
+name: joins
+device: cpu
+resources: {gpus_per_node: 1, cpus_per_gpu: 1, mem: 1G, time: "60"}
+requeue: {grace_s: 20}
+"""
+OPTIONS = {
+    # Hosts that share two cores answer late.
+    "MessageTimeout": "10",
+    "TCPTimeout": "10",
+    "TreeWidth": "16",
+}
+DAEMONS = frozenset(
+    {
+        "MESSAGE_NODE_REGISTRATION_STATUS",
+        "MESSAGE_EPILOG_COMPLETE",
+        "REQUEST_COMPLETE_BATCH_SCRIPT",
+        "REQUEST_COMPLETE_PROLOG",
+        "REQUEST_CONTROL_STATUS",
+        "REQUEST_STEP_COMPLETE",
+        "REQUEST_PERSIST_INIT",
+        "ACCOUNTING_UPDATE_MSG",
+        "REQUEST_STATS_INFO",
+    }
+)
+"""What slurmd, slurmstepd and slurmdbd send of themselves, and the question of this program."""
+RANK = [sys.executable, "-I", "-S", "joins.py"]
+JOINED_S, FOUND_S = 25.0, 30.0
+RPCS_PER_MINUTE = LISTINGS_PER_S = SUPERVISOR_PERCENT = 2.0
+PATIENCE_S = 300.0
+
+
+@dataclass
+class Table:
+    """The rows, printed as they are added."""
+
+    num_hosts: int
+    missed: list[str] = field(default_factory=list)
+
+    def row(self, what: str, value: float, unit: str, goal: float | None = None, more: str = "") -> None:
+        shown = f"{value:.3g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+        print(f"| {what} | {shown} | {'' if goal is None else f'{goal:g}'} | {more} |", flush=True)
+        if goal is not None and value > goal:
+            self.missed.append(f"{what}: {shown}, goal {goal:g}")
+
+
+class Opens:
+    """Counts what all processes of this machine open in a file system, until `close`.
+
+    Mount namespaces do not matter: hosts are counted too.
+    """
+
+    CLOEXEC, UNLIMITED_QUEUE = 0x1, 0x10
+    ADD, FILESYSTEM = 0x1, 0x100
+    OPEN, ON_DIR, OVERFLOW = 0x20, 0x40000000, 0x4000
+    EVENT = struct.Struct("=IBBHQii")
+
+    def __init__(self, folder: Path) -> None:
+        self.reset()
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.fanotify_init(self.CLOEXEC | self.UNLIMITED_QUEUE, os.O_RDONLY | os.O_LARGEFILE)
+        mask = ctypes.c_uint64(self.OPEN | self.ON_DIR)
+        marked = -1
+        if self._fd >= 0:
+            marked = libc.fanotify_mark(self._fd, self.ADD | self.FILESYSTEM, mask, -100, bytes(folder))
+        if marked != 0:
+            raise OSError(ctypes.get_errno(), "fanotify needs root")
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            data = os.read(self._fd, 1 << 16)
+            while data:
+                length, _, _, _, _, fd, pid = self.EVENT.unpack_from(data)
+                data = data[length:]
+                if fd >= 0:
+                    path = str(Path(f"/proc/self/fd/{fd}").readlink())
+                    is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+                    os.close(fd)
+                    if pid == os.getpid() or "/runs/" not in path:
+                        continue
+                    # Numbers of hosts and ranks make a kind.
+                    kind = re.sub(r"\d+", "N", path)
+                    (self.listed if is_folder else self.opened)[kind] += 1
+
+    def reset(self) -> None:
+        self.listed, self.opened = Counter[str](), Counter[str]()
+
+    @staticmethod
+    def kinds(run: RunDir, counts: Counter[str]) -> str:
+        """The most frequent paths, relative to the run folder."""
+        prefix = re.sub(r"\d+", "N", f"{run.path}/")
+        return words(Counter({f"`{path.removeprefix(prefix)}`": count for path, count in counts.items()}))
+
+
+@dataclass
+class Job:
+    """A run of the benchmark and its processes."""
+
+    login: Login
+    run: RunDir
+    num_hosts: int
+
+    def joined_s(self, attempt: int) -> list[float]:
+        """When each rank of an attempt ran, in seconds since the epoch, once all of them do."""
+        found: dict[int, float] = {}
+
+        def all_have() -> bool:
+            for rank in set(range(self.num_hosts)) - set(found):
+                log = self.run.attempt(attempt).rank_log(rank)
+                if log.exists() and (text := log.read_text()):
+                    found[rank] = float(text.split()[0])
+            return len(found) == self.num_hosts
+
+        wait_for(all_have, f"{self.num_hosts} ranks of attempt {attempt}", PATIENCE_S, poll_s=0.5)
+        return sorted(found.values())
+
+    def started_s(self) -> float:
+        """When Slurm started its job, to the second."""
+        argv = ["squeue", "--noheader", "--format=%S", f"--jobs={self.login.job_id(self.run)}"]
+        return float(self.login.run(argv, env={"SLURM_TIME_FORMAT": "%s"}, check=True).stdout)
+
+    def processes(self, module: str) -> list[int]:
+        """The pids, on this machine, of its processes that run a module."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):  # it has ended
+                words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
+                if (
+                    "-m" in words[:6]
+                    and words[words.index("-m") + 1] == module
+                    and str(self.run.path) in words
+                ):
+                    found.append(int(entry.name))
+        return found
+
+    def end_s(self, attempt: int) -> float:
+        """When an attempt's end was recorded, in seconds since the epoch, once it is."""
+        file = self.run.attempt(attempt).end_file
+        wait_for(file.exists, f"the end of attempt {attempt}", PATIENCE_S)
+        return file.stat().st_mtime
+
+
+def rss_mb(pid: int) -> float:
+    """The resident memory of a process, with what it shares."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def available_gb() -> float:
+    """The memory of this machine that is free."""
+    found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert found is not None
+    return int(found[1]) / 1e6
+
+
+def rpcs(cluster: Cluster) -> Counter[str]:
+    """What the controller was asked since it was last asked this, by anything but Slurm's own daemons."""
+    shown = cluster.run(["sdiag"], check=True).stdout
+    cluster.run(["sdiag", "--reset"], check=True)
+    by_type = shown.partition("by message type")[2].partition("by user")[0]
+    counts = {name: int(count) for name, count in re.findall(r"(\w+) +\( *\d+\) count:(\d+)", by_type)}
+    return Counter({name: count for name, count in counts.items() if name not in DAEMONS})
+
+
+def words(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common(4))
+
+
+def start(login: Login, table: Table, opens: Opens, nodes: str = "") -> Job:
+    """Submit a run and wait until all ranks have joined."""
+    opens.reset()
+    rpcs(login.cluster)
+    began = time.time()
+    run = login.submit("--nodes", nodes or str(table.num_hosts), "--", *RANK, str(login.folder / "go"))
+    took_s = time.time() - began
+    job = Job(login, run, table.num_hosts)
+    joined = job.joined_s(1)
+    what = f"nodes {nodes}: " if nodes else ""
+    table.row(f"{what}submit", took_s, "s")
+    table.row(f"{what}all joined after the job's start", joined[-1] - job.started_s(), "s", JOINED_S)
+    table.row(f"{what}first to last rank", joined[-1] - joined[0], "s")
+    asked = rpcs(login.cluster)
+    table.row(f"{what}RPCs of submit and start", asked.total(), "", more=words(asked))
+    table.row(
+        f"{what}listings of submit and start", opens.listed.total(), "", more=opens.kinds(run, opens.listed)
+    )
+    table.row(
+        f"{what}opens of submit and start", opens.opened.total(), "", more=opens.kinds(run, opens.opened)
+    )
+    return job
+
+
+def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
+    """Measure what a run costs in which nothing happens."""
+    [supervisor], agents = job.processes("trainkit.job.supervisor"), job.processes("trainkit.job.node.agent")
+    before = {pid: cpu_s(pid) for pid in (supervisor, *agents)}
+    rpcs(job.login.cluster)
+    opens.reset()
+    time.sleep(seconds)
+    listed, opened = Counter(opens.listed), Counter(opens.opened)
+    asked = rpcs(job.login.cluster)
+    used = {pid: (cpu_s(pid) - before[pid]) / seconds for pid in before}
+    table.row("RPCs a minute", 60 * asked.total() / seconds, "", RPCS_PER_MINUTE, words(asked))
+    table.row("listings a second", listed.total() / seconds, "", LISTINGS_PER_S, opens.kinds(job.run, listed))
+    table.row("opens a second", opened.total() / seconds, "", more=opens.kinds(job.run, opened))
+    table.row("supervisor, of a core", 100 * used.pop(supervisor), "%", SUPERVISOR_PERCENT)
+    table.row("supervisor, memory", rss_mb(supervisor), "MB")
+    table.row("an agent, of a core", 100 * sum(used.values()) / job.num_hosts, "%", more="with its listener")
+    table.row("an agent, memory", max(map(rss_mb, agents)), "MB")
+    samples = [file.stat().st_mtime for file in job.run.health_dir.glob("*.jsonl")]
+    table.row("hosts with a sample", len(samples), "")
+    table.row("oldest last sample", time.time() - min(samples, default=0), "s")
+
+
+def look(job: Job, table: Table, seconds: float) -> None:
+    """Measure `status` and `watch`."""
+    rpcs(job.login.cluster)
+    began = time.monotonic()
+    job.login.trainkit("status", str(job.run.path), check=True)
+    table.row("status", time.monotonic() - began, "s", more=words(rpcs(job.login.cluster)))
+    environ = {**job.login.cluster.environ, **job.login.env}
+    first_s, used_s = watched(job.run, environ, seconds)
+    asked = rpcs(job.login.cluster)
+    table.row("watch, first screen", first_s, "s")
+    table.row("watch, of a core", 100 * used_s / seconds, "%")
+    table.row("watch, RPCs a minute", 60 * asked.total() / seconds, "", more=words(asked))
+
+
+def finish(job: Job, table: Table) -> None:
+    """Let all ranks end, and measure how long that takes to be recorded."""
+    began = time.time()
+    (job.login.folder / "go").touch()
+    table.row("end recorded after the ranks may end", job.end_s(1) - began, "s")
+    job.login.wait_until_idle()
+    (job.login.folder / "go").unlink()
+
+
+def lose_host(job: Job, table: Table, what: str, index: int) -> None:
+    """Power a host off, and wait until the run has found it and goes on."""
+    cluster = job.login.cluster
+    goes_on = job.num_hosts if what == "requeue" else job.num_hosts - 1
+    began = time.time()
+    cluster.kill_host(index)
+    table.row(f"{what}: killed host found", job.end_s(1) - began, "s", FOUND_S)
+    if what == "requeue":
+        cluster.revive_host(index)
+    joined = Job(job.login, job.run, goes_on).joined_s(2)
+    table.row(f"{what}: all joined again after the host was killed", joined[-1] - began, "s")
+
+
+def cancel(job: Job, table: Table, attempt: int) -> None:
+    """Cancel a run, and wait until its end is recorded."""
+    rpcs(job.login.cluster)
+    began = time.time()
+    job.login.trainkit("cancel", str(job.run.path), check=True)
+    took_s = time.time() - began
+    table.row("cancel: the command", took_s, "s", more=words(rpcs(job.login.cluster)))
+    table.row("cancel: end recorded", job.end_s(attempt) - began, "s")
+    job.login.wait_until_idle()
+
+
+def measure(cluster: Cluster, folder: Path, num_hosts: int, seconds: float) -> list[str]:
+    """Print the table; returns the goals that were missed."""
+    table, opens, login = Table(num_hosts), Opens(folder), Login(cluster, folder)
+    login.config.write_text(CONFIG)
+    RANK[-1] = login.script(JOINS, "joins.py")
+    print("| what | value | goal | |\n|---|---|---|---|", flush=True)
+    job = start(login, table, opens)
+    idle(job, table, opens, seconds)
+    look(job, table, seconds / 3)
+    finish(job, table)
+    job = start(login, table, opens)
+    lose_host(job, table, "requeue", num_hosts // 2)
+    cancel(job, table, attempt=2)
+    cluster.wait_for_nodes([*cluster.state.hosts()], "idle", PATIENCE_S)
+    job = start(login, table, opens, f"{num_hosts * 3 // 4}-{num_hosts}")
+    lose_host(job, table, "shrink", num_hosts // 2)
+    cancel(job, table, attempt=2)
+    return table.missed
+
+
+@contextmanager
+def own_disk() -> Iterator[Path]:
+    """A folder with a file system of its own, so that nothing else is counted."""
+    with tempfile.TemporaryDirectory(prefix="c-") as name:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", name], check=True)
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", "--lazy", name], check=True)
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=60, help="of the idle run")
+    args = parser.parse_args()
+    with own_disk() as folder:
+        before_gb = available_gb()
+        cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts, options=OPTIONS)
+        try:
+            print(f"{args.hosts} hosts after {cluster.state.up_s:.1f} s", file=sys.stderr)
+            missed = measure(cluster, folder, args.hosts, args.seconds)
+        finally:
+            print(f"memory: {before_gb - available_gb():.1f} GB", file=sys.stderr)
+            cluster.down()
+    for problem in missed:
+        print(problem, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
