@@ -15,18 +15,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import random
 import re
+import shutil
 import stat
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.watch_cost import cpu_s, watched
@@ -46,18 +46,14 @@ while not asked and not os.path.exists(sys.argv[1]):
 sys.exit(75 if asked else 0)
 """
 """A rank that does nothing: it says when it runs, until it is asked to save or there is a file."""
+AT_FDCWD = -100
+END = "end"
 CONFIG = """\
 name: joins
 device: cpu
 resources: {gpus_per_node: 1, cpus_per_gpu: 1, mem: 1G, time: "60"}
 requeue: {grace_s: 20}
 """
-OPTIONS = {
-    # Hosts that share two cores answer late.
-    "MessageTimeout": "10",
-    "TCPTimeout": "10",
-    "TreeWidth": "16",
-}
 DAEMONS = frozenset(
     {
         "MESSAGE_NODE_REGISTRATION_STATUS",
@@ -75,6 +71,7 @@ DAEMONS = frozenset(
 RANK = [sys.executable, "-I", "-S", "joins.py"]
 JOINED_S, FOUND_S = 25.0, 30.0
 RPCS_PER_MINUTE = LISTINGS_PER_S = SUPERVISOR_PERCENT = 2.0
+PARTS = ("start", "shrink", "requeue")
 PATIENCE_S = 300.0
 
 
@@ -84,6 +81,10 @@ class Table:
 
     num_hosts: int
     missed: list[str] = field(default_factory=list)
+    """The goals that were missed."""
+
+    def __post_init__(self) -> None:
+        print("| what | value | goal | |\n|---|---|---|---|", flush=True)
 
     def row(self, what: str, value: float, unit: str, goal: float | None = None, more: str = "") -> None:
         shown = f"{value:.3g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
@@ -93,30 +94,39 @@ class Table:
 
 
 class Opens:
-    """Counts what all processes of this machine open in a file system, until `close`.
+    """Counts what all processes but this one, on all hosts, open below a folder of the cluster's.
 
-    Mount namespaces do not matter: hosts are counted too.
+    That has a file system of its own, so that nothing else of the machine is looked at.
     """
 
     CLOEXEC, UNLIMITED_QUEUE = 0x1, 0x10
     ADD, FILESYSTEM = 0x1, 0x100
-    OPEN, ON_DIR, OVERFLOW = 0x20, 0x40000000, 0x4000
+    OPEN, ON_DIR = 0x20, 0x40000000
     EVENT = struct.Struct("=IBBHQii")
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.reset()
+
+    def __enter__(self) -> Opens:
+        self.folder.mkdir()
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.fanotify_init(self.CLOEXEC | self.UNLIMITED_QUEUE, os.O_RDONLY | os.O_LARGEFILE)
-        mask = ctypes.c_uint64(self.OPEN | self.ON_DIR)
-        marked = -1
-        if self._fd >= 0:
-            marked = libc.fanotify_mark(self._fd, self.ADD | self.FILESYSTEM, mask, -100, bytes(folder))
-        if marked != 0:
-            raise OSError(ctypes.get_errno(), "fanotify needs root")
-        self._thread = threading.Thread(target=self._read, daemon=True)
+        mask, here = ctypes.c_uint64(self.OPEN | self.ON_DIR), bytes(self.folder)
+        if self._fd < 0 or libc.fanotify_mark(self._fd, self.ADD | self.FILESYSTEM, mask, AT_FDCWD, here):
+            raise OSError(ctypes.get_errno(), "cannot count what is opened")
+        self._thread = threading.Thread(target=self._read)
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (self.folder / "runs" / END).touch()
+        self._thread.join()
+        os.close(self._fd)
+        shutil.rmtree(self.folder)
 
     def _read(self) -> None:
+        runs = f"{self.folder}/runs/"
         while True:
             data = os.read(self._fd, 1 << 16)
             while data:
@@ -126,7 +136,9 @@ class Opens:
                     path = str(Path(f"/proc/self/fd/{fd}").readlink())
                     is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
                     os.close(fd)
-                    if pid == os.getpid() or "/runs/" not in path:
+                    if path == f"{runs}{END}":
+                        return
+                    if pid == os.getpid() or not path.startswith(runs):
                         continue
                     # Numbers of hosts and ranks make a kind.
                     kind = re.sub(r"\d+", "N", path)
@@ -195,6 +207,14 @@ def rss_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def new_login(cluster: Cluster, folder: Path) -> Login:
+    """A folder on the login node with the rank's script."""
+    login = Login(cluster, folder)
+    login.config.write_text(CONFIG)
+    login.script(JOINS, "joins.py")
+    return login
+
+
 def available_gb() -> float:
     """The memory of this machine that is free."""
     found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
@@ -215,41 +235,37 @@ def words(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.most_common(4))
 
 
-def start(login: Login, table: Table, opens: Opens, nodes: str = "") -> Job:
+def start(login: Login, table: Table, opens: Opens, what: str, nodes: str) -> Job:
     """Submit a run and wait until all ranks have joined."""
     opens.reset()
     rpcs(login.cluster)
     began = time.time()
-    run = login.submit("--nodes", nodes or str(table.num_hosts), "--", *RANK, str(login.folder / "go"))
+    run = login.submit("--nodes", nodes, "--", *RANK, str(login.folder / "go"))
     took_s = time.time() - began
     job = Job(login, run, table.num_hosts)
     joined = job.joined_s(1)
-    what = f"nodes {nodes}: " if nodes else ""
-    table.row(f"{what}submit", took_s, "s")
-    table.row(f"{what}all joined after the job's start", joined[-1] - job.started_s(), "s", JOINED_S)
-    table.row(f"{what}first to last rank", joined[-1] - joined[0], "s")
-    asked = rpcs(login.cluster)
-    table.row(f"{what}RPCs of submit and start", asked.total(), "", more=words(asked))
-    table.row(
-        f"{what}listings of submit and start", opens.listed.total(), "", more=opens.kinds(run, opens.listed)
-    )
-    table.row(
-        f"{what}opens of submit and start", opens.opened.total(), "", more=opens.kinds(run, opens.opened)
-    )
+    table.row(f"{what}: submit", took_s, "s")
+    table.row(f"{what}: job's start until all have joined", joined[-1] - job.started_s(), "s", JOINED_S)
+    table.row(f"{what}: first to last rank", joined[-1] - joined[0], "s")
     return job
+
+
+def count(job: Job, table: Table, opens: Opens) -> None:
+    """Show what the controller and the file system were asked so far."""
+    asked = rpcs(job.login.cluster)
+    table.row("until then: RPCs", asked.total(), "", more=words(asked))
+    table.row("until then: listings", opens.listed.total(), "", more=opens.kinds(job.run, opens.listed))
+    table.row("until then: opens", opens.opened.total(), "", more=opens.kinds(job.run, opens.opened))
 
 
 def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
     """Measure what a run costs in which nothing happens."""
     [supervisor], agents = job.processes("trainkit.job.supervisor"), job.processes("trainkit.job.node.agent")
     before = {pid: cpu_s(pid) for pid in (supervisor, *agents)}
-    rpcs(job.login.cluster)
     opens.reset()
-    time.sleep(seconds)
+    count_rpcs(job, table, "RPCs a minute", seconds)
     listed, opened = Counter(opens.listed), Counter(opens.opened)
-    asked = rpcs(job.login.cluster)
     used = {pid: (cpu_s(pid) - before[pid]) / seconds for pid in before}
-    table.row("RPCs a minute", 60 * asked.total() / seconds, "", RPCS_PER_MINUTE, words(asked))
     table.row("listings a second", listed.total() / seconds, "", LISTINGS_PER_S, opens.kinds(job.run, listed))
     table.row("opens a second", opened.total() / seconds, "", more=opens.kinds(job.run, opened))
     table.row("supervisor, of a core", 100 * used.pop(supervisor), "%", SUPERVISOR_PERCENT)
@@ -259,6 +275,14 @@ def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
     samples = [file.stat().st_mtime for file in job.run.health_dir.glob("*.jsonl")]
     table.row("hosts with a sample", len(samples), "")
     table.row("oldest last sample", time.time() - min(samples, default=0), "s")
+
+
+def count_rpcs(job: Job, table: Table, what: str, seconds: float) -> None:
+    """Count what the controller is asked while nothing happens."""
+    rpcs(job.login.cluster)
+    time.sleep(seconds)
+    asked = rpcs(job.login.cluster)
+    table.row(what, 60 * asked.total() / seconds, "", RPCS_PER_MINUTE, words(asked))
 
 
 def look(job: Job, table: Table, seconds: float) -> None:
@@ -285,16 +309,18 @@ def finish(job: Job, table: Table) -> None:
 
 
 def lose_host(job: Job, table: Table, what: str, index: int) -> None:
-    """Power a host off, and wait until the run has found it and goes on."""
-    cluster = job.login.cluster
-    goes_on = job.num_hosts if what == "requeue" else job.num_hosts - 1
-    began = time.time()
-    cluster.kill_host(index)
-    table.row(f"{what}: killed host found", job.end_s(1) - began, "s", FOUND_S)
+    """Power a host off, and wait until the run has found it and is requeued, or goes on without it."""
+    began_s = time.time()
+    job.login.cluster.kill_host(index)
+    found_s = job.end_s(1)
+    table.row(f"{what}: killed host found", found_s - began_s, "s", FOUND_S)
     if what == "requeue":
-        cluster.revive_host(index)
-    joined = Job(job.login, job.run, goes_on).joined_s(2)
-    table.row(f"{what}: all joined again after the host was killed", joined[-1] - began, "s")
+        # A host of Slurm's tree waits a minute for the killed one.
+        job.login.wait_for_job(job.run, "PENDING", "CONFIGURING", "RUNNING", timeout_s=PATIENCE_S)
+        table.row(f"{what}: found until the job is in the queue", time.time() - found_s, "s")
+    else:
+        joined = Job(job.login, job.run, job.num_hosts - 1).joined_s(2)
+        table.row(f"{what}: found until all others have joined", joined[-1] - found_s, "s", JOINED_S)
 
 
 def cancel(job: Job, table: Table, attempt: int) -> None:
@@ -305,38 +331,32 @@ def cancel(job: Job, table: Table, attempt: int) -> None:
     took_s = time.time() - began
     table.row("cancel: the command", took_s, "s", more=words(rpcs(job.login.cluster)))
     table.row("cancel: end recorded", job.end_s(attempt) - began, "s")
-    job.login.wait_until_idle()
 
 
-def measure(cluster: Cluster, folder: Path, num_hosts: int, seconds: float) -> list[str]:
+def measure(cluster: Cluster, args: argparse.Namespace, before_gb: float) -> list[str]:
     """Print the table; returns the goals that were missed."""
-    table, opens, login = Table(num_hosts), Opens(folder), Login(cluster, folder)
-    login.config.write_text(CONFIG)
-    RANK[-1] = login.script(JOINS, "joins.py")
-    print("| what | value | goal | |\n|---|---|---|---|", flush=True)
-    job = start(login, table, opens)
-    idle(job, table, opens, seconds)
-    look(job, table, seconds / 3)
-    finish(job, table)
-    job = start(login, table, opens)
-    lose_host(job, table, "requeue", num_hosts // 2)
-    cancel(job, table, attempt=2)
-    cluster.wait_for_nodes([*cluster.state.hosts()], "idle", PATIENCE_S)
-    job = start(login, table, opens, f"{num_hosts * 3 // 4}-{num_hosts}")
-    lose_host(job, table, "shrink", num_hosts // 2)
-    cancel(job, table, attempt=2)
+    num_hosts = len(cluster.hosts)
+    chance = partial(random.Random(args.seed).randint, 2, num_hosts)  # the supervisor is on the first
+    with Opens(cluster.folder / "home") as opens:
+        table, login = Table(num_hosts), new_login(cluster, opens.folder)
+        if "start" in args.parts:
+            job = start(login, table, opens, "start", f"{num_hosts}")
+            count(job, table, opens)
+            table.row("memory of all hosts", before_gb - available_gb(), "GB")
+            idle(job, table, opens, args.seconds)
+            look(job, table, args.seconds / 2)
+            finish(job, table)
+        if "shrink" in args.parts:
+            job, killed = start(login, table, opens, "shrink", f"{num_hosts * 3 // 4}-{num_hosts}"), chance()
+            count_rpcs(job, table, "shrink: RPCs a minute", seconds=60)  # a host asks once a minute
+            lose_host(job, table, "shrink", killed)
+            cancel(job, table, attempt=2)
+            cluster.revive_host(killed)
+        if "requeue" in args.parts:
+            cluster.wait_for_nodes([*cluster.state.hosts()], "idle", PATIENCE_S)
+            job = start(login, table, opens, "requeue", f"{num_hosts}")
+            lose_host(job, table, "requeue", chance())
     return table.missed
-
-
-@contextmanager
-def own_disk() -> Iterator[Path]:
-    """A folder with a file system of its own, so that nothing else is counted."""
-    with tempfile.TemporaryDirectory(prefix="c-") as name:
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", name], check=True)
-        try:
-            yield Path(name)
-        finally:
-            subprocess.run(["umount", "--lazy", name], check=True)
 
 
 def main() -> int:
@@ -345,17 +365,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=256)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--seed", type=int, default=0, help="of the hosts that are powered off")
     parser.add_argument("--seconds", type=float, default=60, help="of the idle run")
     args = parser.parse_args()
-    with own_disk() as folder:
-        before_gb = available_gb()
-        cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts, options=OPTIONS)
-        try:
-            print(f"{args.hosts} hosts after {cluster.state.up_s:.1f} s", file=sys.stderr)
-            missed = measure(cluster, folder, args.hosts, args.seconds)
-        finally:
-            print(f"memory: {before_gb - available_gb():.1f} GB", file=sys.stderr)
-            cluster.down()
+    before_gb = available_gb()
+    cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts)
+    try:
+        print(f"{args.hosts} hosts after {cluster.state.up_s:.1f} s", file=sys.stderr)
+        missed = measure(cluster, args, before_gb)
+    finally:
+        cluster.down()
     for problem in missed:
         print(problem, file=sys.stderr)
     return 1 if missed else 0

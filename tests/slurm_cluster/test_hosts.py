@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.network import MACHINE_INDEX
 
 
 def test_local_disks_are_private_and_others_shared(cluster: Cluster, tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from tools.slurm_cluster.state import State, network_of
 HOSTS_FILE = Path("/etc/hosts")
 MACHINE_INDEX = 1022
 """The last address of the network of a cluster."""
+NEIGHBOURS = Path("/proc/sys/net/ipv4/neigh/default")
+NEIGHBOURS_PER_HOST = 32
+"""Other hosts that a host talks to: the machine has one table for all of them, by default of 1,024 lines."""
 INSIDE = "eth0"
 """The name of the interface inside a host."""
 
@@ -44,6 +47,10 @@ def is_free(number: int, port: int) -> bool:
 def make_bridge(state: State) -> None:
     """Create the bridge that connects all hosts and this machine."""
     prefix = network_of(state.number).prefixlen
+    for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):  # stays until the machine is restarted
+        limit, needed = NEIGHBOURS / name, NEIGHBOURS_PER_HOST * state.num_hosts
+        if int(limit.read_text()) < needed:
+            limit.write_text(f"{needed}")
     ip("link", "add", state.name, "type", "bridge")
     ip(
         "address",

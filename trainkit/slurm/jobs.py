@@ -282,8 +282,6 @@ class JobDetails:
     """When it reaches its time limit."""
     reason: str = ""
     """Slurm's reason for its state, such as TimeLimit."""
-    batch_host: str = ""
-    """The host of its batch shell."""
 
 
 def job_details(
@@ -313,5 +311,4 @@ def parse_job(text: str) -> JobDetails:
         restarts=restarts,
         end_time=time_of(found.get("EndTime", "")),
         reason=found.get("Reason", ""),
-        batch_host=found.get("BatchHost", ""),
     )
