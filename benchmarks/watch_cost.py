@@ -24,6 +24,7 @@ import tempfile
 import termios
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -157,17 +158,27 @@ def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
 
 
 def measure(run: RunDir, nodes: int, step: int, seconds: float) -> tuple[float, float]:
-    """Seconds until the first screen, and the CPU seconds that `watch` takes in the `seconds` after it."""
+    """What `watched` returns, for a run that grows meanwhile."""
     ended = threading.Event()
     writer = threading.Thread(target=write, args=(run, nodes, step, ended))
+    writer.start()
+    try:
+        return watched(run, os.environ, seconds)
+    finally:
+        ended.set()
+        writer.join()
+
+
+def watched(run: RunDir, environ: Mapping[str, str], seconds: float) -> tuple[float, float]:
+    """Seconds until the first screen, and the CPU seconds that `watch` takes in the `seconds` after it."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     argv = [sys.executable, "-m", "trainkit", "watch", str(run.path)]
-    environ = {**os.environ, "TERM": "xterm-256color"}
     began_s = time.monotonic()
-    program = subprocess.Popen(argv, stdin=inner, stdout=inner, stderr=inner, env=environ)
+    program = subprocess.Popen(
+        argv, stdin=inner, stdout=inner, stderr=inner, env={**environ, "TERM": "xterm-256color"}
+    )
     os.close(inner)
-    writer.start()
     try:
         screen = b""
         while b"nodes: " not in re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", screen):
@@ -180,8 +191,6 @@ def measure(run: RunDir, nodes: int, step: int, seconds: float) -> tuple[float, 
             read(outer, left_s)
         used_s = cpu_s(program.pid) - before_s
     finally:
-        ended.set()
-        writer.join()
         program.terminate()
         while program.poll() is None:
             read(outer, 0.1)

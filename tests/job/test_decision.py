@@ -419,6 +419,6 @@ def test_what_scontrol_prints():
     )
     found = parse_job(text)
     assert (found.state, found.reason, found.restarts) == (COMPLETING, "TimeLimit", 2)
-    assert (found.is_preempted, found.may_requeue, found.batch_host) == (False, True, "node1")
+    assert (found.is_preempted, found.may_requeue) == (False, True)
     assert found.end_time == datetime.fromtimestamp(1790000000, timezone.utc)
     assert parse_job(text.replace("PreemptTime=None", "PreemptTime=1789999990")).is_preempted

@@ -1,4 +1,7 @@
-"""Groups of more runs than the cluster takes in one array, and than it takes of a user at once."""
+"""Groups of more runs than the cluster takes in one array, and than it takes of a user at once.
+
+`python -m benchmarks.large_group` does it with 300 runs.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +56,20 @@ def test_all_run_and_each_once(login: Login) -> None:
 
 
 def test_it_is_cancelled_as_one(login: Login) -> None:
-    group = submit(login, "--array", "0-29%2", "--", "python", "listens.py")
+    cancelled_as_one(login, num_points=30, max_jobs=MAX_JOBS)
+
+
+def cancelled_as_one(login: Login, num_points: int, max_jobs: int) -> None:
+    """Cancel a group of which two run and most are not submitted yet."""
+    group = submit(login, "--array", f"0-{num_points - 1}%2", "--", "python", "listens.py")
     wait_for(lambda: status(login, group)["states"].get("running", 0) == 2, "two of them run")
     done = login.trainkit("cancel", str(group.path), "--wait")
     assert done.returncode == 0, done.stderr
     now = status(login, group)
     assert set(now["states"]) <= {"cancelled", "stopped"}, now["states"]
-    assert sum(now["states"].values()) == 30
+    assert sum(now["states"].values()) == num_points
     assert login.jobs() == []
-    assert len(RunGroup(group.path).left) >= 30 - MAX_JOBS
+    assert len(RunGroup(group.path).left) >= num_points - max_jobs
 
 
 def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.network import MACHINE_INDEX
 
 
 def test_local_disks_are_private_and_others_shared(cluster: Cluster, tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_names_are_known_on_the_machine_and_on_the_hosts(cluster: Cluster) -> No
     for _ in range(5):  # a name server that is asked and does not answer takes its time in every round
         began = time.monotonic()
         shown = cluster.run(["getent", "hosts", names[-1]], host=1, check=True).stdout
-        assert shown.split()[0] == cluster.address(254)
+        assert shown.split()[0] == cluster.address(MACHINE_INDEX)
         mapped = cluster.run(["getent", "hosts", f"::ffff:{cluster.address(2)}"], host=1, check=True).stdout
         assert mapped.split()[1] == f"{cluster.hosts[1]}.mapped"
         assert cluster.run(["getent", "hosts", "no-such-host"], host=1).returncode == 2

@@ -54,7 +54,7 @@ def join_network(host: dict[str, Any]) -> None:
             raise TimeoutError(f"no network interface {host['interface']} after 120 s")
         time.sleep(0.005)
     run("ip", "link", "set", "lo", "up")
-    run("ip", "address", "add", f"{host['address']}/24", "dev", host["interface"])
+    run("ip", "address", "add", host["address"], "dev", host["interface"])
     run("ip", "link", "set", host["interface"], "up")
 
 

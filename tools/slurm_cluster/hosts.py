@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.slurm_cluster import cgroups, network
 from tools.slurm_cluster.daemons import environ, record, slurmd
 from tools.slurm_cluster.processes import child_of, start_daemon
-from tools.slurm_cluster.state import State
+from tools.slurm_cluster.state import State, network_of
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 INIT = Path(__file__).with_name("host_init.py")
@@ -33,7 +33,7 @@ def power_on(state: State, index: int) -> None:
     (home / "boot_id").write_text(f"{uuid.uuid4()}\n")
     host = {
         "name": state.host(index),
-        "address": state.address(index),
+        "address": f"{state.address(index)}/{network_of(state.number).prefixlen}",
         "folder": str(home),
         "interface": network.INSIDE,
         "hosts_file": str(state.path / "etc/hosts"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import socket
 import subprocess
 from pathlib import Path
 
-from tools.slurm_cluster.state import State
+from tools.slurm_cluster.state import State, network_of
 
 HOSTS_FILE = Path("/etc/hosts")
-MACHINE_INDEX = 254
+MACHINE_INDEX = 1022
+"""The last address of the network of a cluster."""
+NEIGHBOURS = Path("/proc/sys/net/ipv4/neigh/default")
+NEIGHBOURS_PER_HOST = 32
+"""Other hosts that a host talks to: the machine has one table for all of them, by default of 1,024 lines."""
 INSIDE = "eth0"
 """The name of the interface inside a host."""
 
@@ -24,8 +30,10 @@ def ip(*args: str, check: bool = True) -> str:
 
 def is_free(number: int, port: int) -> bool:
     """Whether the interface names, addresses and ports of a cluster with this number are unused."""
-    used = ip("-o", "address") + ip("route")
-    if f"10.213.{number}." in used or f": tk{number}:" in ip("-o", "link"):
+    used = re.findall(r"\d+\.\d+\.\d+\.\d+", ip("-o", "address") + ip("route"))
+    if any(ipaddress.ip_address(address) in network_of(number) for address in used):
+        return False
+    if f": tk{number}:" in ip("-o", "link"):
         return False
     for offset in range(2):
         with socket.socket() as probe:
@@ -37,9 +45,20 @@ def is_free(number: int, port: int) -> bool:
 
 
 def make_bridge(state: State) -> None:
-    """Create the bridge that connects all hosts; this machine has the address .254."""
+    """Create the bridge that connects all hosts and this machine."""
+    prefix = network_of(state.number).prefixlen
+    for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):  # stays until the machine is restarted
+        limit, needed = NEIGHBOURS / name, NEIGHBOURS_PER_HOST * state.num_hosts
+        if int(limit.read_text()) < needed:
+            limit.write_text(f"{needed}")
     ip("link", "add", state.name, "type", "bridge")
-    ip("address", "add", f"{state.address(MACHINE_INDEX)}/24", "dev", state.name)
+    ip(
+        "address",
+        "add",
+        f"{state.address(MACHINE_INDEX)}/{prefix}",
+        "dev",
+        state.name,
+    )
     ip("link", "set", state.name, "up")
     # slurmdbd sends each message in two parts, and without this waits 40 ms for the answer to the first one.
     route = ("local", state.address(MACHINE_INDEX), "dev", state.name, "table", "local", "proto", "kernel")

@@ -80,10 +80,10 @@ def child_of(parent: Pid, timeout_s: float) -> Pid:
     """Wait for the first child of a process; raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while True:
-        for entry in PROC.iterdir():
-            fields = _stat(int(entry.name)) if entry.name.isdigit() else None
-            if fields is not None and int(fields[1]) == parent.pid:
-                return Pid.of(int(entry.name))
+        with contextlib.suppress(OSError):  # it has ended
+            children = (PROC / f"{parent.pid}/task/{parent.pid}/children").read_text().split()
+            if children:
+                return Pid.of(int(children[0]))
         if time.monotonic() > deadline or not parent.alive():
             raise TimeoutError(f"process {parent.pid} has not started a child")
         time.sleep(0.005)

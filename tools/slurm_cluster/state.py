@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import json
 import os
 from collections.abc import Iterator
@@ -63,8 +64,8 @@ class State:
         return f"{self.name}-node{index}"
 
     def address(self, index: int) -> str:
-        """The IP address of a host; index 254 is this machine."""
-        return f"10.213.{self.number}.{index}"
+        """The IP address of a host; see `network.MACHINE_INDEX` for that of this machine."""
+        return str(network_of(self.number)[index])
 
     def hosts(self) -> range:
         return range(1, self.num_hosts + 1)
@@ -83,6 +84,11 @@ class State:
         # Another checkout of this code may have started the cluster, and know more of it.
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def network_of(number: int) -> ipaddress.IPv4Network:
+    """The addresses of the cluster with this number, of 1,021 hosts and this machine."""
+    return ipaddress.IPv4Network((int(ipaddress.IPv4Address("10.214.0.0")) + 1024 * number, 22))
 
 
 def boot_id() -> str:

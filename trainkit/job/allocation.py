@@ -291,7 +291,7 @@ class SlurmAllocation(Allocation):
         others = [host for host in self.good_hosts if host != self.hosts[0]]
         is_watched = self._host_watch is not None and not processes.ended(self._host_watch)
         if plan.may_lose_nodes and others and not is_watched:
-            self._host_watch = start_host_watch(others[-1], attempt.batch_host_log)
+            self._host_watch = start_host_watch(self.hosts[0], others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
         growth = None
@@ -331,6 +331,8 @@ class SlurmAllocation(Allocation):
             lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
+        # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
+        self.step_may_still_run |= bool(lost)
         if outcome.stop_signal is not None:
             option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
             outcome.cause = termination_cause(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -197,42 +198,70 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
     return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))
 
 
-def start_host_watch(host: str, log: Path) -> subprocess.Popen[bytes]:
+def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[bytes]:
     """Have `host` watch the host of this batch shell: see `main`."""
     argv = [
         *("srun", "--overlap", "--mpi=none", "--mem=0", "--nodes=1", "--ntasks=1"),
-        *(f"--nodelist={host}", "--input=none", *module_argv("trainkit.job.requeue")),
+        *(f"--nodelist={host}", "--input=none", *module_argv("trainkit.job.requeue", watched)),
     ]
     with log.open("ab") as output:
         return processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
 
 
 HOST_POLL_S = 20.0
+ANSWER_S = 5.0
+UNUSED_PORT = 1
+ASK_S = 60.0
+"""How often the controller is asked about a host that answers, but whose slurmd may be down."""
 
 
-def requeue_if_down(job_id: str) -> bool:
+def answers(host: str) -> bool:
+    """Whether a host is on as far as the network tells: it refuses or accepts a connection."""
+    try:
+        socket.create_connection((host, UNUSED_PORT), timeout=ANSWER_S).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return True
+
+
+def requeue_if_down(job_id: str, host: str) -> bool:
     """Requeue the job, or cancel it if Slurm may not requeue it, if its batch host is down; whether it is."""
-    job = job_details(job_id)
-    host = job.batch_host
-    if not host or not is_down(node_states([host]).get(host, "")):
+    if not is_down(node_states([host]).get(host, "")):
         return False
-    action = "requeuing" if job.may_requeue else "cancelling (the job must not be requeued)"
+    may_requeue = job_details(job_id).may_requeue
+    action = "requeuing" if may_requeue else "cancelling (the job must not be requeued)"
     print(f"{host}, the host of the supervisor, is down: {action} {job_id}", flush=True)
-    if job.may_requeue:
+    if may_requeue:
         requeue(job_id)
     else:
         cancel([job_id])
     return True
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Watch the batch host of the job that this step belongs to until it dies; returns the exit code."""
     # The early notice is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+<<<<<<< HEAD
+=======
+    job_id = slurm_job_id()
+    if job_id is None:
+        print("error: this is not a step of a Slurm job", file=sys.stderr)
+        return EXIT_USAGE
+    [host] = sys.argv[1:] if argv is None else argv
+    asked_s = time.monotonic()
+>>>>>>> refs/heads/c256
     while True:
         time.sleep(HOST_POLL_S)
+        if answers(host) and time.monotonic() < asked_s + ASK_S:
+            continue
+        asked_s = time.monotonic()
         try:
+<<<<<<< HEAD
             if requeue_if_down(str(slurm_job_id())):
+=======
+            if requeue_if_down(job_id, host):
+>>>>>>> refs/heads/c256
                 return EXIT_OK
         except TrainkitError as error:
             print(f"{error.message}; retrying", flush=True)

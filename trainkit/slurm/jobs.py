@@ -276,8 +276,6 @@ class JobDetails:
     """When it reaches its time limit."""
     reason: str = ""
     """Slurm's reason for its state, such as TimeLimit."""
-    batch_host: str = ""
-    """The host of its batch shell."""
 
 
 def job_details(
@@ -307,5 +305,4 @@ def parse_job(text: str) -> JobDetails:
         restarts=restarts,
         end_time=time_of(found.get("EndTime", "")),
         reason=found.get("Reason", ""),
-        batch_host=found.get("BatchHost", ""),
     )

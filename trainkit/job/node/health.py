@@ -64,8 +64,10 @@ class HealthSampler:
         self._ends.set()
 
     def _run(self) -> None:
-        self._gpus.open()
-        while not self._ends.wait(self._interval_s):
+        is_over = self._ends.wait(self._interval_s)
+        if not is_over:
+            self._gpus.open()  # not before: loading NVML would slow down the start of the ranks
+        while not is_over:
             try:
                 ensure_folder(self.file.parent)
                 self.append()
@@ -73,6 +75,7 @@ class HealthSampler:
                     thin_out(self.file)
             except OSError as error:
                 self._report(f"cannot write {self.file}: {error.strerror or error}")
+            is_over = self._ends.wait(self._interval_s)
 
     def append(self) -> None:
         """Append a sample of this moment to the file."""

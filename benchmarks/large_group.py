@@ -1,0 +1,80 @@
+"""Runs a group of more points than the cluster takes in one array and of one user, and cancels another.
+
+    python -m benchmarks.large_group               # 300 points, MaxArraySize 100, 20 jobs at once
+    python -m benchmarks.large_group --points 30 --array-size 12 --jobs 8
+
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each point of the
+first group writes its number; all must have run once, in one group. The second group is cancelled while two
+of it run. Exits with 1 if something was not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.cluster_256 import rpcs, words
+from tests.on_slurm.login import Login, wait_for
+from tests.on_slurm.test_groups import status, submit
+from tests.on_slurm.test_large_groups import cancelled_as_one, limit
+from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.processes import Pid
+from trainkit.run.group import RunGroup
+
+PATIENCE_S = 1800.0
+
+
+def all_run(login: Login, num_points: int) -> None:
+    """Submit a group, and wait until every point has run."""
+    rpcs(login.cluster)
+    began_s = time.monotonic()
+    ran = login.folder / "ran"
+    append = 'echo "$SLURM_ARRAY_TASK_ID" >> "$0"'
+    group = submit(login, "--array", f"0-{num_points - 1}", "--", "sh", "-c", append, str(ran))
+    print(f"submitted after {time.monotonic() - began_s:.1f} s; {len(group.left)} points wait for room")
+
+    def is_over() -> bool:
+        return not RunGroup(group.path).left and not login.jobs()
+
+    wait_for(is_over, f"{num_points} points", PATIENCE_S, poll_s=5.0)
+    took_s = time.monotonic() - began_s
+    parts = RunGroup(group.path).parts
+    print(f"all have run after {took_s:.0f} s, as {len(parts)} arrays of one group")
+    print(f"RPCs: {words(rpcs(login.cluster))}")
+    numbers = sorted(map(int, ran.read_text().split()))
+    assert numbers == list(range(num_points)), numbers
+    assert status(login, group)["states"] == {"finished": num_points}
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--points", type=int, default=300)
+    parser.add_argument("--array-size", type=int, default=100, help="MaxArraySize of the cluster")
+    parser.add_argument("--jobs", type=int, default=20, help="jobs that the QOS takes of a user at once")
+    args = parser.parse_args()
+    cluster = up(owner=Pid.of(os.getpid()), options={"MaxArraySize": f"{args.array_size}"})
+    try:
+        limit(cluster, args.jobs)
+        with tempfile.TemporaryDirectory() as folder:
+            login = Login(cluster, Path(folder))
+            all_run(login, args.points)
+            began_s = time.monotonic()
+            cancelled_as_one(login, args.points, args.jobs)
+            print(f"another was submitted, and cancelled as one, in {time.monotonic() - began_s:.0f} s")
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        cluster.down()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What a running job asks of the controller and the file system: a part of `benchmarks.cluster_256`."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, start
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
+
+NUM_HOSTS = 8
+"""Of as many, Slurm's steps are trees, in which a host waits for a minute for one that is lost."""
+
+
+@pytest.fixture
+def eight_hosts(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, num_hosts=NUM_HOSTS)
+    yield made
+    made.down()
+
+
+@pytest.mark.slow(seconds=30)
+@pytest.mark.parametrize("seed", [2])
+def test_a_run_costs_little_and_goes_on_without_a_lost_host(eight_hosts: Cluster, seed: int) -> None:
+    with Opens(eight_hosts.folder / "home") as opens:
+        table, login = Table(NUM_HOSTS), new_login(eight_hosts, opens.folder)
+        job = start(login, table, opens, "shrink", f"2-{NUM_HOSTS}")
+        idle(job, table, opens, seconds=3)
+        lose_host(job, table, "shrink", random.Random(seed).randint(2, NUM_HOSTS))
+    assert table.missed == []
