@@ -215,27 +215,3 @@ def test_the_guard_waits_until_slurm_has_given_the_host_up(
     monkeypatch.setattr(requeue, "requeue", requeued.append)
     assert requeue.requeue_if_down("7", "node1") is is_done
     assert requeued == (["7"] if is_done else [])
-
-
-@pytest.mark.parametrize(("host", "asked"), [("localhost", 10), ("no-such-host.invalid", 30)])
-def test_the_guard_rarely_asks_the_controller_about_a_host_that_answers(
-    monkeypatch: pytest.MonkeyPatch, host: str, asked: int
-) -> None:
-    now_s, asked_s = 0.0, []
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    def is_down(job_id: str, of: str) -> bool:
-        assert (job_id, of) == ("7", host)
-        asked_s.append(now_s)
-        return now_s >= 600
-
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(requeue.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(requeue.time, "sleep", sleep)
-    monkeypatch.setattr(requeue.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(requeue, "requeue_if_down", is_down)
-    assert requeue.main([host]) == 0
-    assert len(asked_s) == asked

@@ -1,4 +1,4 @@
-"""Decides what follows an attempt whose workers ran, or that died or could not begin. Pure, but for the time of day.
+"""Decides what follows an attempt that ran, died or could not begin. Pure, but for the time of day.
 
 What a person asked for (a cancellation, another attempt that took the run over) needs no decision.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -208,20 +207,8 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
         return processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
 
 
-HOST_POLL_S = 20.0
-ANSWER_S = 5.0
-UNUSED_PORT = 1
-ASK_S = 60.0
-"""How often the controller is asked about a host that answers, but whose slurmd may be down."""
-
-
-def answers(host: str) -> bool:
-    """Whether a host is on as far as the network tells: it refuses or accepts a connection."""
-    try:
-        socket.create_connection((host, UNUSED_PORT), timeout=ANSWER_S).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return True
+HOST_POLL_S = 40.0
+"""Each such run asks the controller that often, which itself takes minutes to call a host down."""
 
 
 def requeue_if_down(job_id: str, host: str) -> bool:
@@ -238,34 +225,18 @@ def requeue_if_down(job_id: str, host: str) -> bool:
     return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(host: str) -> int:
     """Watch the batch host of the job that this step belongs to until it dies; returns the exit code."""
     # The early notice is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-<<<<<<< HEAD
-=======
-    job_id = slurm_job_id()
-    if job_id is None:
-        print("error: this is not a step of a Slurm job", file=sys.stderr)
-        return EXIT_USAGE
-    [host] = sys.argv[1:] if argv is None else argv
-    asked_s = time.monotonic()
->>>>>>> refs/heads/c256
     while True:
         time.sleep(HOST_POLL_S)
-        if answers(host) and time.monotonic() < asked_s + ASK_S:
-            continue
-        asked_s = time.monotonic()
         try:
-<<<<<<< HEAD
-            if requeue_if_down(str(slurm_job_id())):
-=======
-            if requeue_if_down(job_id, host):
->>>>>>> refs/heads/c256
+            if requeue_if_down(str(slurm_job_id()), host):
                 return EXIT_OK
         except TrainkitError as error:
             print(f"{error.message}; retrying", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))
