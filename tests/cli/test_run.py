@@ -43,6 +43,17 @@ def test_what_fails_in_the_foreground_is_not_started_again(desk):
     assert read_json(desk.folder / "runs/small/job.json")["attempts"][1:] == []
 
 
+def test_a_run_of_the_foreground_is_resumed_in_it(desk):
+    desk.works("sys.exit({1: 75, 2: 3}.get(ATTEMPT, 0))")
+    assert desk.trainkit("run", str(desk.config)).returncode == 0
+    failed = desk.trainkit("resume", "small")
+    assert (failed.returncode, failed.stdout.splitlines()[2:]) == (1, ["attempt 2 rank 0"])
+    assert "failed: a worker ended with exit code 3\n" in failed.stderr
+    assert "detached" not in desk.trainkit("resume", "small", "--follow").stderr
+    attempts = read_json(desk.folder / "runs/small/job.json")["attempts"]
+    assert [one["reason"] for one in attempts] == ["run", "run", "resume"]
+
+
 def test_ctrl_c_saves_and_ends(desk):
     process, run, supervisor = started(desk)
     process.send_signal(signal.SIGINT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -26,6 +25,7 @@ from trainkit.cli.options import (
     trust_option,
 )
 from trainkit.cli.output import echo_json
+from trainkit.cli.run import shown_failures, stay_in_foreground
 from trainkit.cli.started import print_created, print_started, run_word
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
@@ -77,8 +77,9 @@ def command(
     For a group on this machine, runs what has not finished.
 
     It resumes in the same run folder as the next attempt, or with --as in a new run folder, and where it ran:
-    on Slurm, or on this machine. With --node-rank, --master-addr and --master-port it runs in the foreground
-    on several hosts, as `trainkit run` does.
+    on Slurm, or on this machine, in the foreground if `trainkit run` started it and --follow is missing. With
+    --node-rank, --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run`
+    does.
     """
     from trainkit.control.resume import (
         changes,
@@ -137,11 +138,17 @@ def command(
             if fork is None and knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
-            name, plan = found.job.name, replace(plan, requeue=replace(plan.requeue, on=()))
+            name, plan = found.job.name, shown_failures(plan)
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
                 lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
+        newest = found.job.newest
+        foreground = newest is not None and newest.reason == "run" and plan.backend == "local"
+        if foreground and fork is None and not (follow or as_json):
+            name, plan = found.job.name, shown_failures(plan)
+            entry = resume_run(source, loaded.config, plan, new_code=new_code, foreground=True)
+            return stay_in_foreground(source, name, entry, plan)
         if fork is None:
             run, name = source, found.job.name
             entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now)

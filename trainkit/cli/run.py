@@ -130,14 +130,12 @@ def command(
             "host with --nodes N --node-rank I --master-addr HOST --master-port PORT",
         )
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
-    # A failure in the foreground is shown, not restarted.
-    plan = replace(plan, requeue=replace(plan.requeue, on=()))
+    plan = shown_failures(plan)
     if debug_plan is not None:
         plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
     folder = named_folder(run_dir)
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
-    forwarder = _Forwarder()
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
 
@@ -149,7 +147,17 @@ def command(
     if place is not None:
         parent, named = (Path(RUNS_FOLDER), None) if folder is None else (folder.parent, folder.name)
         return run_on_hosts(place, loaded.config, plan, parent.absolute(), named, start)
-    run, name, entry = start()
+    return stay_in_foreground(*start(), plan)
+
+
+def shown_failures(plan: LaunchPlan) -> LaunchPlan:
+    """The plan of a run in the foreground: a failure is shown, not restarted."""
+    return replace(plan, requeue=replace(plan.requeue, on=()))
+
+
+def stay_in_foreground(run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan) -> int:
+    """Show a run that ends with this process, and forward the signals of the terminal; its exit code."""
+    forwarder = _Forwarder()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
     code = follow_run(

@@ -377,18 +377,24 @@ def planned_resume(
 
 
 def resume_run(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, *, new_code: bool, now: bool = False
+    run: RunDir,
+    config: RunConfig,
+    plan: LaunchPlan,
+    *,
+    new_code: bool,
+    now: bool = False,
+    foreground: bool = False,
 ) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with this config and plan; returns its job.json entry.
 
-    `new_code` replaces the run's copy of the code, `now` is that of `NewAttempt`. Raises UsageError if the
-    run is still running.
+    `new_code` replaces the run's copy of the code, `now` and `foreground` are those of `NewAttempt`. Raises
+    UsageError if the run is still running.
     """
     with run_lock(run):
         recover_job_id(run)
         require_not_running(run, "resume")  # under the lock: another command may have started it
         with renewed_code(run, config, plan) if new_code else nullcontext():
-            return start_attempt(run, config, plan, "resume", now=now)
+            return start_attempt(run, config, plan, "run" if foreground else "resume", now=now)
 
 
 def resume_group(group: RunGroup) -> str:
