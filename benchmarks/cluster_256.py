@@ -172,6 +172,8 @@ class Job:
                 log = self.run.attempt(attempt).rank_log(rank)
                 if log.exists() and (text := log.read_text()):
                     found[rank] = float(text.split()[0])
+            if (ended := self.run.attempt(attempt)).end_file.exists():
+                raise AssertionError(f"{len(found)} ranks, then\n{ended.supervisor_log.read_text()[-2000:]}")
             return len(found) == self.num_hosts
 
         wait_for(all_have, f"{self.num_hosts} ranks of attempt {attempt}", PATIENCE_S, poll_s=1.0)
