@@ -207,8 +207,8 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
         return processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
 
 
-HOST_POLL_S = 40.0
-"""Each such run asks the controller that often, which itself takes minutes to call a host down."""
+HOST_POLL_S = 60.0
+"""Each question is two RPCs to the controller, which itself takes minutes to call a host down."""
 
 
 def requeue_if_down(job_id: str, host: str) -> bool:
