@@ -59,7 +59,7 @@ MUTANTS = {
     ),
     "damage-is-not-seen": Mutant(
         "run/manifest.py",
-        "return plain_damage(checkpoint) or hash_damage(checkpoint)",
+        'return plain_damage(checkpoint) or (hash_damage(checkpoint) if reads_tensors else "")',
         'return ""',
         "tests/run/test_manifest.py tests/trainer/test_faults.py",
     ),

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from trainkit.cli import main
-from trainkit.job.node.rendezvous import ephemeral_range, port_pool
+from trainkit.job.node.rendezvous import HIGHEST_PORT, LOWEST_PORT, ephemeral_range
 from trainkit.launch import plan_run
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
@@ -75,7 +75,8 @@ def call(argv: list[str], cwd: Path) -> str:
 
 def take_ports(seed: int) -> None:
     """As a task on each host: bind a share of the ports that ranks may use, and keep them."""
-    ports = port_pool(ephemeral_range())
+    low, high = ephemeral_range()
+    ports = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     count = min(int(SHARE_TAKEN * len(ports)), most - 100)

@@ -144,9 +144,12 @@ def print_note(text: str) -> None:
     if _ARE_WARNINGS.get():
         import warnings
 
-        warnings.warn(text, stacklevel=2)
-    else:
-        print(text, file=sys.stderr, flush=True)
+        try:
+            warnings.warn(text, stacklevel=2)
+            return
+        except Warning:
+            pass  # an error to this program: what the note interrupts may have a job in the queue
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -144,14 +144,13 @@ def command(
                 lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         newest = found.job.newest
-        foreground = newest is not None and newest.reason == "run" and plan.backend == "local"
-        if foreground and fork is None and not (follow or as_json):
-            name, plan = found.job.name, shown_failures(plan)
-            entry = resume_run(source, loaded.config, plan, new_code=new_code, foreground=True)
-            return stay_in_foreground(source, name, entry, plan)
+        ran_here = newest is not None and newest.reason == "run" and plan.backend == "local"
+        foreground = ran_here and fork is None and not (follow or as_json)
+        if foreground:
+            plan = shown_failures(plan)
         if fork is None:
             run, name = source, found.job.name
-            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now)
+            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground)
         else:
             checkpoint = newest_checkpoint_of(source)
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
@@ -160,6 +159,8 @@ def command(
             copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
+    if foreground:
+        return stay_in_foreground(run, name, entry, plan)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
         click.echo(f"`trainkit logs {run_word(run)} -f` follows its log", err=True)

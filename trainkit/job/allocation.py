@@ -288,10 +288,11 @@ class SlurmAllocation(Allocation):
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         view = retry_on_disk_error(lambda: supervisor_view(attempt))
-        others = [host for host in self.good_hosts if host != self.hosts[0]]
+        own = os.environ.get("SLURMD_NODENAME", self.hosts[0])
+        others = [host for host in self.good_hosts if host != own]
         is_watched = self._host_watch is not None and not processes.ended(self._host_watch)
         if plan.may_lose_nodes and others and not is_watched:
-            self._host_watch = start_host_watch(self.hosts[0], others[-1], attempt.batch_host_log)
+            self._host_watch = start_host_watch(own, others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
         growth = None

@@ -215,10 +215,12 @@ def requeue_if_down(job_id: str, host: str) -> bool:
     """Requeue the job, or cancel it if Slurm may not requeue it, if its batch host is down; whether it is."""
     if not is_down(node_states([host]).get(host, "")):
         return False
-    may_requeue = job_details(job_id).may_requeue
-    action = "requeuing" if may_requeue else "cancelling (the job must not be requeued)"
+    job = job_details(job_id)
+    if job.restarts > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        return True  # it has been requeued already
+    action = "requeuing" if job.may_requeue else "cancelling (the job must not be requeued)"
     print(f"{host}, the host of the supervisor, is down: {action} {job_id}", flush=True)
-    if may_requeue:
+    if job.may_requeue:
         requeue(job_id)
     else:
         cancel([job_id])

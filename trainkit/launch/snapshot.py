@@ -225,11 +225,10 @@ def _copy_all(tree: SourceTree, target: str) -> None:
         # A link or a pipe that has just taken the place of the file is an error.
         with suppress(FileNotFoundError):  # deleted since it was listed
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(reading, "rb", 0), open(f"{target}/{path}", "xb", 0) as new:
+            with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
                 # Read-only: a sweep's points share it, and outputs belong into the run's working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
-                while os.sendfile(new.fileno(), reading, None, 1 << 30):
-                    pass
+                shutil.copyfileobj(old, new)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(copy, plain))

@@ -79,7 +79,8 @@ def users_line(traceback: Sequence[str]) -> CodeLine | None:
             text = source.strip() if source.startswith("    ") else ""
             return CodeLine(frame["file"], int(frame["line"]), text)
         before = traceback[max(0, index - 2) : index]
-        if traceback[index].startswith("Traceback ") and not any(one.startswith(_CHAINED) for one in before):
+        begins = traceback[index].startswith("Traceback ") or _GROUP in traceback[index]
+        if begins and not any(one.startswith(_CHAINED) for one in before):
             return None
     return None
 
