@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,7 @@ def test_what_cannot_be_pickled_leaves_no_folder() -> None:
         (({"train": {"steps": "ten"}},), {}, "config['train.steps']: train.steps: must be"),
         (("quickstart",), {"time": "soon"}, "resources.time: must be a time such as"),
         (("no-such-config",), {}, "no-such-config"),
+        ((3,), {}, "a config cannot be 3"),
     ],
 )
 def test_what_is_refused(arguments: tuple, options: dict, message: str) -> None:
@@ -274,6 +276,18 @@ def test_what_a_command_prints_is_a_warning(folder: Path, monkeypatch, capfd) ->
         run = trainkit.submit(command=["true"], now=True)
     run.wait(LIMIT_S)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_warning_names_the_line_of_the_caller_and_never_costs_a_job(folder: Path, monkeypatch, capfd):
+    monkeypatch.setattr(registry, "index_file", lambda: Path(os.devnull, "runs.jsonl"))
+    with pytest.warns(UserWarning, match="cannot write") as caught:
+        trainkit.submit(command=["true"], now=True).wait(LIMIT_S)
+    assert {one.filename for one in caught if one.category is UserWarning} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run = trainkit.submit(command=["true"], now=True)
+    assert run.wait(LIMIT_S).status.state == "finished"
+    assert "cannot write" in capfd.readouterr().err
 
 
 @pytest.mark.slow(seconds=15)

@@ -10,7 +10,6 @@ import itertools
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.backends.jobs import liveness_probe, query_job_status
 from trainkit.control.cancel import cancel_group, cancel_run
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, notes_as_warnings
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, notes_as_warnings, warn_caller
 from trainkit.formats import rank_list, relative_path
 from trainkit.function import ARGV, CALL_FILE, CALLS_FOLDER, Call, by_value, dumps, read_pickle, result_file
 from trainkit.observe.group import GroupStatus, PointStatus
@@ -175,7 +174,7 @@ class Run:
     def status(self) -> RunStatus:
         """What ``trainkit status`` shows: ``state``, ``step``, ``loss``, ``attempt``, ``job_id`` and more."""
         record = read_job(self._folder)
-        job = query_job_status(self._folder, record, _warn)
+        job = query_job_status(self._folder, record, warn_caller)
         now = datetime.now(timezone.utc)
         status, point = read_status(RunHistory(self._folder), record, job.alive, now, job.job), self._point()
         if point is None:
@@ -222,7 +221,7 @@ class Run:
     @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
-        cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=_warn)
+        cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     @notes_as_warnings()
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
@@ -231,7 +230,7 @@ class Run:
 
         run = create_task_run(self._folder)
         refuse_foreign(run.path, "`trainkit resume --trust` executes it as you all the same")
-        with planned_resume(run, (), _flags({}, options), warn=_warn, new_code=new_code) as found:
+        with planned_resume(run, (), _flags({}, options), warn=warn_caller, new_code=new_code) as found:
             resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
         return self
 
@@ -416,6 +415,9 @@ def _given(
         )
     if not callable(work) and work is not None:
         config = work
+    if not isinstance(config, str | Path | Mapping | None):
+        hint = "give a path, the name of a shipped config, or a mapping of keys"
+        raise UsageError(f"a config cannot be {config!r}", hint=hint)
     argv = ARGV if function is not None else tuple(map(str, command))
     path = str(config) if isinstance(config, str | Path) else ""
     sections = {} if isinstance(config, str | Path | None) else config
@@ -541,12 +543,12 @@ def _start(
 
     where = None if run_dir is None else Path(run_dir)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
-    submission = plan_submission(points, array, given.workload, after=names, warn=_warn)
+    submission = plan_submission(points, array, given.workload, after=names, warn=warn_caller)
     if now and submission.plan.slurm is not None:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
     found = submission_warnings(submission, where, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):
-        _warn(text.strip().removeprefix("warning: "))
+        warn_caller(text.strip().removeprefix("warning: "))
     if submission.plan.slurm is not None:
         require_controller()
     with nullcontext() if given.function is None else by_value(given.function):
@@ -559,10 +561,6 @@ def _start(
         write_atomic(folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content)
     start_submission(submission, created, now=now)
     return folder
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
 
 
 def _group_poll_s(group: RunGroup) -> float:

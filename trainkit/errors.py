@@ -136,16 +136,25 @@ class DivergedError(TrainkitError):
     exit_code = EXIT_NO_RESTART
 
 
+PACKAGE = __name__.partition(".")[0]
 _ARE_WARNINGS = ContextVar("notes are warnings", default=False)
+
+
+def warn_caller(text: str) -> None:
+    """Warn of a text at the line of the program that called trainkit."""
+    import warnings
+
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in (PACKAGE, "contextlib"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def print_note(text: str) -> None:
     """Print a sentence to stderr at once, or warn with it inside `notes_as_warnings`."""
     if _ARE_WARNINGS.get():
-        import warnings
-
         try:
-            warnings.warn(text, stacklevel=2)
+            warn_caller(text)
             return
         except Warning:
             pass  # an error to this program: what the note interrupts may have a job in the queue

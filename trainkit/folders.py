@@ -69,8 +69,8 @@ def user_name() -> str:
 
 PACKAGE = Path(__file__).resolve().parent
 PROJECT_CONFIG = "config.yaml"
-FIRST_RUN = "first-run.yaml"
-"""The run config that `trainkit init` writes."""
+FIRST_RUN, FIRST_RUN_NAME = "first-run.yaml", "first-run"
+"""The run config that `trainkit init` writes, and the name of its run."""
 QUICKSTART = "quickstart"
 NOT_RUNS = ("clusters", "profiles")
 """Folders of shipped files that are layered over a run config and do not describe a run themselves."""

@@ -50,6 +50,11 @@ def test_no_other_interval_is_better(every_h: float, save_s: float) -> None:
         assert best_s == pytest.approx((2 * save_s / rate) ** 0.5, rel=0.03)
 
 
+def test_a_run_that_never_saves_makes_no_progress() -> None:
+    assert effective_share(1 / HOUR, 1e9, Assumed()) == 0.0
+    assert effective_share(1 / HOUR, 60.0, Assumed(restart_s=1e9)) == 0.0
+
+
 @pytest.mark.parametrize(
     ("num_nodes", "overrides", "interval_s"),
     [

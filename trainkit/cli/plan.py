@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,9 @@ def command(
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
         raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
+    for name, value in assumed.items():
+        if not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')}: is {value}", hint="give a finite number")
     loaded = request.load()
     hardware = _hardware(loaded, gpus, planned_type)
     planned = _Planned(request, loaded, _shape(loaded), hardware, Assumed(**assumed))

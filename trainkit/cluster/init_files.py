@@ -16,7 +16,7 @@ from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProf
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
-from trainkit.folders import FIRST_RUN, ensure_folder, shipped_templates
+from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, ensure_folder, shipped_templates
 from trainkit.formats import memory_text, time_text, version_text
 
 
@@ -234,7 +234,7 @@ def _first_run_lines(cluster: Cluster | None) -> Iterator[str]:
     yield "#"
     yield "# `trainkit check … --show-origin` lists every key with its value."
     yield _commented("extends: quickstart.yaml", "ships with trainkit; the keys below override it")
-    yield "name: first-run"
+    yield f"name: {FIRST_RUN_NAME}"
     yield ""
     yield "resources:"
     yield "  nodes: 1"

@@ -26,7 +26,7 @@ from trainkit.config.validation import (
 )
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.folders import FIRST_RUN, config_folder, shipped_configs
+from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""
@@ -78,7 +78,8 @@ def load_config(
     file = None
     if path is not None:
         tree, file = reader.config(path)
-        if path == FIRST_RUN and any(layer.find(("name",)) for layer in defaults):
+        written = tree.find(("name",)) if path == FIRST_RUN else None
+        if written and written.value == FIRST_RUN_NAME and any(layer.find(("name",)) for layer in defaults):
             tree = without(tree, [("name",)])  # a command has its own; this one is of the training
         trees.append(tree)
     if profile is not None:

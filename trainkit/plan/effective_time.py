@@ -44,8 +44,9 @@ def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) 
     (exp(rate t) - 1) / rate on average, and restarts, in which nodes fail too, make that exp(rate restart)
     times as long.
     """
-    rate = failures_per_s
-    return rate * interval_s / exp(rate * assumed.restart_s) / expm1(rate * (interval_s + assumed.save_s))
+    rate, wait_s = failures_per_s, interval_s + assumed.save_s
+    # With negative exponents, which do not overflow.
+    return rate * interval_s * exp(-rate * (assumed.restart_s + wait_s)) / -expm1(-rate * wait_s)
 
 
 def best_interval_s(failures_per_s: float, save_s: float) -> float:

@@ -206,6 +206,11 @@ def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> Launche
     description = describe_input(given, workload.launcher)
     if description is not None:
         draft.reasons["launcher"] = description
+        kept = [key for key in sorted(job.loaded.origins) if key.startswith(("model.", "schedule."))]
+        if own := [key for key in kept if job.loaded.set_by_user(key)]:
+            draft.warnings.append(
+                f"{workload.launcher} does not get {', '.join(own)}: the script has its own"
+            )
     return given
 
 

@@ -255,9 +255,11 @@ class UnknownRun(UsageError):
 
 def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
-        known = ["last", *(item.run.name for item in iter_known_runs())]
-        hint = LIST_HINT if len(known) > 1 else "no runs yet: `trainkit submit` starts one"
-        raise UnknownRun(f"unknown run {text!r}", hint=f"{did_you_mean(text, known)}{hint}")
+        known = [item.run.name for item in iter_known_runs()]
+        hint = "no runs yet: `trainkit submit` starts one"
+        if known:
+            hint = f"{did_you_mean(text, ['last', *known])}{LIST_HINT}"
+        raise UnknownRun(f"unknown run {text!r}", hint=hint)
     if len(matches) > 1:
         newest, *others = (str(item.run.path) for item in matches)
         count = f"{len(matches)} runs are called {text}"
