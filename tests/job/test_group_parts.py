@@ -16,6 +16,7 @@ from tests.support.groups import make_group
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job import group_parts
 from trainkit.job.group_parts import next_part, recover_parts, submit_parts
+from trainkit.locks import file_lock
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import Part, RunGroup, create_task_run
 from trainkit.slurm.client import SlurmRefused
@@ -143,6 +144,34 @@ def test_a_cancelled_group_is_left_alone(tmp_path: Path, connect: Any) -> None:
     group.update(cancelled_at="2026-01-01T00:00:00Z")
     slurm.room = 9
     assert (submit_parts(RunGroup(group.path), print), sum(slurm.tasks.values())) == (0, 2)
+
+
+def test_a_job_that_ends_waits_until_others_that_end_have_made_room(
+    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm, group, slept_s = connect(Slurm(1001, 2)), group_of(tmp_path, 6), []
+
+    def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        slurm.room = len(slept_s) // 2
+
+    assert submit_parts(group, print) == 2
+    monkeypatch.setattr(group_parts.time, "sleep", sleep)
+    assert submit_parts(group, print, size=1) == 0
+    assert slept_s == []
+    assert submit_parts(group, print, size=1, patience_s=20) == 1
+    assert len(slept_s) == 2
+
+
+def test_what_another_process_submits_is_not_looked_up(tmp_path: Path, connect: Any) -> None:
+    slurm, group = connect(Slurm(3, 3)), group_of(tmp_path, 6)
+    assert submit_parts(group, print) == 3
+    group.update(parts=[*group.parts, Part(5, 3)])  # and its script is not written yet
+    with file_lock(group.path / group_parts.LOCK):
+        recover_parts(group)
+        assert group.parts[-1] == Part(5, 3)
+    recover_parts(group)
+    assert (group.left, slurm.tasks) == ([3, 4, 5], Counter(range(3)))
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +28,8 @@ from trainkit.slurm.states import array_spec
 from trainkit.slurm.submit import find_by_token, submit_script
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
+LOCK = ".parts.lock"
+RETRY_S = 2.0
 TASK = "${SLURM_ARRAY_TASK_ID:?}"
 """How the batch script of a group names the folder of a point."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
@@ -44,25 +47,34 @@ def next_part(left: Sequence[int], size: int, max_size: int) -> tuple[int, list[
 
 
 def submit_parts(
-    group: RunGroup, notify: Callable[[str], None], *, size: int | None = None, after: str | None = None
+    group: RunGroup,
+    notify: Callable[[str], None],
+    *,
+    size: int | None = None,
+    after: str | None = None,
+    patience_s: float = 0.0,
 ) -> int:
     """Submit the points that no array has, until none is left or Slurm takes no more; returns their number.
 
-    The first array has at most `size` points, and one for which Slurm has no room is halved. They wait until
-    the job `after` has ended. Does nothing while another process submits, and for a cancelled group.
+    The first array has at most `size` points, and one for which Slurm has no room is halved. While there is
+    none for a single one, it is tried again for `patience_s`: where all jobs of a group end at once, the
+    others find that this one submits, and make room. They wait until the job `after` has ended. Does nothing
+    while another process submits, and for a cancelled group.
     Raises TrainkitError as `submit_script` does if the group has no job yet; else `notify` gets its message.
     """
     try:
-        with file_lock(group.path / ".parts.lock", 0.0):
+        with file_lock(group.path / LOCK, 0.0):
             group.update()  # reads what another process has submitted
-            return _submit(group, notify, size, after)
+            return _submit(group, notify, size, after, time.monotonic() + patience_s)
     except LockBusy:
         return 0
 
 
-def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, after: str | None) -> int:
+def _submit(
+    group: RunGroup, notify: Callable[[str], None], size: int | None, after: str | None, until_s: float
+) -> int:
     if group.record.parts:
-        recover_parts(group)
+        _recover_last(group)
     if not group.left:
         return 0
     config = show_config()
@@ -82,6 +94,10 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, af
                     group.update(parts=parts)
             has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
             most = size = 0 if has_room else len(indices) // 2
+            if not has_room and not size and not count and time.monotonic() < until_s:
+                time.sleep(RETRY_S)
+                most = size = 1
+                continue
             if not size and not parts:
                 raise
             if has_room:
@@ -133,14 +149,30 @@ def _sbatch(
 def recover_parts(group: RunGroup) -> None:
     """Look up the array whose submission was never acknowledged, by its token. Raises SlurmUnreachable.
 
-    If Slurm does not know it and no point of it has begun, its points are left to be submitted.
+    If Slurm does not know it and no point of it has begun, its points are left to be submitted. Does nothing
+    while another process submits it.
     """
     record = group.record
+    is_known = bool(group.parts) and group.parts[-1].job_id is not None
+    if is_known or record.process is not None or other_cluster(record.cluster) is not None:
+        return
+    with suppress(LockBusy, PermissionError), file_lock(group.path / LOCK, 0.0):
+        group.update()
+        _recover_last(group)
+
+
+def _recover_last(group: RunGroup) -> None:
+    record = group.record
     *known, part = group.parts or [Part(sys.maxsize)]
-    if part.job_id is not None or record.process is not None or other_cluster(record.cluster) is not None:
+    if part.job_id is not None:
         return
     token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
-    job_id = find_by_token(token, since=script.stat().st_mtime)
+    try:
+        since = script.stat().st_mtime
+    except FileNotFoundError:  # it was to be submitted
+        job_id = None
+    else:
+        job_id = find_by_token(token, since=since)
     first = known[-1].last if known else -1
     if job_id is not None:
         group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id)

@@ -42,6 +42,9 @@ from trainkit.run.record import read_job, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
 from trainkit.slurm.control import requeue
 
+ROOM_PATIENCE_S = 20.0
+"""How long a job that ends waits until Slurm has room for another one of its group."""
+
 
 def supervise_job(run: RunDir, step: Sequence[str]) -> int:
     """Supervise this start of a Slurm job, whose ranks `step` starts; returns the exit code of the job."""
@@ -63,7 +66,7 @@ def _submit_rest(run: RunDir) -> None:
     """Submit more of the group of this run, if it has points for which Slurm had no room."""
     try:
         if (group := group_of(run)) is not None and group[0].left:
-            submit_parts(group[0], log_line, size=1)
+            submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
     except (TrainkitError, OSError) as error:
         log_line(f"cannot submit more of {run.path.parent}: {error}")
 
