@@ -95,7 +95,7 @@ def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     assert list(record["parts"]) == list(parts)
     for name, loops in (
         ("large", ["trainkit", "hand-written"]),
-        ("350m", ["trainkit", "hand-written", "trainkit, eager"]),
+        ("350m", ["trainkit", "hand-written", "trainkit, eager", "trainkit, float32", "trainkit, TF32"]),
     ):
         rows = record["parts"][name]["rows"]
         assert [row["loop"] for row in rows] == loops
