@@ -3,7 +3,7 @@
     python -m benchmarks.cluster_256               # 256 hosts, about 6 minutes and 6 GB of memory
     python -m benchmarks.cluster_256 --hosts 8
 
-Starts a Slurm cluster of so many hosts on this machine (as root; see tools/slurm_cluster), one rank on each,
+Starts a Slurm cluster of 256 hosts on this machine (as root; see tools/slurm_cluster), one rank on each,
 which waits for a signal or a file. Measures the start, an idle minute, `status` and `watch`, the end, a host
 that is powered off, with a requeue and with the others going on, and a cancellation. The RPCs are those that
 the controller counts (`sdiag`), without those of Slurm's own daemons. Every open of a file or folder in the
@@ -314,7 +314,7 @@ def finish(job: Job, table: Table) -> None:
 
 
 def lose_host(job: Job, table: Table, what: str, index: int) -> None:
-    """Power a host off, and wait until the run has found it and is requeued, or goes on without it."""
+    """Power a host off, and wait until the run has found it and is requeued, or continues without it."""
     began_s = time.time()
     job.login.cluster.kill_host(index)
     found_s = job.end_s(1)

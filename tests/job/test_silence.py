@@ -220,7 +220,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
     found = diagnose(attempt, alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
-    assert f"`fuser {lock}` on {os.uname().nodename} shows who has it open" in found.advice[0]
+    assert f"`fuser {lock}` on {os.uname().nodename} shows which process has it open" in found.advice[0]
     assert f"`rm {lock}`, then `trainkit resume {run.path}`" in found.advice[1]
     lock.unlink()
     wait_for(lambda: "silent_over" in events())

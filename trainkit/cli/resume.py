@@ -77,9 +77,9 @@ def command(
     For a group on this machine, runs what has not finished.
 
     It resumes in the same run folder as the next attempt, or with --as in a new run folder, and where it ran:
-    on Slurm, or on this machine, in the foreground if `trainkit run` started it and --follow is missing. With
-    --node-rank, --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run`
-    does.
+    on Slurm, or on this machine, there in the foreground if its newest attempt was, unless --follow, --json
+    or --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
+    hosts, as `trainkit run` does.
     """
     from trainkit.control.resume import (
         changes,
@@ -144,8 +144,8 @@ def command(
                 lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         newest = found.job.newest
-        ran_here = newest is not None and newest.reason == "run" and plan.backend == "local"
-        foreground = ran_here and fork is None and not (follow or as_json)
+        was_here = newest is not None and newest.in_foreground and plan.backend == "local"
+        foreground = was_here and fork is None and not (follow or as_json)
         if foreground:
             plan = shown_failures(plan)
         if fork is None:

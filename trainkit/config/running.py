@@ -265,7 +265,8 @@ class RequeueConfig(Section):
     slow_hosts: Literal["ignore", "exclude", "restart"] = Field(
         default="ignore",
         description="What happens to the hosts of slow ranks, on Slurm; exclude: continue without them after"
-        " the next interruption; restart: also save and restart on a spare node instead of such a host.",
+        " the next interruption; restart: also save and restart without such a host, on a spare node or on"
+        " fewer nodes of a range.",
     )
     slow_after_s: Positive = Field(
         default=300.0,

@@ -354,7 +354,7 @@ def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
 
 
 def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    """Why the run is not restarted once more: its interruptions are `requeue.max`; None when it may be."""
+    """Why the run is not restarted once more: it has been `requeue.max` times; None when it may be."""
     # The end of a slice that has saved something is none of the interruptions that are counted.
     marks = [0, *(end.mark or 0 for end in previous)]
     ends = zip(previous, pairwise(marks), strict=True)

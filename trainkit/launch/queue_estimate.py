@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Any
 
 from trainkit.cluster.limits import partition_problems
 from trainkit.cluster.model import Cluster, ResourceRequest
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
-from trainkit.formats import duration, table
+from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, option_argv
 from trainkit.slurm.client import SlurmRefused
@@ -53,7 +52,7 @@ class Wait:
     """Whether the config requests it, or gets it by default."""
     answer: Answer
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain data, the time in ISO 8601."""
         start = self.answer.start_time
         shown = {**asdict(self.answer), "start_time": None if start is None else start.isoformat()}

@@ -68,6 +68,11 @@ class AttemptRecord:
     """What another version recorded."""
 
     @property
+    def in_foreground(self) -> bool:
+        """Whether it saves and ends when the command that started it does."""
+        return self.reason == "run"
+
+    @property
     def has_started(self) -> bool:
         """Whether its supervisor has begun: Slurm can end a job before that."""
         return self.backend is None or self.started_at is not None
