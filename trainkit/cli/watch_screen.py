@@ -430,9 +430,9 @@ class WatchApp(App[int]):
         if isinstance(found, RunGroup):
             read = partial(read_group, found, query)
         elif found is not None:
-            from trainkit.bench.run_bench import bench_status
+            from trainkit.bench.run_bench import query_bench_status
 
-            read = partial(bench_status, found, query)
+            read = partial(query_bench_status, found, lambda text: None)
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:
