@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
+from trainkit.config.edits import Edit, edit_of
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import CONFIG_VERSION, SIMILAR, is_known, sections
 from trainkit.config.yamlfile import (
@@ -54,6 +55,8 @@ class Layers:
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self.problems: list[Problem] = []
+        self.edits: list[Edit] = []
+        """What flags change in the values of all layers, one after another."""
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
         """The config with this name and its path: a file before a shipped config; ``-`` is standard input."""
@@ -171,23 +174,43 @@ class Layers:
             return below
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
-        """The layer of ``--set a.b=c`` and of named options; the last of a key wins."""
+        """The layer of ``--set a.b=c`` and of named options, and `edits`; the last of a key wins."""
         result = EMPTY
         for text in overrides:
             origin = f"--set {text}"
             key, equals, raw = text.partition("=")
-            path = tuple(key.strip().split("."))
+            path = tuple(key.strip().removesuffix("+").strip().split("."))
             if not equals or not all(path):
                 self.problem("", "must have the form section.key=value", origin, _form_hint(text))
                 continue
-            result = self._with_typed(result, path, raw, origin)
+            try:
+                value = parse_value(raw, path)
+            except ValueError as error:
+                self.problem(".".join(path), str(error), origin)
+                continue
+            if (edit := edit_of(key.strip(), value, origin)) is None:
+                self.edits = [edit for edit in self.edits if edit.path[: len(path)] != path]
+                edit = self._after_edits(path, value, origin)
+            if edit is None:
+                result = merge(result, entry_at(path, value, origin, raw.strip()))
+            else:
+                self.edits.append(edit)
         for key, (origin, value) in named.items():
-            path = tuple(key.split("."))
-            other = result.find(path)
+            path, edit = tuple(key.split(".")), edit_of(key, value, origin, may_miss=True)
+            same = next((edit for edit in self.edits if edit.path == path), None)
+            other = result.find(path) if same is None else Entry(same.value, same.origin)
             if other is not None and other.plain() != value:
                 self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
-            result = merge(result, entry_at(path, value, origin))
+            if (edit := edit or self._after_edits(path, value, origin)) is not None:
+                self.edits.append(edit)
+            else:
+                result = merge(result, entry_at(path, value, origin))
         return result
+
+    def _after_edits(self, path: tuple[str, ...], value: object, origin: str) -> Edit | None:
+        """What sets a value after edits of its key, as an edit too; None without such."""
+        is_edited = any(edit.key == path[: len(edit.key)] for edit in self.edits)
+        return Edit(path, value, origin) if is_edited else None
 
     def shown(self, path: Path) -> str:
         """A path as origins show it: relative if it is in the working folder."""

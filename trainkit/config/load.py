@@ -103,6 +103,12 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
         merged = overlay(merged, without(tree, [key for key, _ in unknown]))
+    for edit in reader.edits:
+        try:
+            merged = edit.apply(merged)
+        except ConfigError as error:
+            problems += error.problems
+            causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))  # instead of the default

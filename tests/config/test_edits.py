@@ -1,0 +1,139 @@
+"""Flags that change a part of a value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tables import messages
+from trainkit.cli.main import main
+from trainkit.config import LoadedConfig, load_config
+from trainkit.errors import ConfigError
+
+CONFIG = """
+name: x
+tags: [a]
+optimizer: {betas: [0.9, 0.98]}
+launch:
+  env: {KEEP: "1", DROP: "2"}
+  setup: ["ulimit -n 4096"]
+resources: {extra: {gres-flags: enforce-binding, hint: nomultithread}}
+task_args: {width: 3, blocks: [{dim: 1}, {dim: 2}], 0: zero}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG.replace(", 0: zero", ', "0": zero'))
+
+
+def load(*overrides: str, **flags: Any) -> LoadedConfig:
+    named = {key: ("a flag", value) for key, value in flags.items()}
+    return load_config("run.yaml", overrides=overrides, flags=named, environ={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["optimizer.betas.0=0.8"], "optimizer.betas", [0.8, 0.98]),
+        (["optimizer.betas.0=0.7", "optimizer.betas.1=0.8"], "optimizer.betas", [0.7, 0.8]),
+        (["optimizer.betas.0=0.7", "optimizer.betas=[0.5, 0.6]"], "optimizer.betas", [0.5, 0.6]),
+        (["optimizer.betas=[0.5, 0.6]", "optimizer.betas.1=0.7"], "optimizer.betas", [0.5, 0.7]),
+        (["launch.setup+=module load cuda"], "launch.setup", ["ulimit -n 4096", "module load cuda"]),
+        (["launch.setup+=[a, b]", "launch.setup.0=c"], "launch.setup", ["c", "a", "b"]),
+        (["launch.modules+=cuda/12"], "launch.modules", ["cuda/12"]),
+        (["tags+=b", "tags += c"], "tags", ["a", "b", "c"]),
+        (["launch.env.DROP=null", "launch.env.NEW=3"], "launch.env", {"KEEP": "1", "NEW": "3"}),
+        (["launch.env+={KEEP: 3}", "launch.env.KEEP=007"], "launch.env", {"KEEP": "007", "DROP": "2"}),
+        (["launch.env+={A: 3}", "launch.env={B: 4}"], "launch.env", {"KEEP": "1", "DROP": "2", "B": "4"}),
+        (
+            ["launch.env.A=3", "launch.env.A=null", "launch.env.A=4", "launch.env.DROP=null"],
+            "launch.env",
+            {"KEEP": "1", "A": "4"},
+        ),
+        (["launch.env+={NEW: 007}"], "launch.env", {"KEEP": "1", "DROP": "2", "NEW": "007"}),
+        (["resources.extra.hint=null"], "resources.extra", {"gres-flags": "enforce-binding"}),
+        (["data.source=[a, b]", "data.source+=c"], "data.source", ["a", "b", "c"]),
+        (
+            [
+                "task_args.blocks.1.dim=7",
+                "task_args.blocks+=[{dim: 3}]",
+                "task_args.0=one",
+                "task_args.width=null",
+            ],
+            "task_args",
+            {"width": None, "blocks": [{"dim": 1}, {"dim": 7}, {"dim": 3}], "0": "one"},
+        ),
+    ],
+)
+def test_parts_of_values(overrides: list[str], key: str, expected: object) -> None:
+    value = load(*overrides).config.model_dump(mode="json", by_alias=True)
+    for name in key.split("."):
+        value = value[name]
+    if key == "data.source":
+        expected = [str(Path(item).absolute()) for item in expected]  # type: ignore[attr-defined]
+    assert value == expected
+
+
+def test_defaults_origins_and_named_flags() -> None:
+    Path("run.yaml").write_text('launch: {env: {KEEP: "1"}}\n')
+    loaded = load("optimizer.betas.1=0.9", "launch.env.NEW=2", **{"launch.env.NONE": None})
+    assert loaded.config.optimizer.betas == (0.9, 0.9)
+    assert loaded.origins["optimizer.betas"] == "--set optimizer.betas.1=0.9"
+    assert loaded.origins["launch.env.KEEP"] == "run.yaml:1"
+    assert (
+        load(**{"optimizer.betas.1": 0.5, "launch.setup+": "a", "launch.env.KEEP": None}).config.launch.env
+        == {}
+    )
+    later = load("launch.env+={A: 3}", **{"launch.env.A": "4"})  # as of a sweep
+    assert later.config.launch.env == {"KEEP": "1", "A": "4"}
+    with pytest.raises(ConfigError, match=r"conflicts with --set optimizer\.betas\.1=0\.9"):
+        load("optimizer.betas.1=0.9", **{"optimizer.betas.1": 0.5})
+
+
+REFUSED = """
+optimizer.betas.2=0.5
+    optimizer.betas: has items 0 to 1, not 2; += appends one
+optimizer.betas.2=0.5
+    optimizer.betas must be a list of 2, each a number of at least 0 and below 1
+launch.modules.0=x
+    launch.modules: is empty, not 0; += appends one
+optimizer.lr+=1
+    optimizer.lr: is 0.0003: += appends to a list
+    hint: optimizer.lr must be a number
+optimizer.lr.0=1
+    optimizer.lr: is 0.0003, which has no item 0
+optimizer+=1
+    optimizer: is a section: += appends to a list
+optimizer.beta.0=1
+    optimizer.beta: unknown key
+    hint: did you mean optimizer.betas?
+optimizer.betas+=0.5
+    optimizer.betas: must be a list of 2
+optimizer.betas.0=wide
+    optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not
+launch.env.NONE=null
+    launch.env: has no entry NONE to remove: KEEP, DROP
+task_args.blocks.2.dim=1
+    task_args: has items 0 to 1, not 2
+"""
+
+
+@pytest.mark.parametrize(("override", "expected"), messages(REFUSED))
+def test_what_is_refused(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert expected in str(caught.value)
+    assert f"--set {override}" in str(caught.value)
+
+
+def test_a_sweep_of_an_item(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["--sweep", "optimizer.betas.0=0.8,0.9", "--sweep", "launch.env.DROP=null,3"]
+    assert main(["submit", "run.yaml", "--backend", "local", "--dry-run", "--json", *sweep]) == 0
+    out, err = capsys.readouterr()
+    assert "4 runs: optimizer.betas.0=0.8,0.9 x launch.env.DROP=null,3" in err
+    assert json.loads(out)["env"] == {"KEEP": "1"}
