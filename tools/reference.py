@@ -45,7 +45,10 @@ Every key of a run config, with its default. A config contains only what differs
 - The first source that sets a key wins: a flag or `--set KEY=VALUE`; the environment
   (`TRAINKIT_TRAIN__STEPS=50`); `--profile NAME`; the config file; the files that it `extends`;
   `./trainkit.yaml`; `~/.config/trainkit/config.yaml`; the cluster profile; the default.
-  A list is replaced as a whole, a mapping such as `launch.env` entry by entry.
+  A flag can change a part of a value: `--set optimizer.betas.0=0.8` an item of a list, counted from 0;
+  `--set 'launch.setup+=module load cuda'` appends to a list, or all items of a list;
+  `--set launch.env.NAME=null` removes an entry of a mapping, which must be there. They apply in the order in
+  which they are typed. `--sweep` takes items too; there, `null` is for a point without the entry.
   `train.steps` and `train.epochs` count as one key: `--set train.steps=20` replaces the epochs of a file.
 - `trainkit check CONFIG --show-origin` lists the effective value of every key and where it came from.
 - `trainkit schema` prints this schema as JSON, for editors that complete and check YAML.
