@@ -33,7 +33,7 @@ JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 
 def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
     """The job status of a run with this job.json; calls `warn` when Slurm is unreachable."""
-    return job_status(run, job, query_known_jobs(open_job_ids(run, job), warn))
+    return status_from_jobs(run, job, query_jobs_or_warn(open_job_ids(run, job), warn))
 
 
 def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> JobStatus:
@@ -84,7 +84,7 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     return [newest, *job.waiting]
 
 
-def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
+def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
     """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer."""
     try:
         return query_jobs(ids)
@@ -93,8 +93,8 @@ def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[st
         return None
 
 
-def job_status(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """The job status of a run; `jobs` is the result of `query_known_jobs`."""
+def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+    """The job status of a run; `jobs` is the result of `query_jobs_or_warn`."""
     entry = job.newest
     return JobStatus(None) if entry is None else backend_of(entry).status(run, entry, job.waiting, jobs)
 
@@ -210,7 +210,7 @@ def liveness_probe(
             return None
         backend = backend_of(entry)
         if backend.queue_id(entry) is None:
-            return job_status(run, record, None).alive
+            return status_from_jobs(run, record, None).alive
         is_pending = notified != "" or alive is None
         interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
         if time.monotonic() - queried_s < interval_s:
@@ -294,7 +294,7 @@ class SlurmPoller:
     def _run(self, ids: Sequence[str]) -> None:
         time.sleep(max(0.0, self._asked_s + MIN_QUERY_INTERVAL_S - time.monotonic()))
         self._asked_s, texts = time.monotonic(), list[str]()
-        jobs = query_known_jobs(ids, texts.append)
+        jobs = query_jobs_or_warn(ids, texts.append)
         if jobs is not None:
             self._problem = None
         elif self._problem is None:
