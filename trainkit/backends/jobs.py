@@ -5,28 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
-from trainkit.run.end import is_over, read_end
-from trainkit.run.files import parse_time, read_json
+from trainkit.run.end import is_over
+from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
-from trainkit.run.rundir import AttemptDir, RunDir, submission_token
-from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
+from trainkit.run.rundir import RunDir, submission_token
+from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
 """Seconds between queries of a waiting command: the controller serves the whole cluster."""
 FIRST_QUERY_INTERVAL_S = 1.0
-CLOCK_SKEW = timedelta(seconds=30)
-"""How far the clocks of a node and of the controller may differ; Slurm waits longer to start a job again."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs; None when Slurm does not answer."""
 
@@ -34,45 +31,6 @@ JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
     """The job status of a run with this job.json; calls `warn` when Slurm is unreachable."""
     return status_from_jobs(run, job, query_jobs_or_warn(open_job_ids(run, job), warn))
-
-
-def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> JobStatus:
-    """The job of one attempt. Of one that recorded no end itself, Slurm's accounting says how it ended.
-
-    Calls `warn` if Slurm does not answer.
-    """
-    run, status = attempt.run, JobStatus(False)
-    job = read_job(run)
-    if attempt.number == run.attempt_numbers()[-1]:
-        status = query_job_status(run, job, warn)
-    entry = job.of_attempt(attempt.number)
-    end = read_end(attempt)
-    if not entry.attempt or not (end is None or end.guessed):
-        return status
-    if status.job is not None and (status.job.state.is_active or status.job.is_terminal):
-        return status  # it runs, or accounting was asked already
-    return replace(status, job=_ended_start(entry, warn) or status.job)
-
-
-def _ended_start(entry: AttemptRecord, warn: Callable[[str], None]) -> JobInfo | None:
-    """The start of a Slurm job that ran an attempt, once it is over: each requeue begins another one."""
-    began = parse_time(entry.started_at)
-    job_id = backend_of(entry).queue_id(entry)
-    if began is None or job_id is None:
-        return None
-    try:
-        starts = query_starts(job_id)
-    except TrainkitError as error:
-        warn(f"{error.message}: how Slurm ended attempt {entry.attempt} is unknown")
-        return None
-    for job in reversed(starts):
-        if job.start_time and job.start_time <= began + CLOCK_SKEW:
-            if job.end_time is None or job.end_time < began - CLOCK_SKEW:
-                return None  # an earlier start: accounting does not know this one yet
-            if job.slurm_state == "REQUEUED":
-                return replace(job, state=JobState.REQUEUED)
-            return job if job.is_terminal else None
-    return None
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
