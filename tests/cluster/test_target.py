@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.bad_nodes import note_failure
-from trainkit.cluster.discovery import gpu_option
+from trainkit.cluster.discovery import discover_cluster, gpu_option
 from trainkit.cluster.init_files import differences, profile_text, write_new
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
@@ -137,6 +137,19 @@ def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
 )
 def test_gpu_option(select: str, option: str) -> None:
     assert gpu_option({"SelectType": select}) == option
+
+
+def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
+    found = discover_cluster()
+    assert found.expedited_requeue is None
+    assert "expedited" not in profile_text(found, date(2026, 1, 2))
+    (slurm.folder / "config").write_text(
+        "ClusterName = west\nSLURM_VERSION = 25.11.1\nMaxArraySize = 1001\nJobRequeue = 1\n"
+        "SlurmctldParameters = enable_expedited_requeue\n"
+    )
+    found = discover_cluster()
+    assert found.expedited_requeue is False
+    assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
 
 
 def test_differences() -> None:

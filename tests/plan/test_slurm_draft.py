@@ -242,6 +242,12 @@ def test_slurm_starts_a_job_again_only_where_that_is_wanted(on: str, option: dic
     }
 
 
+def test_the_expedited_requeue_is_for_those_who_want_it() -> None:
+    for wanted, value in ((True, "expedite"), (False, True), (None, True)):
+        made = plan(cluster=replace(WEST, expedited_requeue=wanted))
+        assert made.slurm.sbatch["requeue"] == value
+
+
 BAD = {"h3": "lost (small, attempt 2)", "h1": "GPU 3 is gone (big, attempt 1)"}
 LEFT_OUT = """
 1 h3,h1

@@ -10,6 +10,7 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
     cancel,
     cancel_waiting,
+    has_expedited_requeue,
     kill_steps,
     move_dependents,
     parse_config,
@@ -129,6 +130,15 @@ def test_versions(text: str, numbers: tuple[int, int, int]) -> None:
 def test_what_is_no_version() -> None:
     with pytest.raises(UsageError, match="not a Slurm version"):
         parse_version("slurm")
+
+
+def test_features() -> None:
+    versions = [(21, 8, 0), (22, 5, 0), (22, 5, 8), (23, 2, 7), (23, 11, 0), (25, 11, 0)]
+    enabled = {"SlurmctldParameters": "cloud_dns,enable_expedited_requeue"}
+    assert [has_expedited_requeue(v, enabled) for v in versions] == [False] * 5 + [True]
+    assert has_expedited_requeue((25, 11, 0), {"SchedulerParameters": "enable_expedited_requeue"})
+    assert not has_expedited_requeue((25, 11, 0), {"SlurmctldParameters": "no_enable_expedited_requeue"})
+    assert not has_expedited_requeue((25, 11, 0), {})
 
 
 def test_jobs_that_wait_for_a_job_follow_it_to_its_new_id(fake: FakeSlurm) -> None:

@@ -28,7 +28,7 @@ from trainkit.slurm.client import (
     run_slurm,
     seconds_of,
 )
-from trainkit.slurm.control import parse_config, parse_version
+from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
 from trainkit.slurm.hosts import first_host
 
@@ -138,6 +138,7 @@ def discover_cluster() -> Cluster | None:
             *(name for name in _CONTAINER_PROGRAMS if shutil.which(name)),
         ),
         has_modules=has_modules,
+        expedited_requeue=False if has_expedited_requeue(cluster.slurm_version, config) else None,
     )
 
 

@@ -122,6 +122,10 @@ def _profile_lines(cluster: Cluster, today: date) -> Iterator[str]:
         f"containers: {_flow(list(cluster.containers))}", "found here; compute nodes may have others"
     )
     yield _commented(f"modules: {_flow(cluster.has_modules)}", "whether the `module` command exists")
+    if cluster.expedited_requeue is not None:
+        yield "# Whether a job restarts ahead of all others when a node fails (sbatch --requeue=expedite)."
+        yield "# A job that fails for another reason then stays in the queue, held, until you cancel it."
+        yield f"expedited_requeue: {_flow(cluster.expedited_requeue)}"
     yield ""
     yield from _default_lines(cluster)
     yield ""

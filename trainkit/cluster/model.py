@@ -121,6 +121,8 @@ class Cluster:
     """How to update the description if it is out of date."""
     error: str = ""
     """Why the cluster is unknown: Slurm's error, or that it did not answer."""
+    expedited_requeue: bool | None = None
+    """Whether jobs use the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
     bad_nodes: dict[str, str] = field(default_factory=dict)
     """Hosts that failed in the last 24 hours, each with the reason; the most recent first."""
     forget_hint: str = ""

@@ -239,6 +239,7 @@ class ClusterProfile(Section):
         tuple[Literal["pyxis", "apptainer", "singularity", "enroot"], ...], Field(strict=False)
     ] = ()
     has_modules: bool = Field(default=False, alias="modules")
+    expedited_requeue: bool | None = None
     accounts: dict[str, AccountProfile | None] | None = None
     qos: dict[str, QosProfile | None] | None = None
     partitions: dict[str, PartitionProfile | None] | None = None

@@ -203,6 +203,7 @@ class SlurmDraft(LaunchDraft):
             gpus_per_node=workers_per_node if device == "cuda" else None,
             gpu_option=self.cluster.gpu_option,
             notice=notice,
+            expedite=bool(self.cluster.expedited_requeue),
             partition=names,
         )
         spare = config.resources.spare_nodes

@@ -102,13 +102,14 @@ def make_request(
     gpus_per_node: int | None,
     gpu_option: str,
     notice: str,
+    expedite: bool = False,
     partition: str | None = None,
 ) -> SlurmRequest:
     """The Slurm options of a config.
 
     `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `notice` is
-    the signal before the time limit and its number of seconds, such as ``USR2@120``. `partition` is
-    what the plan made of ``resources.partition``.
+    the signal before the time limit and its number of seconds, such as ``USR2@120``. `expedite` uses the
+    expedited requeue of Slurm 25.11. `partition` is what the plan made of ``resources.partition``.
     """
     resources = config.resources
     sbatch: Options = {
@@ -139,8 +140,10 @@ def make_request(
         sbatch["mail-user"] = config.notify.mail
         sbatch["mail-type"] = ",".join(MAIL_TYPES[event] for event in config.notify.on if event in MAIL_TYPES)
     sbatch["signal"] = notice
-    may_requeue = any(cause in config.requeue.on for cause in SLURM_REQUEUE_CAUSES)
-    sbatch["requeue" if may_requeue else "no-requeue"] = True
+    if any(cause in config.requeue.on for cause in SLURM_REQUEUE_CAUSES):
+        sbatch["requeue"] = "expedite" if expedite else True
+    else:
+        sbatch["no-requeue"] = True
     sbatch |= resources.extra
     srun: Options = {
         "nodes": resources.most_nodes,

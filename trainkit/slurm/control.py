@@ -135,6 +135,12 @@ def parse_version(text: str) -> Version:
     return int(match["major"]), int(match["minor"]), int(match["patch"] or 0)
 
 
+def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> bool:
+    """Whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
+    settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
+    return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")
+
+
 def run_step(
     job_id: str, num_nodes: int, argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
