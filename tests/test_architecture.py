@@ -70,7 +70,7 @@ ALLOWED = {
     # Acts on a run that is there.
     "control": {
         *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "launch"),
-        *("job.failed_starts", "job.requeue"),  # where a job is not started again
+        *("job.failed_starts", "job.resubmit"),  # where a job is not started again
         "job.group_parts",
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares

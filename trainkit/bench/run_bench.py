@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Literal
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.backends.jobs import JobQuery, liveness_probe, query_job_status, query_known_jobs, utc_clock
+from trainkit.backends.jobs import JobQuery, liveness_probe, query_job_status, query_jobs_or_warn, utc_clock
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError, print_note
@@ -259,7 +259,7 @@ def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus
     """The status of a bench; looks up its arrays that Slurm has not acknowledged."""
     for group in bench.groups:
         recover_parts(group)
-    return bench_status(bench, lambda ids: query_known_jobs(ids, warn))
+    return bench_status(bench, lambda ids: query_jobs_or_warn(ids, warn))
 
 
 def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:

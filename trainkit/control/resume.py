@@ -26,7 +26,7 @@ from trainkit.errors import ConfigError, Problem, UsageError, print_note
 from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.group_parts import recover_parts, submit_parts
-from trainkit.job.requeue import excludable
+from trainkit.job.resubmit import excludable
 from trainkit.launch.create import start_attempt
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.snapshot import renewed_code

@@ -19,7 +19,14 @@ from pathlib import Path
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.allocation import CANCELLED, REQUEUE_PATIENCE_S, Allocation, SlurmAllocation, query_job
+from trainkit.job.allocation import (
+    CANCELLED,
+    REQUEUE_PATIENCE_S,
+    Allocation,
+    LocalAllocation,
+    SlurmAllocation,
+    query_job,
+)
 from trainkit.job.attempt_end import judge, state_after, write_end
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
@@ -30,7 +37,7 @@ from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.progress_watch import ProgressWatch
-from trainkit.job.requeue import await_eviction
+from trainkit.job.resubmit import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
@@ -296,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind == "--step":
         return supervise_job(RunDir(run_dir), rest)
     _prepare_process()
-    return supervise(Allocation(RunDir(run_dir), int(rest[0]), now="--now" in rest))
+    return supervise(LocalAllocation(RunDir(run_dir), int(rest[0]), now="--now" in rest))
 
 
 # A Slurm job starts again later rather than take a held lock over: a host that Slurm has lost may only be cut
