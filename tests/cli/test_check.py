@@ -144,7 +144,7 @@ def test_a_test_notification(
 
 
 def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=exclude"]
+    given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=restart"]
     assert main(["check", config, *(word for text in given for word in ("--set", text))]) == 0
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == [
         "warning: requeue.slow_hosts has no effect: only a job on Slurm can leave out a host",

@@ -122,7 +122,7 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
     assert "cannot query the hosts of 7: squeue cannot reach Slurm" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("policy", ["ignore", "exclude"])
+@pytest.mark.parametrize("policy", ["ignore", "exclude", "restart"])
 def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path, policy: str) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()

@@ -11,6 +11,7 @@ from trainkit.job.decision import (
     Growth,
     Outcome,
     RestartOptions,
+    SlowHost,
     decide,
     restarts_limit,
     termination_cause,
@@ -206,6 +207,22 @@ def test_who_asks_gets_it_whatever_the_config_says():
     assert after(ended([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
 
 
+@pytest.mark.parametrize(
+    ("options", "action"), [(HERE, "restart"), (RestartOptions(requeue=True), "requeue")]
+)
+def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options, action):
+    slow = SlowHost("node3", "rank 5 slow since step 1200 (compute)")
+    decision = after(
+        ended([75, 75], "SIGUSR2", "slow_host", slow_host=slow), policy=RequeuePolicy(on=()), options=options
+    )
+    assert (decision.action, decision.cause, decision.exit_code) == (action, "slow_host", 75)
+    assert decision.reason == (
+        "restarts without node3: rank 5 slow since step 1200 (compute); resumes (restart 1)"
+    )
+    preempted = ended([75, 75], "SIGUSR2", "preempted", slow_host=slow)
+    assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
+
+
 def test_a_run_that_grows_returns_to_the_queue() -> None:
     growth = Growth(4, "4 nodes are free")
     decision = after(ended([75, 75], "SIGUSR2", "grow", growth=growth), policy=RequeuePolicy(on=()))
@@ -215,11 +232,11 @@ def test_a_run_that_grows_returns_to_the_queue() -> None:
     assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
 
 
-def test_restarts_to_grow_are_counted_and_no_lack_of_progress():
-    grown = was("grow", step=9)
-    most = restarts_limit([was("preempted"), grown], RequeuePolicy(max=2))
+def test_restarts_for_slow_hosts_are_counted_and_no_lack_of_progress():
+    slow = was("slow_host", step=9)
+    most = restarts_limit([was("preempted"), slow], RequeuePolicy(max=2))
     assert most == "requeue.max is 2, and the run has restarted 2 times"
-    assert after(ended([1], step=9), grown, grown).action == "restart"
+    assert after(ended([1], step=9), slow, slow).action == "restart"
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident():

@@ -83,6 +83,12 @@ def test_a_failure_names_rank_host_and_what_to_do() -> None:
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
 
 
+def test_a_restart_without_a_slow_host_is_said_once() -> None:
+    end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
+    notification = end_notification(end)
+    assert notification.text == "restarts without b: rank 5 slow"
+
+
 def test_slow_ranks_are_reported_with_their_host() -> None:
     event = {"event": "slow_rank", "rank": 5, "host": "node3", "since_step": 1200, "phase": "data"}
     event |= {"ratio": 1.71, "step": 1219}

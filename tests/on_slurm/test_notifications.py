@@ -1,8 +1,8 @@
-"""What runs report when they are requeued, and that they continue without a slow host."""
+"""Runs that restart to continue without a slow host, and what their jobs report."""
 
 from __future__ import annotations
 
-from tests.on_slurm.login import Login, agents_of, settings, wait_for
+from tests.on_slurm.login import Login, agents_of, log_of, settings, wait_for
 from tests.on_slurm.test_secrets import files_with
 from tests.support.webhooks import SECRET, webhook
 from tools.slurm_cluster.network import MACHINE_INDEX
@@ -32,25 +32,37 @@ sys.exit(75 if attempt == 1 else 0)
 """When all ranks listen, the last one says that it is slow. They save when asked to; attempt 2 finishes."""
 
 
-def test_a_run_continues_without_a_slow_host_and_reports_it(login: Login) -> None:
-    script = login.script(LISTENS_ONCE)
-    command = [*settings("requeue.slow_hosts=exclude"), "--", "python", script]
+def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
+    """Inside the allocation with a spare node; else when it is requeued."""
+    script, hosts = login.script(LISTENS_ONCE), login.cluster.hosts
+    policy = settings("requeue.slow_hosts=restart", "requeue.slow_after_s=1")
+    command = ["--", "python", script]
     with webhook(login.cluster.address(MACHINE_INDEX)) as found:
+        spare = login.submit("--nodes", "2", *policy, *settings("resources.spare_nodes=1"), *command)
+        login.wait_for_log(spare, "attempt 1")
         reports = settings("notify.webhook=MY_HOOK", "notify.mail=me@example.org")
-        run = login.submit(*reports, *command, env={"MY_HOOK": found.url})
-        login.wait_for_log(run, "attempt 1")
-        login.trainkit("requeue", str(run.path))
-        assert login.wait_for_end(run)["action"] == "requeue", login.logs_and_attempts(run)
-        assert login.wait_for_end(run, attempt=2)["state"] == "finished", login.logs_and_attempts(run)
+        alone = login.submit(*policy, *reports, *command, env={"MY_HOOK": found.url})
+        login.wait_for_log(alone, "attempt 1")
+        login.trainkit("requeue", str(alone.path))
+        ends = [login.wait_for_end(run) for run in (spare, alone)]
+        assert [end["action"] for end in ends] == ["restart", "requeue"], login.logs_and_attempts(alone)
+        for run in (spare, alone):
+            assert login.wait_for_end(run, attempt=2)["state"] == "finished", login.logs_and_attempts(run)
+            assert log_of(run, attempt=2) == "attempt 2\n"
         wait_for(lambda: len(found.messages) == 2, "two reports")
-    [(_, before)], [(_, after)] = agents_of(run), agents_of(run, attempt=2)
+    assert ends[0]["reason"] == (
+        f"restarts without {hosts[1]}: rank 1 slow since step 1200 (compute); resumes (restart 1)"
+    )
+    assert [host for _, host in agents_of(spare, attempt=2)] == [hosts[0], hosts[2]]
+    [(_, before)], [(_, after)] = agents_of(alone), agents_of(alone, attempt=2)
     assert before != after
-    job = login.cluster.job(login.job_id(run))
+    job = login.cluster.job(login.job_id(alone))
     assert (job["ExcNodeList"], job["MailUser"]) == (before, "me@example.org")
+    assert "1 (1 slow host)" in login.trainkit("status", str(spare.path)).stdout
     first, last = found.messages
-    assert first["text"].startswith(f"{run.name} is requeued: saved after SIGUSR2; resumes (restart 1)")
+    assert first["text"].startswith(f"{alone.name} is requeued: saved after SIGUSR2; resumes (restart 1)")
     assert [(one["event"], one["attempt"]) for one in (first, last)] == [("requeued", 1), ("finished", 2)]
-    assert last["job_id"] == login.job_id(run)
-    text = run.script_file.read_text()
+    assert last["job_id"] == login.job_id(alone)
+    text = alone.script_file.read_text()
     assert "#SBATCH --mail-user=me@example.org\n#SBATCH --mail-type=END,FAIL,REQUEUE\n" in text
-    assert files_with(run.path, SECRET) == []
+    assert files_with(alone.path, SECRET) == []

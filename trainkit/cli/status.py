@@ -324,7 +324,7 @@ def run_details(status: RunStatus) -> str:
 def restarts_line(restarts: Sequence[Restart]) -> str:
     """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
     counts = Counter(restart.cause for restart in restarts)
-    shown = {"asked": "requested"}
+    shown = {"asked": "requested", "slow_host": "slow host"}
     causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
     last = restarts[-1]
     parts = [

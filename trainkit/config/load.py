@@ -48,10 +48,6 @@ MULTIMODAL_PATHS: dict[tuple[str, ...], str | None] = {
 """Keys of the task `multimodal_lm` whose values are paths, each with the value that is a name instead."""
 
 
-FORMER_KEYS: list[tuple[str, ...]] = [("requeue", "slow_after_s")]
-"""What the config of a run has, if an earlier version wrote it, and this one ignores."""
-
-
 def load_config(
     path: str | Path | None,
     *,
@@ -85,7 +81,7 @@ def load_config(
         written = tree.find(("name",)) if path == FIRST_RUN else None
         if written and written.value == FIRST_RUN_NAME and any(layer.find(("name",)) for layer in defaults):
             tree = without(tree, [("name",)])  # a command has its own; this one is of the training
-        trees.append(tree if layers else without(tree, FORMER_KEYS))
+        trees.append(tree)
     if profile is not None:
         trees.append(reader.profile(profile, file))
     if layers:
@@ -273,7 +269,7 @@ def read_effective(path: str | Path) -> RunConfig:
 
     Raises ConfigError if the file cannot be read or is not a valid config.
     """
-    entry = without(read_yaml_file(Path(path), str(path)), FORMER_KEYS)
+    entry = read_yaml_file(Path(path), str(path))
     refuse_newer(entry)
     try:
         return RunConfig.model_validate(entry.plain())

@@ -262,10 +262,15 @@ class RequeueConfig(Section):
         default=None,
         description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
     )
-    slow_hosts: Literal["ignore", "exclude"] = Field(
+    slow_hosts: Literal["ignore", "exclude", "restart"] = Field(
         default="ignore",
         description="What happens to the hosts of slow ranks, on Slurm; exclude: continue without them after"
-        " the next interruption.",
+        " the next interruption; restart: also save and restart without such a host, on a spare node or on"
+        " fewer nodes of a range.",
+    )
+    slow_after_s: Positive = Field(
+        default=300.0,
+        description="Seconds for which a rank must stay slow before slow_hosts: restart restarts the run.",
     )
     follow_ups: NotNegative = Field(
         default=0, description="Jobs that wait in the queue to continue the run, for nodes without scontrol."

@@ -326,7 +326,7 @@ class SlurmAllocation(Allocation):
         growth = None
         if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
             growth = GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts))
-        return SlurmAttemptWatch(attempt, plan, argv, view, until_total_s, growth)
+        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts, until_total_s, growth)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -377,6 +377,10 @@ class SlurmAllocation(Allocation):
             outcome.cause = "timeout"
         if outcome.growth is not None and (self.job is None or outcome.cause == "asked"):
             outcome.cause = "grow"
+        if outcome.slow_host is not None:
+            self.bad[outcome.slow_host.host] = "slow"
+            if self.job is None or outcome.cause == "asked":
+                outcome.cause = "slow_host"
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Unresponsive hosts, if the allocation has enough others to replace them; else none."""

@@ -26,7 +26,7 @@ from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
-from trainkit.job.progress_watch import ProgressWatch, SilenceWatch
+from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, old_stores, store_file
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -206,12 +206,16 @@ class SlurmAttemptWatch(AttemptWatch):
         plan: LaunchPlan,
         step: Sequence[str],
         supervisor_view: str,
+        hosts: Sequence[str] = (),
         left_s: float = math.inf,
         growth: GrowthWatch | None = None,
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
+        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        restarts = plan.requeue.slow_hosts == "restart" and len(hosts) > plan.fewest_nodes
+        self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
         self._growth = growth
         self.step = step
         self.supervisor_view = supervisor_view
@@ -297,18 +301,21 @@ class SlurmAttemptWatch(AttemptWatch):
                 self.kill_after_grace()
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit: for a restart on more nodes, or for good."""
+        """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
         if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
-        growth = None if self._growth is None else self._growth.poll()
+        slow = None if self._slow_hosts is None else self._slow_hosts.poll()
+        growth = None if slow or self._growth is None else self._growth.poll()
         if growth is not None and growth.num_nodes is None:
             growth = None  # it stays
-        is_total_used = growth is None and time.monotonic() >= self._until_s
-        if not (growth or is_total_used) or self._signal_of_ranks() is not None:
+        is_total_used = not (slow or growth) and time.monotonic() >= self._until_s
+        if not (slow or growth or is_total_used) or self._signal_of_ranks() is not None:
             return
-        if growth is None:
+        if slow is not None:
+            log_line(f"attempt {self.attempt.number}: restarts without {slow.host}: {slow.why}")
+        elif growth is None:
             log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
-        self.outcome.growth, self.outcome.is_total_used = growth, is_total_used
+        self.outcome.slow_host, self.outcome.growth, self.outcome.is_total_used = slow, growth, is_total_used
         self.outcome.stop_signal = RESTART_SIGNAL
         self._unconfirmed_since_s = float("inf")
         self._notify_ranks()

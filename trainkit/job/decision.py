@@ -29,7 +29,7 @@ RESTART_SIGNAL = "SIGUSR2"
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
-UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked", "grow")
+UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked", "slow_host", "grow")
 """Causes that say nothing about a run's progress."""
 MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
@@ -38,6 +38,15 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "Checkpoin
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
 """Consecutive failures of Slurm to start the step before the run fails; the delays add up to four minutes."""
+
+
+@dataclass(frozen=True)
+class SlowHost:
+    """A host to continue without."""
+
+    host: str
+    why: str
+    """For example ``rank 5 slow since step 1200 (compute)``."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,8 @@ class Outcome:
     """Whether the ranks had failed before the signal, which came while the run waited to restart."""
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
+    slow_host: SlowHost | None = None
+    """The host that made the supervisor have the ranks save; None without one."""
     growth: Growth | None = None
     """What made the supervisor have the ranks save; None if it was not that."""
     launch_error: str | None = None
@@ -241,17 +252,21 @@ def _after_request(
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
     summary += _BECAUSE.get(cause, "")
+    if result.slow_host is not None and cause == "slow_host":
+        why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
+        summary = why if saved else f"{why}; {summary}"
     if result.growth is not None and cause == "grow":
         summary = result.growth.sentence if saved else f"{result.growth.sentence}; {summary}"
     limit = _total_limit(result, policy) or restarts_limit(previous, policy)
-    if cause not in ("asked", "grow", *policy.on):
+    if cause not in ("asked", "slow_host", "grow", *policy.on):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
     if limit is not None:
         return Decision("stopped", f"{summary}; not started again: {limit}", EXIT_STOPPED, cause)
-    # A signalled job leaves its allocation, unless a person asked for a restart and it cannot be requeued.
-    in_place = cause == "asked" and not options.requeue
+    # A signalled job leaves its allocation, unless that was only to leave a host, or a person asked for a
+    # restart and it cannot be requeued.
+    in_place = cause == "slow_host" or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, previous, options, in_place=in_place)
 
 

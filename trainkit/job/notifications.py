@@ -72,6 +72,8 @@ def end_notification(end: AttemptEnd) -> Notification | None:
     first = "" if failure.message is None else f"; {failure.line}"
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
+        if end.cause == "slow_host":
+            text = reason  # restarts without HOST: …
         return Notification("requeued", f"{text}{first}", "status", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):
         return Notification("failed", f"{state}: {reason}{first}", "diagnose", *fields)

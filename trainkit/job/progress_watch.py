@@ -1,4 +1,4 @@
-"""Watches the progress of a running attempt: reports what is wrong, and which hosts were slow.
+"""Watches the progress of a running attempt: reports what is wrong, and finds hosts to continue without.
 
 A COMMAND that prints nothing may wait for a lock file that a killed process has left. Silence alone is no
 failure, since a script may print into a file of its own: it is reported, and ends the attempt only where
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from trainkit.folders import ensure_folder
 from trainkit.formats import plural
-from trainkit.job.attempt_end import last_step
+from trainkit.job.attempt_end import last_step, previous_ends
+from trainkit.job.decision import SlowHost, restarts_limit
 from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.notifications import Notification, Notifier, event_notification
@@ -48,6 +49,37 @@ def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> d
             log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
             found[event.host] = "slow"
     return found
+
+
+class SlowHostWatch:
+    """Polls the events of one attempt for ranks that stay slow."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
+        """`hosts` are the good hosts of the allocation, as Slurm names them."""
+        self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
+        self._events = JsonlTail(attempt.run.events_file, SLOWDOWN_EVENTS)
+        self._seen = Attempt(attempt.number)
+        self._since_s: dict[int, float] = {}
+        """When the slow ranks were first seen to be so."""
+
+    def poll(self) -> SlowHost | None:
+        """The host to continue without; None as long as there is none. Raises OSError."""
+        for event in events_of(self._events.read()):
+            if event.attempt == self._attempt.number:
+                self._seen.add(event)
+        slow = [event for event in self._seen.slow.values() if event.host in self._hosts]
+        now_s = time.monotonic()
+        self._since_s = {event.rank or 0: self._since_s.get(event.rank or 0, now_s) for event in slow}
+        for event in slow:
+            if now_s - self._since_s[event.rank or 0] < self._policy.slow_after_s:
+                continue
+            why = f"rank {event.rank} slow since step {event.count('since_step')} ({event.text('phase')})"
+            limit = restarts_limit(list(previous_ends(self._attempt).values()), self._policy)
+            if limit is None:
+                return SlowHost(str(event.host), why)
+            log_line(f"not restarting without {event.host} ({why}): {limit}")
+            self._hosts = ()
+        return None
 
 
 SILENCE_POLL_S = 10.0

@@ -105,7 +105,9 @@ class RequeuePolicy:
     silence_s: float | None = None
     """Seconds without output of any rank after which a command hangs; None disables this."""
     slow_hosts: str = "ignore"
-    """What happens to the hosts of slow ranks: ``ignore`` or ``exclude``."""
+    """What happens to the hosts of slow ranks: ``ignore``, ``exclude`` or ``restart``."""
+    slow_after_s: float = 300.0
+    """Seconds for which a rank must stay slow before ``restart`` restarts the run."""
 
     @property
     def look_s(self) -> float | None:

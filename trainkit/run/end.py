@@ -18,9 +18,12 @@ from trainkit.run.tracebacks import CodeLine
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
 """`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
 job, and `follow_up` lets a job that is already in the queue continue the run."""
-Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "grow", "not_started"]
-"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `grow` to have more
-nodes; `not_started` when Slurm could not start the step, which does not count as a failure of the run."""
+Cause = Literal[
+    "preempted", "timeout", "node_fail", "crash", "hang", "asked", "slow_host", "grow", "not_started"
+]
+"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
+continue without a slow host; `grow` to have more nodes; `not_started` when Slurm could not start the step,
+which does not count as a failure of the run."""
 RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
 """The actions after which the run resumes without a command."""
 KILLED = "killed by cancel --now"
