@@ -275,7 +275,7 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     if files.is_over or not entry.attempt:
         return files
     run = group.run(index)
-    seen, best = RunHistory(run).glance(*STATE_EVENTS)
+    seen, best = RunHistory(run).attempts_and_best(*STATE_EVENTS)
     # Rank 0 of a COMMAND need not write metrics.
     is_command = PlanRecord(group.record.plan).is_command
     is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()

@@ -456,7 +456,7 @@ class RunHistory:
         self.metrics.update()
         self.health.update()
 
-    def glance(self, *names: str) -> tuple[dict[int, Attempt], Best | None]:
+    def attempts_and_best(self, *names: str) -> tuple[dict[int, Attempt], Best | None]:
         """The attempts as the events of these names describe them, and the best result.
 
         Reads no more than their lines, once: for commands that look at thousands of runs.
