@@ -1,7 +1,7 @@
 # Everything is installed into .venv. Choose another Python with `PYTHON=python3.12 make …`.
 BIN := .venv/bin
 # Tests in one xdist_group share something slow to make, so one process runs them all.
-PYTEST := $(BIN)/python -m pytest --second-try --dist loadgroup --numprocesses
+PYTEST := $(BIN)/python -m pytest --second-try --dist loadgroup --no-loadscope-reorder --numprocesses
 SLURM := $(BIN)/python -m tools.slurm_cluster
 
 # Container images often set this; every command would then compile all its modules again.
@@ -32,11 +32,11 @@ test-changed: venv-test ## The unit tests that import what changed since `main`,
 test-smoke: slurm programs
 	$(PYTEST) 3 -m "not slow or smoke"
 
-# Many of these wait for Slurm: more at a time than there are cores.
+# Many of these wait for Slurm: more at a time than there are cores. `tests/conftest.py` has their order.
 test-every: slurm programs
 	@$(SLURM) install --slurm 24.11
 	@$(SLURM) install --slurm 26.05
-	$(PYTEST) 4 --durations 20
+	$(PYTEST) 5 --durations 20
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
 OLDEST := .venv-oldest

@@ -4,10 +4,10 @@
     python -m benchmarks.queue_replay --submissions 2 --seeds 1      # in a few seconds
 
 Simulates a month of a cluster under FIFO with EASY backfill, which starts a job before its turn if that does
-not delay the first in the queue. Other jobs have the sizes and durations of Microsoft's Philly trace as
-Gavel (OSDI '20, arXiv 2008.09213) draws them, and Poisson arrivals. Into each month, one run at a time is
-submitted at several moments, in each of several ways; the other jobs are the same for all of them. Whether
-a run grows is decided by trainkit's own function.
+not delay the first in the queue. Other jobs have the sizes and durations of Microsoft's Philly trace as Gavel
+(OSDI '20, arXiv 2008.09213; `scheduler/utils.py`) draws them, and Poisson arrivals. Into each month, one run
+at a time is submitted at several moments, in each of several ways; the other jobs are the same for all of
+them. Whether a run grows is decided by trainkit's own function.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 from trainkit.job.growth import ASK_EVERY_S, Size, decide_growth
 
-SIZES = ((1, 0.70), (2, 0.125), (4, 0.125), (8, 0.05))
-"""Nodes of a job and their share: in the trace 70 % have one GPU, 25 % two to four, and 5 % eight."""
+SIZES = ((1, 0.70), (2, 0.10), (4, 0.15), (8, 0.05))
+"""Nodes of a job and their share, as the GPUs of a job there."""
 MINUTES = (((1.5, 3.0), 0.8), ((3.0, 4.0), 0.2))
 """Ranges of the exponent of ten, uniform, and their share."""
 MEAN_H = sum(share * (10**b - 10**a) / (b - a) / math.log(10) / 60 for (a, b), share in MINUTES)

@@ -78,8 +78,17 @@ def restored_signals() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest tests first: a worker that is left with one at the end delays everything."""
-    items.sort(key=_seconds, reverse=True)
+    """Start the longest tests first, and those that wait for Slurm beside those that compute.
+
+    A worker that is left with a long one at the end delays everything, and so do workers that all wait, and
+    later all compute.
+    """
+    units: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        units.setdefault(group.args[0] if group else item.nodeid, []).append(item)
+    longest_first = sorted(units.values(), key=lambda unit: -sum(map(_seconds, unit)))
+    items[:] = [item for unit in _side_by_side(longest_first) for item in unit]
 
 
 def pytest_collection_finish() -> None:
@@ -88,5 +97,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def _side_by_side(units: list[list[pytest.Item]]) -> list[list[pytest.Item]]:
+    """Units with and without a cluster in turns, so that both kinds come to their end at the same time."""
+    starts: list[tuple[float, list[pytest.Item]]] = []
+    for waits in (True, False):
+        kind = [unit for unit in units if (unit[0].get_closest_marker("cluster") is not None) == waits]
+        ends = list(itertools.accumulate(sum(map(_seconds, unit)) for unit in kind))
+        starts += ((end / ends[-1], unit) for end, unit in zip(ends, kind, strict=True))
+    return [unit for _, unit in sorted(starts, key=lambda start: start[0])]
+
+
 def _seconds(item: pytest.Item) -> float:
-    return max((mark.kwargs.get("seconds", 0.0) for mark in item.iter_markers("slow")), default=0.0)
+    marks = list(item.iter_markers("slow"))
+    guess = 8.0 if marks else 0.1
+    return max((mark.kwargs["seconds"] for mark in marks if "seconds" in mark.kwargs), default=guess)

@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (263, 60_161), "tests": (365, 59_083)}
+SIZES = {"trainkit": (263, 60_121), "tests": (365, 59_047)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -70,7 +70,7 @@ ALLOWED = {
     # Acts on a run that is there.
     "control": {
         *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm", "backends", "launch"),
-        *("job.failed_starts", "job.requeue"),  # where a job is not started again
+        *("job.failed_starts", "job.resubmit"),  # where a job is not started again
         "job.group_parts",
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares

@@ -254,7 +254,7 @@ def test_the_ends_of_torch_are_tested_in_folders_of_their_own(release: str) -> N
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
     home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE", "CONFIG")}
     small = {"TRAINKIT_MODEL__PRESET": "nano", "TRAINKIT_DATA__SEQ_LEN": "64"}

@@ -4,7 +4,7 @@ import json
 import shlex
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,22 @@ class Recipe:
     """Whether the export is a model of transformers."""
     before: str | None = None
     """The recipe from which it starts."""
-    environ: dict[str, str] = field(default_factory=dict)
-    """Makes it shorter without a change of the commands."""
+    steps: int = 64
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Makes it shorter without a change of the commands."""
+        return {
+            "TRAINKIT_TRAIN__STEPS": str(self.steps),
+            "TRAINKIT_TRAIN__EVAL_EVERY": str(self.steps // 4),
+            "TRAINKIT_TRAIN__LOG_EVERY": "1",
+            "TRAINKIT_CHECKPOINT__EVERY_STEPS": str(self.steps // 4),
+        }
 
 
-SHORT = {
-    "TRAINKIT_TRAIN__STEPS": "24",
-    "TRAINKIT_TRAIN__EVAL_EVERY": "8",
-    "TRAINKIT_CHECKPOINT__EVERY_STEPS": "8",
-}
 RECIPES = [
-    Recipe("gpt_3d", 3.3, is_text=True, environ=SHORT),
-    Recipe("dual_gpu_gpt", 3.3, is_text=True, environ=SHORT),
+    Recipe("gpt_3d", 3.6, is_text=True, steps=16),
+    Recipe("dual_gpu_gpt", 3.6, is_text=True, steps=16),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),
@@ -66,13 +70,13 @@ def typed(command: str, folder: Path, **environ: str) -> str:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe(recipe: Recipe, tmp_path: Path) -> None:
     need("transformers", "safetensors")
-    environ = {**recipe.environ, "TRAINKIT_TRAIN__LOG_EVERY": "1"}
+    environ = recipe.environ
     documented = [line for line in commands(PAGE, "console recipe") if recipe.name in line]
     train = f"trainkit submit recipes/{recipe.name} --follow"
     assert f"trainkit ckpt export {recipe.name} --out {recipe.name}-model" in documented
     at = documented.index(train)
     if recipe.before is not None:
-        typed(f"trainkit submit recipes/{recipe.before} --follow", tmp_path)
+        typed(f"trainkit submit recipes/{recipe.before} --follow", tmp_path, **environ)
     for command in documented[:at]:
         typed(command, tmp_path, **environ)
     run = RunDir(tmp_path / "runs" / recipe.name)

@@ -85,7 +85,7 @@ def test_without_a_gpu() -> None:
     assert "hint: " in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     parts = ("profile", "large", "save", "350m")
     done = bench("--device", "cpu", "--memory-gib", "141", "--out", str(tmp_path), "--only", *parts)

@@ -281,7 +281,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(group_parts, "show_config", dict)
     monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "77")
-    monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
+    monkeypatch.setattr(run_bench, "query_jobs_or_warn", lambda ids, warn: None)
     monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
     return tmp_path
 
@@ -379,7 +379,7 @@ def test_an_end_that_this_host_sees_late_is_waited_for(
             write_json(group.run(1).attempt(1).end_file, END)
         return {}
 
-    monkeypatch.setattr(run_bench, "query_known_jobs", ask)
+    monkeypatch.setattr(run_bench, "query_jobs_or_warn", ask)
     typed = [*TYPED, *LENGTH, "--layout", "tp=2", "--layout", "pp=2", "--follow", "--json"]
     assert main(typed) == 0
     out, err = capsys.readouterr()

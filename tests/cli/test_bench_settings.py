@@ -143,7 +143,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sbatch:
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     (tmp_path / "small.yaml").write_text("name: small\ndevice: cpu\ndata: {source: text.txt, seq_len: 32}\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
+    monkeypatch.setattr(run_bench, "query_jobs_or_warn", lambda ids, warn: None)
     return Sbatch(monkeypatch)
 
 

@@ -16,7 +16,7 @@ from trainkit.run.rundir import RunDir
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs in ./runs, and a sweep over the learning rate."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs, "query_known_jobs", lambda ids, warn: None)
+    monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     (tmp_path / "runs").mkdir()
     made_up_sweep(tmp_path / "runs" / "sweep", {"optimizer.lr": [1e-4, 3e-4]})
     made_up_sweep(tmp_path / "made", {"seed": [0, 1, 2]})

@@ -17,7 +17,7 @@ from trainkit.cli.main import main
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a sweep of six points, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs, "query_known_jobs", lambda ids, warn: None)
+    monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4], "seed": [0, 1, 2]}, failed=2)
     for index in range(6):
         config = tmp_path / "mine" / str(index) / "config.yaml"

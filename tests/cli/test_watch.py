@@ -231,7 +231,7 @@ def wait_for(is_true: Callable[[], Any]) -> None:
 
 def test_slurm_is_asked_once_for_many_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm()
-    monkeypatch.setattr(jobs_of_runs, "query_known_jobs", slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     poller = SlurmPoller()
     assert poller.jobs([]) == {}
     for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some of an earlier answer too
@@ -243,7 +243,7 @@ def test_slurm_is_asked_once_for_many_readings(monkeypatch: pytest.MonkeyPatch) 
 def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
     slurm = Slurm()
-    monkeypatch.setattr(jobs_of_runs, "query_known_jobs", slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     poller = SlurmPoller()
     assert set(poller.jobs(["1"]) or {}) == {"1"}
     assert set(poller.jobs(["1", "2"]) or {}) == {"1", "2"}
@@ -255,7 +255,7 @@ def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
     slurm = Slurm()
     slurm.is_reachable = False
     monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.01)
-    monkeypatch.setattr(jobs_of_runs, "query_known_jobs", slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     poller = SlurmPoller()
     assert poller.jobs(["1"]) is None
     first = poller.problem

@@ -78,7 +78,7 @@ def drive(
         async with app.run_test(size=size, notifications=True) as pilot:
             await act(pilot, app)
 
-    with patch("trainkit.backends.jobs.query_known_jobs", query):
+    with patch("trainkit.backends.jobs.query_jobs_or_warn", query):
         asyncio.run(use())
     return app
 

@@ -10,7 +10,13 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.backends import jobs as control_jobs
 from trainkit.backends import slurm as slurm_backend
-from trainkit.backends.jobs import job_status, live_entry, liveness_probe, open_job_ids, require_not_running
+from trainkit.backends.jobs import (
+    live_entry,
+    liveness_probe,
+    open_job_ids,
+    require_not_running,
+    status_from_jobs,
+)
 from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
@@ -154,7 +160,7 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
     with_follow_ups(run, "8", "9")
     jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # 8 was taken out of the queue by hand
     assert open_job_ids(run, read_job(run)) == ["7", "8", "9"]
-    status = job_status(run, read_job(run), jobs)
+    status = status_from_jobs(run, read_job(run), jobs)
     assert status.alive
     assert status.job == replace(WAITS, job_id="9")
     entry = live_entry(run, "resume")
@@ -163,7 +169,7 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
 
 def test_a_run_without_any_left_is_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with_follow_ups(run, "8")
-    status = job_status(run, read_job(run), queue(monkeypatch, j7=ENDED))
+    status = status_from_jobs(run, read_job(run), queue(monkeypatch, j7=ENDED))
     assert (status.alive, status.job) == (False, ENDED)
     assert live_entry(run, "resume") is None
 
@@ -255,7 +261,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     monkeypatch.delenv("SLURM_CLUSTERS")
     queue(monkeypatch)
     assert open_job_ids(run, read_job(run)) == []
-    assert job_status(run, read_job(run), {}).alive is None
+    assert status_from_jobs(run, read_job(run), {}).alive is None
     assert liveness_probe(run)() is None
     with pytest.raises(UsageError, match="job 8 is on the cluster east, but this is west"):
         live_entry(run, "resume")

@@ -9,10 +9,10 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job import requeue
+from trainkit.job import resubmit
 from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.node.slurm_step import step_argv
-from trainkit.job.requeue import lost_hosts
+from trainkit.job.resubmit import lost_hosts
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.node_range import plan_nodes
@@ -99,15 +99,15 @@ def test_too_few_hosts(spares: int) -> None:
 
 def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
-    monkeypatch.setattr(requeue, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
-    monkeypatch.setattr(requeue, "node_states", lambda hosts: states)
+    monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
+    monkeypatch.setattr(resubmit, "node_states", lambda hosts: states)
     hosts = ["h1", "h2", "h3", "h4", "h5", "h6", "h7"]
     assert lost_hosts("7", hosts, is_running=True) == ("h2", "h3", "h4", "h6")
     # While a job ends, its hosts leave it one by one.
     assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
     assert lost_hosts("7", [], is_running=True) == ()
     # It ended between the query of the job and the query of its hosts.
-    monkeypatch.setattr(requeue, "hosts_of_job", lambda job_id: [])
+    monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: [])
     assert lost_hosts("7", hosts, is_running=True) is None
 
 
@@ -117,7 +117,7 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
     def away(job_id: str) -> list[str]:
         raise SlurmUnreachable("squeue cannot reach Slurm")
 
-    monkeypatch.setattr(requeue, "hosts_of_job", away)
+    monkeypatch.setattr(resubmit, "hosts_of_job", away)
     assert lost_hosts("7", ["h1"], is_running=True) is None
     assert "cannot query the hosts of 7: squeue cannot reach Slurm" in capfd.readouterr().out
 

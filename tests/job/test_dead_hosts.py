@@ -12,7 +12,7 @@ from slurm_job import Slurm, reasons
 
 from tests.support.webhooks import webhook
 from trainkit.backends.slurm import cancel_follow_ups
-from trainkit.job import requeue
+from trainkit.job import resubmit
 from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision, Outcome
@@ -210,8 +210,8 @@ def test_the_guard_waits_until_slurm_has_given_the_host_up(
         restarts=0,
     )
     requeued: list[str] = []
-    monkeypatch.setattr(requeue, "job_details", lambda job_id: job)
-    monkeypatch.setattr(requeue, "node_states", lambda hosts: dict.fromkeys(hosts, state))
-    monkeypatch.setattr(requeue, "requeue", requeued.append)
-    assert requeue.requeue_if_down("7", "node1") is is_done
+    monkeypatch.setattr(resubmit, "job_details", lambda job_id: job)
+    monkeypatch.setattr(resubmit, "node_states", lambda hosts: dict.fromkeys(hosts, state))
+    monkeypatch.setattr(resubmit, "requeue", requeued.append)
+    assert resubmit.requeue_if_down("7", "node1") is is_done
     assert requeued == (["7"] if is_done else [])

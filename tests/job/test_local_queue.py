@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
-from trainkit.job.local_queue import VISIBLE, Place
+from trainkit.job.local_queue import VISIBLE, QueuePlace
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.end import AttemptEnd
 from trainkit.run.record import add_attempt, create_job
@@ -34,7 +34,7 @@ _processes = multiprocessing.get_context("fork")
 
 
 def _answer(run: RunDir, plan: LaunchPlan, connection: Connection) -> None:
-    place = Place(run.attempt(1), plan)
+    place = QueuePlace(run.attempt(1), plan)
     while True:
         connection.send((place.take(now=connection.recv()), os.environ.get(VISIBLE)))
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import TrainkitError
-from trainkit.job import requeue as resubmit_module
+from trainkit.job import resubmit as resubmit_module
 from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.decision import Decision
-from trainkit.job.requeue import excludable, resubmit
+from trainkit.job.resubmit import excludable, resubmit
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.files import read_json, read_jsonl, write_json

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 from dataclasses import replace
@@ -16,9 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from tests.on_slurm import broken_runs as on_slurm
-from tests.slurm.test_jobs import NOON, accounting_line, prints, queue_line
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, README, is_real, make, table, unpack
-from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.main import cli
 from trainkit.errors import UsageError
@@ -26,8 +23,7 @@ from trainkit.observe import logs
 from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import read_log
 from trainkit.observe.status import read_status
-from trainkit.run.end import WITHOUT_RECORD
-from trainkit.run.files import append_jsonl, as_utc, write_json
+from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import add_attempt, add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
@@ -348,60 +344,6 @@ def test_a_start_that_failed(tmp_path: Path) -> None:
     assert (
         newest(run, job=replace(job, state=JobState.CANCELLED, slurm_state="CANCELLED")).name == "cancelled"
     )
-
-
-def test_accounting_says_how_an_attempt_without_an_end_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Job 7 lost a host, was preempted, and waits to start for the third time."""
-    run, fake = RunDir(tmp_path / "run"), FakeSlurm(tmp_path)
-    run.path.mkdir()
-    run.config_file.write_text("name: x\n")
-    create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
-    for number in (1, 2):
-        run.attempt(number).create()
-        add_slurm_attempt(run, number, "7", "submit", "sbatch", started_at=as_utc(started(number)))
-    # Slurm writes its start down before the supervisor does, by its own clock.
-    words = {0: "FAILED", 1: "NODE_FAIL", 2: "PREEMPTED"}
-    records = [accounting_line("7", word, start=NOON + 600 * number) for number, word in words.items()]
-    prints(fake, "sacct", "".join(records))
-    prints(fake, "squeue", queue_line(7, state="PENDING", restarts=2))
-    monkeypatch.setenv("PATH", f"{fake.environ['PATH']}:{os.environ['PATH']}")
-    names = [name_of(run, number)[0] for number in (1, 2)]
-    assert names == ["node-failure", "preempted"]
-    # Attempt 1 by a later start that found no end; accounting knows more.
-    guessed = {"state": "failed", "cause": "node_fail", "reason": f"{WITHOUT_RECORD}: its host died, or …"}
-    write_json(run.attempt(1).end_file, guessed)
-    prints(fake, "sacct", accounting_line("7", "PREEMPTED", start=NOON + 600))
-    assert name_of(run, 1)[0] == "preempted"
-    record = {"rank": None, "host": "n1", "type": "HostLost", "message": "its host died, or …"}
-    write_json(run.attempt(1).end_file, {**guessed, "verdict": record})
-    assert name_of(run, 1)[0] == "preempted"
-    prints(fake, "sacct", accounting_line("7", "NODE_FAIL", start=NOON + 600))
-    done = CliRunner().invoke(cli, ["diagnose", str(run.path), "--attempt", "1"], standalone_mode=False)
-    assert "host n1 was lost" in done.stdout, "the record says which host"
-    assert name_of(run, 2)[0] == "interrupted", "accounting has only the start before"
-    prints(fake, "sacct", accounting_line("7", "REQUEUED", start=NOON + 1200))
-    assert name_of(run, 2)[0] == "interrupted"
-    fake.add("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    name, warnings = name_of(run, 2)
-    assert name == "interrupted"
-    assert "how Slurm ended attempt 2 is unknown" in warnings
-    write_json(run.attempt(2).end_file, {"state": "stopped", "cause": "timeout"})
-    num_calls = len(fake.calls)
-    assert name_of(run, 2)[0] == "time-limit"
-    assert "sacct" not in fake.programs[num_calls:], "the run has recorded it"
-
-
-def name_of(run: RunDir, attempt: int) -> tuple[str, str]:
-    """The cause that the command names, and its warnings."""
-    argv = ["diagnose", str(run.path), "--attempt", str(attempt), "--json"]
-    done = CliRunner().invoke(cli, argv, standalone_mode=False, catch_exceptions=False)
-    return json.loads(done.stdout)["name"], done.stderr
-
-
-def started(number: int) -> datetime:
-    return datetime.fromtimestamp(NOON + 600 * number - 5, timezone.utc)
 
 
 def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:

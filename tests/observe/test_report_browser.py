@@ -26,7 +26,7 @@ COLORS = {
     "dark": {"c0": "6ea8f0", "c1": "f09a5e", "c2": "63c48d", "page": "14181e"},
 }
 NODE = "a-node-with-a-rather-long-name-0001.cluster.example.org"
-pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.slow(seconds=1), pytest.mark.xdist_group("browser")]
 
 
 @pytest.fixture(scope="module")

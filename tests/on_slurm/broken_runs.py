@@ -26,7 +26,8 @@ from tests.on_slurm.login import Login
 from tests.support import broken_runs
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.backends.jobs import query_attempt_status
+from trainkit.backends.jobs import query_job_status
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -52,7 +53,8 @@ def slurm_job(login: Login, attempt: AttemptDir) -> JobInfo | None:
     before = dict(os.environ)
     os.environ.update(login.cluster.variables)
     try:
-        return query_attempt_status(attempt, print).job
+        is_newest = attempt.number == attempt.run.attempt_numbers()[-1]
+        return query_job_status(attempt.run, read_job(attempt.run), print).job if is_newest else None
     finally:
         os.environ.clear()
         os.environ.update(before)

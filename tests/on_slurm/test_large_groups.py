@@ -20,7 +20,7 @@ from trainkit.run.group import RunGroup
 MAX_ARRAY_SIZE = 12
 MAX_JOBS = 8
 
-pytestmark = pytest.mark.slow(seconds=40)
+pytestmark = pytest.mark.slow(seconds=18)
 
 
 @pytest.fixture(scope="module")

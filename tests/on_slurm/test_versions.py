@@ -21,7 +21,7 @@ from tools.slurm_cluster.processes import Pid
 from trainkit.slurm.states import JobState
 
 # The tests of a version stay together: one process starts its cluster, whatever the number of processes.
-pytestmark = pytest.mark.slow(seconds=40)
+pytestmark = pytest.mark.slow(seconds=10)
 VERSIONS = [
     pytest.param(version, marks=pytest.mark.xdist_group(f"Slurm {version}")) for version in ("24.11", "26.05")
 ]

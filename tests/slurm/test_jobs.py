@@ -9,7 +9,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
-from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs, query_starts
+from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs
 from trainkit.slurm.states import JobState
 
 NOON = 1700000000
@@ -125,16 +125,6 @@ def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
     assert list(jobs) == ["7", "9_1", "8", "9_0"]
     assert fake.programs == ["squeue"]
     assert "--jobs=7,9,8" in fake.calls[0]
-
-
-def test_every_start_of_a_job_that_was_requeued(fake: FakeSlurm) -> None:
-    first, second = accounting_line("7", "NODE_FAIL"), accounting_line("7", start=NOON + 600)
-    prints(fake, "sacct", second + accounting_line("7_1") + first + accounting_line("7.batch", "CANCELLED"))
-    starts = query_starts("7")
-    assert [job.slurm_state for job in starts] == ["NODE_FAIL", "COMPLETED"]
-    assert {"--duplicates", "--jobs=7"} <= set(fake.calls[0])
-    with pytest.raises(UsageError):
-        query_starts("7;reboot")
 
 
 def test_nothing_is_asked_about_nothing(fake: FakeSlurm) -> None:

@@ -470,7 +470,7 @@ def test_a_neighbour_neither_arrives_nor_decides(port: int) -> None:
         while not (found := [key for key in store.list_keys() if key.endswith("num_arrived")]):
             time.sleep(0.01)
         prefix = found[0].removesuffix("num_arrived")
-        store.set(f"{prefix}arrived/1", "elsewhere")
+        store.set(f"{prefix}arrived/1", "élsewhere")
         assert store.add(found[0], 1) == 2
         env = rank(0, port)
         assert module._missing_ranks(env, PrefixStore(module._digest(env, "keys"), store)) == [1]

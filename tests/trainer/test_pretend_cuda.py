@@ -37,7 +37,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.rundir import AttemptDir, RunDir
 
 # All of them look at the same runs, so one process runs them.
-pytestmark = [pytest.mark.slow(seconds=45), pytest.mark.smoke, pytest.mark.xdist_group("pretend_cuda")]
+pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.smoke, pytest.mark.xdist_group("pretend_cuda")]
 
 MAIN = "MainThread"
 COMMON = (

@@ -28,7 +28,7 @@ from trainkit.trainer.torch_private import memory_tracker
 pytestmark = pytest.mark.slow
 
 WIDE = (
-    *("model.num_layers=8", "model.dim=1024", "model.ffn_dim=2816", "model.vocab_size=32000"),
+    *("model.num_layers=4", "model.dim=1024", "model.ffn_dim=2816", "model.vocab_size=32000"),
     *("data.seq_len=1024", "precision.dtype=bf16", "train.device_batch_size=8"),
 )
 """Sizes at which what is small does not matter; tensors without values take no longer for it."""
@@ -47,7 +47,7 @@ def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
 
 
 def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> Simulation:
-    batch = ("train.global_batch_size=null", "data.num_workers=0", "model.num_layers=8")
+    batch = ("train.global_batch_size=null", "data.num_workers=0")
     return simulate(make_attempt(tmp_path / "run", [*batch, *options], num_procs), rank)
 
 
@@ -118,7 +118,9 @@ def test_logits_that_are_split_are_nowhere_whole(tmp_path: Path) -> None:
 )
 def test_schedules(tmp_path: Path, schedule: str, ranks: tuple[int, ...]) -> None:
     microbatches = 8 if schedule == "dualpipe_v" else 4
+    num_layers = 4 if schedule in ("gpipe", "1f1b") else 8  # one a stage
     options = (
+        f"model.num_layers={num_layers}",
         "parallel.pp=4",
         f"parallel.pp_schedule={schedule}",
         f"parallel.pp_microbatches={microbatches}",

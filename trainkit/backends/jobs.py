@@ -5,74 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
-from trainkit.run.end import is_over, read_end
-from trainkit.run.files import parse_time, read_json
+from trainkit.run.end import is_over
+from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
-from trainkit.run.rundir import AttemptDir, RunDir, submission_token
-from trainkit.slurm.jobs import JobInfo, query_jobs, query_starts
+from trainkit.run.rundir import RunDir, submission_token
+from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
 """Seconds between queries of a waiting command: the controller serves the whole cluster."""
 FIRST_QUERY_INTERVAL_S = 1.0
-CLOCK_SKEW = timedelta(seconds=30)
-"""How far the clocks of a node and of the controller may differ; Slurm waits longer to start a job again."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs; None when Slurm does not answer."""
 
 
 def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
     """The job status of a run with this job.json; calls `warn` when Slurm is unreachable."""
-    return job_status(run, job, query_known_jobs(open_job_ids(run, job), warn))
-
-
-def query_attempt_status(attempt: AttemptDir, warn: Callable[[str], None]) -> JobStatus:
-    """The job of one attempt. Of one that recorded no end itself, Slurm's accounting says how it ended.
-
-    Calls `warn` if Slurm does not answer.
-    """
-    run, status = attempt.run, JobStatus(False)
-    job = read_job(run)
-    if attempt.number == run.attempt_numbers()[-1]:
-        status = query_job_status(run, job, warn)
-    entry = job.of_attempt(attempt.number)
-    end = read_end(attempt)
-    if not entry.attempt or not (end is None or end.guessed):
-        return status
-    if status.job is not None and (status.job.state.is_active or status.job.is_terminal):
-        return status  # it runs, or accounting was asked already
-    return replace(status, job=_ended_start(entry, warn) or status.job)
-
-
-def _ended_start(entry: AttemptRecord, warn: Callable[[str], None]) -> JobInfo | None:
-    """The start of a Slurm job that ran an attempt, once it is over: each requeue begins another one."""
-    began = parse_time(entry.started_at)
-    job_id = backend_of(entry).queue_id(entry)
-    if began is None or job_id is None:
-        return None
-    try:
-        starts = query_starts(job_id)
-    except TrainkitError as error:
-        warn(f"{error.message}: how Slurm ended attempt {entry.attempt} is unknown")
-        return None
-    for job in reversed(starts):
-        if job.start_time and job.start_time <= began + CLOCK_SKEW:
-            if job.end_time is None or job.end_time < began - CLOCK_SKEW:
-                return None  # an earlier start: accounting does not know this one yet
-            if job.slurm_state == "REQUEUED":
-                return replace(job, state=JobState.REQUEUED)
-            return job if job.is_terminal else None
-    return None
+    return status_from_jobs(run, job, query_jobs_or_warn(open_job_ids(run, job), warn))
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
@@ -84,7 +42,7 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     return [newest, *job.waiting]
 
 
-def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
+def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
     """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer."""
     try:
         return query_jobs(ids)
@@ -93,8 +51,8 @@ def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[st
         return None
 
 
-def job_status(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """The job status of a run; `jobs` is the result of `query_known_jobs`."""
+def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+    """The job status of a run; `jobs` is the result of `query_jobs_or_warn`."""
     entry = job.newest
     return JobStatus(None) if entry is None else backend_of(entry).status(run, entry, job.waiting, jobs)
 
@@ -210,7 +168,7 @@ def liveness_probe(
             return None
         backend = backend_of(entry)
         if backend.queue_id(entry) is None:
-            return job_status(run, record, None).alive
+            return status_from_jobs(run, record, None).alive
         is_pending = notified != "" or alive is None
         interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
         if time.monotonic() - queried_s < interval_s:
@@ -294,7 +252,7 @@ class SlurmPoller:
     def _run(self, ids: Sequence[str]) -> None:
         time.sleep(max(0.0, self._asked_s + MIN_QUERY_INTERVAL_S - time.monotonic()))
         self._asked_s, texts = time.monotonic(), list[str]()
-        jobs = query_known_jobs(ids, texts.append)
+        jobs = query_jobs_or_warn(ids, texts.append)
         if jobs is not None:
             self._problem = None
         elif self._problem is None:

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Literal
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.backends.jobs import liveness_probe, query_job_status, query_known_jobs, utc_clock
+from trainkit.backends.jobs import liveness_probe, query_job_status, query_jobs_or_warn, utc_clock
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError, print_note
@@ -264,7 +264,7 @@ def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus
     if (group := bench.group) is not None:
         recover_parts(group)
         files = GroupFiles(group)
-        jobs = query_known_jobs(files.open_ids, warn)
+        jobs = query_jobs_or_warn(files.open_ids, warn)
         known = {point.run_dir: point for point in files.status(jobs, utc_clock()).points}
     points = []
     for index, item in enumerate(bench.runs):

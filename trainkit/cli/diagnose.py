@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.backends.jobs import query_attempt_status
+from trainkit.backends import JobStatus
+from trainkit.backends.jobs import query_job_status
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK
+from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt, find_run
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
 
     run = find_run(run_name)
     attempt = find_attempt(run, number)
-    status = query_attempt_status(attempt, warn)
+    is_newest = attempt.number == run.attempt_numbers()[-1]
+    status = query_job_status(run, read_job(run), warn) if is_newest else JobStatus(False)
     found = diagnose(attempt, status.alive, status.job)
     if as_json:
         echo_json(asdict(found))

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.backends.jobs import JobQuery, job_status, open_job_ids, query_job_status, query_known_jobs
+from trainkit.backends.jobs import (
+    JobQuery,
+    open_job_ids,
+    query_job_status,
+    query_jobs_or_warn,
+    status_from_jobs,
+)
 from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
@@ -145,7 +151,7 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
 def query_group(group: RunGroup) -> GroupStatus:
     """The status of a group; looks its job up if Slurm has not acknowledged it."""
     recover_parts(group)
-    return read_group(group, lambda ids: query_known_jobs(ids, warn))
+    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))
 
 
 def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
@@ -156,7 +162,7 @@ def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
 
 def _show_all_runs(show_all: bool, as_json: bool) -> int:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, lambda ids: query_known_jobs(ids, warn), {})
+    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {})
     if as_json:
         _echo_json_of(statuses)
         return EXIT_OK
@@ -176,7 +182,7 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
 
 def _show_chosen(choice: Choice, as_json: bool) -> int:
     """Print the runs of a choice, with a column for each key that was asked for."""
-    chosen = choice.apply(read_all(None, lambda ids: query_known_jobs(ids, warn), {})[0])
+    chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {})[0])
     statuses = [run.status for run in chosen]
     if as_json:
         _echo_json_of(statuses)
@@ -243,7 +249,10 @@ def read_all(
             statuses.append(found.status(jobs, now))
         else:
             run, record = found
-            job, history = job_status(run, record, jobs), histories.setdefault(run.path, RunHistory(run))
+            job, history = (
+                status_from_jobs(run, record, jobs),
+                histories.setdefault(run.path, RunHistory(run)),
+            )
             statuses.append(read_status(history, record, job.alive, now, job.job))
     return statuses, num_hidden
 

@@ -24,7 +24,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backends import JobStatus
-from trainkit.backends.jobs import SlurmPoller, job_status, open_job_ids, utc_clock
+from trainkit.backends.jobs import SlurmPoller, open_job_ids, status_from_jobs, utc_clock
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.output import replaced
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
@@ -178,7 +178,7 @@ class RunScreen(ReadingScreen):
         run.path.stat()
         history.update()
         record = read_job(run)
-        self._job = job = job_status(run, record, self._poller.jobs(open_job_ids(run, record)))
+        self._job = job = status_from_jobs(run, record, self._poller.jobs(open_job_ids(run, record)))
         now = self._clock()
         status = read_status(history, record, job.alive, now, job.job)
         return read_view(history, status, now, job.job, Path.cwd())

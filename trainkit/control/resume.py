@@ -26,7 +26,7 @@ from trainkit.errors import ConfigError, Problem, UsageError, print_note
 from trainkit.formats import plural
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.group_parts import recover_parts, submit_parts
-from trainkit.job.requeue import excludable
+from trainkit.job.resubmit import excludable
 from trainkit.launch.create import start_attempt
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.snapshot import renewed_code
@@ -106,43 +106,6 @@ def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | No
     """This machine, if that attempt ran here and the config leaves the backend open; else None."""
     reason = None if entry is None else backend_of(entry).stays_here(entry)
     return Target("local", reason) if reason and loaded.config.launch.backend == "auto" else None
-
-
-def plan_again(
-    run: RunDir,
-    loaded: LoadedConfig,
-    workload: Workload,
-    target: Target | None,
-    code_dir: Path,
-    *,
-    chooses_nodes: bool = False,
-) -> tuple[LoadedConfig, LaunchPlan, Choice | None]:
-    """The config and plan of a run's next attempt, and with `chooses_nodes` why it has this number of nodes.
-
-    Call in the run's `submission_folder`, which yields `code_dir`.
-
-    Raises ConfigError, also for values that are incompatible with the newest checkpoint.
-    """
-    target = target or make_target(loaded, run=run.path)
-    resumes = bool(published(run.checkpoints_dir))
-    facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
-    before = LaunchPlan.read(run.plan_file) if run.plan_file.is_file() else None
-    same_lr = before is not None and read_effective(run.config_file).optimizer == loaded.config.optimizer
-    choice, lr_of = None, before if same_lr else None
-    if chooses_nodes:
-        from trainkit.launch.earliest_end import choose_nodes  # slow to import
-
-        left = share_left(run, loaded.config.train.steps) if workload.knows_run else 1.0
-        loaded, plan, choice = choose_nodes(
-            loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
-        )
-    else:
-        plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
-    if plan.slurm is None and before is not None:
-        plan = replace(plan, after=before.after)  # what it has not waited for yet
-    if workload.knows_run:
-        refuse_incompatible(run, loaded, facts.data)
-    return loaded, plan, choice
 
 
 def share_left(run: RunDir, steps: int | None) -> float:
@@ -357,7 +320,8 @@ def planned_resume(
 
     Without a `target` or ``launch.backend`` in `flags` it runs where it ran. `chooses_nodes` takes the number
     of nodes that is expected to finish first. `starts_here` is whether it is
-    this command that starts it, in its own folder. Raises UsageError and ConfigError where it cannot resume.
+    this command that starts it, in its own folder. Raises UsageError and ConfigError where it cannot resume,
+    also for values that are incompatible with the newest checkpoint.
     """
     refuse_replay(run)
     if starts_here:
@@ -370,9 +334,24 @@ def planned_resume(
     with submission_folder(run, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
-        loaded, plan, choice = plan_again(
-            run, loaded, workload, target, code_dir, chooses_nodes=chooses_nodes
-        )
+        target, resumes = target or make_target(loaded, run=run.path), bool(published(run.checkpoints_dir))
+        facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
+        plan_before = LaunchPlan.read(run.plan_file)
+        lr_of = plan_before if before.optimizer == loaded.config.optimizer else None
+        choice = None
+        if chooses_nodes:
+            from trainkit.launch.earliest_end import choose_nodes  # slow to import
+
+            left = share_left(run, loaded.config.train.steps) if workload.knows_run else 1.0
+            loaded, plan, choice = choose_nodes(
+                loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
+            )
+        else:
+            plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
+        if plan.slurm is None:
+            plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
+        if workload.knows_run:
+            refuse_incompatible(run, loaded, facts.data)
         yield PlannedResume(job, before, loaded, plan, workload.knows_run, choice)
 
 

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import ClassVar
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -43,13 +44,13 @@ from trainkit.job.failure.launcher_report import hosts_without_launch, launch_er
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
-from trainkit.job.local_queue import Place
+from trainkit.job.local_queue import QueuePlace
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.job.progress_watch import slow_hosts
-from trainkit.job.requeue import (
+from trainkit.job.resubmit import (
     await_eviction,
     cancel_jobs,
     exclude_from,
@@ -100,32 +101,24 @@ def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails |
 
 
 class Allocation:
-    """This machine: all nodes of the plan run here, and a restart is always possible."""
+    """The machine or the hosts in which one start of a run executes its attempts."""
 
-    lock_timeout_s = 10.0
+    lock_timeout_s: ClassVar[float]
     """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
 
-    def __init__(self, run: RunDir, number: int = 0, *, now: bool = False) -> None:
+    def __init__(self, run: RunDir) -> None:
         self.run = run
-        self.number = number
-        """The first attempt, which the command that started this process has recorded."""
-        self._now = now
-        self._queue_errors = 0
-        self._place: Place | None = None
-        """What it has got of this machine, until this process exits."""
 
     def claim(self) -> AttemptDir | int:
         """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
-        # That command holds the lock until it has recorded the attempt.
-        with run_lock(self.run):
-            entry = read_job(self.run).of_attempt(self.number)
-        if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
-            log_line(
-                f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
-                " interrupted"
-            )
-            return EXIT_FAILED
-        return self.run.attempt(self.number)
+        raise NotImplementedError
+
+    def leave_unclaimed(self, locked: RunLocked) -> int:
+        """End a start that could not claim an attempt; returns the exit code.
+
+        Writes nothing to the run folder: another process has its lock.
+        """
+        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
 
     def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
         """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
@@ -142,7 +135,7 @@ class Allocation:
 
     def register(self, attempt: AttemptDir) -> str:
         """Record a restarted attempt in job.json; returns its job id. Called with the run's lock held."""
-        return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
+        raise NotImplementedError
 
     def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
         """Write the end of earlier attempts whose host died.
@@ -153,9 +146,83 @@ class Allocation:
 
     def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
         """Wait until a run may start; returns a decision to end it instead. Restarts need not wait again."""
+        return None
+
+    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
+        """The plan for the nodes that there are, which becomes that of the attempt."""
+        return plan
+
+    def place(self, plan: LaunchPlan) -> dict[str, str]:
+        """What Slurm chose for this start, for its event."""
+        return {}
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
+        """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
+        raise NotImplementedError
+
+    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
+        """Complete the outcome of an attempt from the state of the job and its hosts."""
+
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
+        """Record the host that a failure implicates."""
+
+    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
+        """How the run can be restarted now."""
+        raise NotImplementedError
+
+    def has_time(self, plan: LaunchPlan) -> bool:
+        """Whether there is time for another attempt."""
+        return True
+
+    def after_notice(
+        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
+    ) -> Decision:
+        """Decide what follows a stop signal that arrived while the run waited to restart."""
+        raise NotImplementedError
+
+    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
+        """Decide what follows when a lock of the run was not obtained in time."""
+        raise NotImplementedError
+
+    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
+        """Leave the allocation as decided; returns why the run does not resume, None when it does."""
+        return None
+
+    def cancel_pending(self) -> None:
+        """Cancel the jobs that would continue a run that has ended."""
+
+
+class LocalAllocation(Allocation):
+    """This machine: all nodes of the plan run here, and a restart is always possible."""
+
+    lock_timeout_s = 10.0
+
+    def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
+        """`number` is the first attempt, which the command that started this process has recorded."""
+        super().__init__(run)
+        self._number, self._now, self._queue_errors = number, now, 0
+        self._place: QueuePlace | None = None
+        """What it has got of this machine, until this process exits."""
+
+    def claim(self) -> AttemptDir | int:
+        # That command holds the lock until it has recorded the attempt.
+        with run_lock(self.run):
+            entry = read_job(self.run).of_attempt(self._number)
+        if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
+            log_line(
+                f"attempt {self._number} is not in {self.run.job_file}: the command that started it was"
+                " interrupted"
+            )
+            return EXIT_FAILED
+        return self.run.attempt(self._number)
+
+    def register(self, attempt: AttemptDir) -> str:
+        return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
+
+    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
         if self._place is not None:
             return None
-        self._place, said = Place(attempt, plan), ""
+        self._place, said = QueuePlace(attempt, plan), ""
         while (reason := self._waits_for(self._place)) is not None:
             if reason != said:
                 said = reason
@@ -167,7 +234,7 @@ class Allocation:
                 return Decision("stopped", CANCELLED, EXIT_STOPPED)
         return None
 
-    def _waits_for(self, place: Place) -> str | None:
+    def _waits_for(self, place: QueuePlace) -> str | None:
         try:
             return place.take(now=self._now)
         except LockBusy as busy:
@@ -180,48 +247,19 @@ class Allocation:
             place.leave()
             return None
 
-    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
-        """The plan for the nodes that there are, which becomes that of the attempt."""
-        return plan
-
-    def place(self, plan: LaunchPlan) -> dict[str, str]:
-        """What Slurm chose for this start, for its event."""
-        return {}
-
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
         return LocalAttemptWatch(attempt, plan, choose_port())
 
-    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        """Complete the outcome of an attempt from the state of the job and its hosts."""
-
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
-        """Record the host that a failure implicates."""
-
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        """How the run can be restarted now."""
         return RestartOptions(restart=True)
-
-    def has_time(self, plan: LaunchPlan) -> bool:
-        """Whether there is time for another attempt."""
-        return True
 
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
-        """Decide what follows a stop signal that arrived while the run waited to restart."""
         return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
 
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
-        """Decide what follows when a lock of the run was not obtained in time."""
         return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
-
-    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
-        """Leave the allocation as decided; returns why the run does not resume, None when it does."""
-        return None
-
-    def cancel_pending(self) -> None:
-        """Cancel the jobs that would continue a run that has ended."""
 
 
 class SlurmAllocation(Allocation):
@@ -261,6 +299,24 @@ class SlurmAllocation(Allocation):
                 write_end(attempt.cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK
 
+    def leave_unclaimed(self, locked: RunLocked) -> int:
+        # It starts again later rather than take the lock over: a host that Slurm has lost may only be cut off
+        # from the controller and still write to the run folder. The file server releases the locks of a dead
+        # host, most within two minutes, some only when the host boots again.
+        if locked.stopped:
+            return EXIT_STOPPED
+        try:
+            plan = LaunchPlan.read(self.run.plan_file)
+            if self.restarts >= plan.requeue.max:
+                raise TrainkitError(f"requeue.max is {plan.requeue.max}")
+            self.job = query_job(self.job_id)
+            log_line(f"requeues job {self.job_id}, to try again later")
+            self._requeue(plan)
+        except (OSError, ValueError, TrainkitError) as error:
+            log_line(f"not requeued: {error}")
+            return EXIT_FAILED
+        return EXIT_STOPPED
+
     def register(self, attempt: AttemptDir) -> str:
         register_start(attempt, self.job_id, AUTO_RESTART)
         return self.job_id
@@ -270,9 +326,6 @@ class SlurmAllocation(Allocation):
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             policy = LaunchPlan.read(attempt.plan_file).requeue
             return close_dead_attempts(attempt, policy, self.is_down)
-        return None
-
-    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
         return None
 
     def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:

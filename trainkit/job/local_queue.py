@@ -42,7 +42,7 @@ class Unit:
 
 
 @dataclass
-class Place:
+class QueuePlace:
     """The place of an attempt in the queue, and what it has got."""
 
     attempt: AttemptDir

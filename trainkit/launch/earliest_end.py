@@ -50,7 +50,7 @@ SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
 DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
 """What is compared as the plans have derived it."""
 
-Place = tuple[int, str]
+SizeAndGpu = tuple[int, str]
 """A number of nodes and their GPU type, which is empty if unknown."""
 
 
@@ -167,7 +167,9 @@ def sizes_around(own: int, most: int) -> list[int]:
     return sizes
 
 
-def expected_work(base: Mapping[Place, Work], measured: Mapping[Place, Work]) -> dict[Place, Work]:
+def expected_work(
+    base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
+) -> dict[SizeAndGpu, Work]:
     """The work in each place of `base`: measured there, else in proportion to the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
@@ -277,7 +279,7 @@ def _base(
     gpus: set[str],
     own: int,
     request: ResourceRequest,
-) -> dict[Place, Work]:
+) -> dict[SizeAndGpu, Work]:
     """The work in each place as `trainkit plan` estimates it, else as the time limit says of `own` nodes."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
@@ -302,9 +304,9 @@ def _base(
 
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
-) -> dict[Place, Work]:
+) -> dict[SizeAndGpu, Work]:
     """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
-    found: dict[Place, Work] = {}
+    found: dict[SizeAndGpu, Work] = {}
     steps = config.train.steps
     if steps is None or plans[max(plans)].command is not None:
         return found

@@ -13,10 +13,9 @@ from shlex import quote
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.events import best_result, read_events
 from trainkit.run.files import read_object, seconds_between
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup, is_index
-from trainkit.run.history import Attempt, PlanRecord, attempts_of
+from trainkit.run.history import Attempt, PlanRecord, RunHistory
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo
@@ -276,12 +275,12 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     if files.is_over or not entry.attempt:
         return files
     run = group.run(index)
-    events = list(read_events(run, *STATE_EVENTS, "evaluated"))
-    seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
+    seen, best = RunHistory(run).attempts_and_best(*STATE_EVENTS)
     # Rank 0 of a COMMAND need not write metrics.
     is_command = PlanRecord(group.record.plan).is_command
     is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
-    return replace(files, seen=seen, best=best, has_metrics=run.metrics_file.exists() or is_printing)
+    has_metrics = run.metrics_file.exists() or is_printing
+    return replace(files, seen=seen.get(entry.attempt), best=best, has_metrics=has_metrics)
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

@@ -11,8 +11,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.end import RESUME_ACTIONS
-from trainkit.run.events import SILENCE_EVENTS, SLOWDOWN_EVENTS, Entry, Event, StepRecord, events_of, steps_of
+from trainkit.run.end import RESUME_ACTIONS, Best
+from trainkit.run.events import (
+    SILENCE_EVENTS,
+    SLOWDOWN_EVENTS,
+    Entry,
+    Event,
+    StepRecord,
+    best_result,
+    events_of,
+    read_events,
+    steps_of,
+)
 from trainkit.run.files import (
     JsonlTail,
     Record,
@@ -445,6 +455,14 @@ class RunHistory:
         self.events.update()
         self.metrics.update()
         self.health.update()
+
+    def attempts_and_best(self, *names: str) -> tuple[dict[int, Attempt], Best | None]:
+        """The attempts as the events of these names describe them, and the best result.
+
+        Reads no more than their lines, once: for commands that look at thousands of runs.
+        """
+        events = list(read_events(self.run, *names, "evaluated"))
+        return attempts_of(events), best_result(self.run, events)
 
     def newest_steps(self) -> list[StepRecord]:
         """The last `RECENT_RECORDS` steps, oldest first, from the end of their file alone."""

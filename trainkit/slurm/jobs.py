@@ -190,46 +190,26 @@ def _query_accounting(missing: Sequence[str]) -> tuple[dict[str, JobInfo], str]:
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
+    argv = [
+        *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
+        *(f"--format={','.join(_ACCOUNTING_FIELDS)}", f"--jobs={bases}"),
+    ]
     try:
-        text = _run_sacct(f"--jobs={bases}")
+        text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ))
     except TrainkitError as error:
         problem = error.message.splitlines()[-1]
         return {}, f"squeue no longer lists it, and accounting does not answer: {problem}"
     return parse_accounting(text), UNKNOWN_JOB
 
 
-def _run_sacct(*selection: str) -> str:
-    argv = [
-        *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
-        *(f"--format={','.join(_ACCOUNTING_FIELDS)}", *selection),
-    ]
-    return run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ))
-
-
-def query_starts(job_id: str) -> list[JobInfo]:
-    """Every start of a job, oldest first: accounting has one record before and after each requeue.
-
-    Raises SlurmError if accounting does not answer.
-    """
-    text = _run_sacct("--duplicates", f"--jobs={checked_job_id(job_id)}")
-    starts = [info for info in _accounting_records(text) if info.job_id == job_id and info.start_time]
-    return sorted(starts, key=lambda info: info.start_time or datetime.min)
-
-
 def parse_accounting(text: str) -> dict[str, JobInfo]:
     """Parse the output of sacct, by job id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
-    for info in _accounting_records(text):
-        _add(found, info)
-    return found
-
-
-def _accounting_records(text: str) -> Iterator[JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, num_nodes, start, end, exit_code, name = fields
         state = state_in_accounting(word)
         code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-        yield JobInfo(
+        info = JobInfo(
             job_id=job_id,
             state=state,
             slurm_state=word,
@@ -244,6 +224,8 @@ def _accounting_records(text: str) -> Iterator[JobInfo]:
             exit_signal=signal,
             name=name,
         )
+        _add(found, info)
+    return found
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None]:

@@ -444,7 +444,8 @@ def _read(env: RankEnv, store: Store, key: str) -> str | None:
     if not store.check([key]):
         return None
     digest, _, text = store.get(key).decode(errors="replace").partition(" ")
-    return text if hmac.compare_digest(digest, _digest(env, f"{key} {text}")) else None
+    # As bytes: what a stranger has stored may not be ASCII, which `compare_digest` refuses in a string.
+    return text if hmac.compare_digest(digest.encode(), _digest(env, f"{key} {text}").encode()) else None
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:

@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
 mlflow = pytest.importorskip("mlflow")
 pytest.importorskip("wandb")
 
-pytestmark = [pytest.mark.slow(seconds=40), pytest.mark.xdist_group("trackers")]
+pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("trackers")]
 
 CONFIG = """
 name: curve

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit.cluster.bad_nodes import Kind, excluded, memory_file, note_failure
-from trainkit.job import requeue
-from trainkit.job.requeue import exclude_from
+from trainkit.job import resubmit
+from trainkit.job.resubmit import exclude_from
 from trainkit.plan.slurm_request import SlurmRequest, with_excluded
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
@@ -116,9 +116,9 @@ class SlurmCalls:
         self.updates: list[tuple[str, str]] = []
         self.answer: Exception | None = None
         self.needed: tuple[str, ...] = ()
-        monkeypatch.setattr(requeue, "query_start", self.query_start)
+        monkeypatch.setattr(resubmit, "query_start", self.query_start)
         monkeypatch.setattr(
-            requeue, "exclude_hosts", lambda job_id, hosts: self.updates.append((job_id, hosts))
+            resubmit, "exclude_hosts", lambda job_id, hosts: self.updates.append((job_id, hosts))
         )
 
     def query_start(self, script: str, *, extra_argv: list[str], **more: object) -> None:
