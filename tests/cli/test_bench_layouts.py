@@ -202,7 +202,7 @@ def test_layouts_run_one_after_another_and_one_that_fails_stays_in_the_table(des
         run = RunDir(folder / row["run"])
         assert run.attempt_numbers() == [1]  # what fails is not started again
         assert list(run.checkpoints_dir.iterdir()) == []
-    assert "3 runs" in desk.trainkit("status").stdout
+    assert "1 failed, 2 finished" in desk.trainkit("status").stdout  # one group
     again = bench(desk, "--collect", "runs/mine", "--json")
     assert [row["layout"] for row in json.loads(again.stdout)["rows"]] == [row["layout"] for row in rows]
 
