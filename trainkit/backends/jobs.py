@@ -166,8 +166,7 @@ def liveness_probe(
         entry = record.newest
         if entry is None:
             return None
-        backend = backend_of(entry)
-        if backend.queue_id(entry) is None:
+        if backend_of(entry).queue_id(entry) is None:
             return status_from_jobs(run, record, None).alive
         is_pending = notified != "" or alive is None
         interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
@@ -175,12 +174,8 @@ def liveness_probe(
             return alive
         queried_s = time.monotonic()
         try:
-            job = backend.job(entry)
-            alive = in_queue(job)
-            if not alive and not is_over(run.attempt(entry.attempt)):
-                follow_ups = filter(in_queue, query_jobs(record.waiting).values())
-                job = next(follow_ups, job)
-                alive = in_queue(job)
+            status = status_from_jobs(run, record, query_jobs(open_job_ids(run, record)))
+            job, alive = status.job, status.alive
         except SlurmError as error:
             if str(error) != notified:
                 notified = str(error)

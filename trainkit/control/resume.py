@@ -35,7 +35,6 @@ from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.slurm_request import with_excluded
-from trainkit.plan.workload import Workload
 from trainkit.run.end import is_over, read_end, read_newest_end
 from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup
@@ -65,8 +64,8 @@ def refuse_by_hand(run: RunDir) -> None:
 
 def load_again(
     run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]], profile: str | None = None
-) -> tuple[LoadedConfig, Workload]:
-    """The config of a run with changed values, and its workload."""
+) -> tuple[LoadedConfig, LaunchPlan]:
+    """The config of a run with changed values, and the plan that the run has had."""
     refuse_by_hand(run)
     loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.read(run.plan_file)
@@ -75,7 +74,7 @@ def load_again(
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.
         adjustable = loaded.origins.keys() - set(before.launcher_keys)
     origin = loaded.origins["name"].rpartition(":")[0]
-    return loaded.adjusting(*adjustable, origin=origin), before.workload
+    return loaded.adjusting(*adjustable, origin=origin), before
 
 
 def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float | None:
@@ -327,8 +326,8 @@ def planned_resume(
     if starts_here:
         require_not_running(run, "resume")
         note_dead_job(run, warn)
-    loaded, workload = load_again(run, overrides, flags)
-    job, before = read_job(run), read_effective(run.config_file)
+    loaded, plan_before = load_again(run, overrides, flags)
+    job, before, workload = read_job(run), read_effective(run.config_file), plan_before.workload
     if workload.knows_run:
         refuse_finished(run, before, loaded)
     with submission_folder(run, new_code) as code_dir:
@@ -336,7 +335,6 @@ def planned_resume(
             target = same_place(job.newest, loaded)
         target, resumes = target or make_target(loaded, run=run.path), bool(published(run.checkpoints_dir))
         facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
-        plan_before = LaunchPlan.read(run.plan_file)
         lr_of = plan_before if before.optimizer == loaded.config.optimizer else None
         choice = None
         if chooses_nodes:
