@@ -78,7 +78,9 @@ def test_installs_once_and_again_when_an_input_changes(checkout: Checkout) -> No
     assert (done.returncode, checkout.installs()) == (0, ["."]), done.stderr
     log = (checkout.fake / "log").read_text()
     pip, compiles = log.splitlines()[-2:]
-    assert pip.endswith("-m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e .")
+    assert pip.endswith(
+        "-m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ."
+    )
     assert compiles == "python -m compileall -qq -j 0 .venv/lib"
     assert checkout.make_venv().returncode == 0
     assert checkout.installs() == []
