@@ -168,7 +168,7 @@ def keep_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_real_ranks_hold_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ("model.dim=256", "model.ffn_dim=768", "model.vocab_size=2048", "data.seq_len=128")
+    sizes = ("model.dim=128", "model.ffn_dim=384", "model.vocab_size=1024", "data.seq_len=128")
     cases = [
         Case("1f1b", 2, {"pp": 2}, ("model.tie_embeddings=true",)),
         Case("zbv", 2, {"pp": 2, "pp_schedule": "zbv"}),
